@@ -1,0 +1,78 @@
+# Every target sets up .venv at the root itself; from a fresh clone nothing is needed but Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
+OLDEST := .venv-oldest
+ALONE := $(wildcard tests/unit tests/properties tests/numerics)
+SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
+# A failure among real processes on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
+RERUNS := $(if $(CI),--reruns 1)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-oldest check format docs bench clean
+
+help:
+	@echo "make demo         a swarm of real servers on this machine tells a story"
+	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
+	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
+	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
+	@echo "make bench        benchmarks of inference"
+	@echo "make clean        removes everything that the targets above made"
+
+demo: $(INSTALLED)
+	$(BIN)/python -m swarmllm.demo
+
+# Two processes for what computes alone; one for what starts swarms, whose servers need the cores themselves.
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ALONE)
+	$(BIN)/python -m pytest -q $(RERUNS) -m "not slow" $(SWARMS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m slow $(ALONE)
+	$(BIN)/python -m pytest -q $(RERUNS) -m slow $(SWARMS)
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -q -n 2 -m "not slow" $(ALONE)
+	$(OLDEST)/bin/python -m pytest -q -m "not slow" $(SWARMS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/inference.py
+
+$(INSTALLED): setup.cfg constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "swarmllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(OLDEST)/.installed: setup.cfg constraints.txt pyproject.toml .ci/oldest.py
+	[ -x $(OLDEST)/bin/python ] || $(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) .ci/oldest.py > $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install -qq -r $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install -qq --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist benchmarks/results src/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
