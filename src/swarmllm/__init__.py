@@ -1,0 +1,75 @@
+"""Run large language models together: each server holds some blocks, every client sees one transformers model.
+
+    from swarmllm import AutoDistributedModel
+    model = AutoDistributedModel.from_pretrained(name, initial_peers=[...])
+    model.generate(...)
+
+The public names are imported when they are first used, so that `import swarmllm` costs next to nothing.
+`docs/architecture.md` follows a token through the files.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarmllm.client.distributed_model import (
+        AutoDistributedModel,
+        AutoDistributedModelForCausalLM,
+        AutoDistributedModelForFeatureExtraction,
+        AutoDistributedModelForQuestionAnswering,
+        AutoDistributedModelForSequenceClassification,
+        AutoDistributedModelForTokenClassification,
+        DistributedModel,
+        DistributedModelForCausalLM,
+    )
+    from swarmllm.config import ClientConfig
+    from swarmllm.demo.embedded_model import embedded_model_path
+    from swarmllm.demo.local_swarm import LocalSwarm
+    from swarmllm.errors import SwarmError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoDistributedModel",
+    "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForFeatureExtraction",
+    "AutoDistributedModelForQuestionAnswering",
+    "AutoDistributedModelForSequenceClassification",
+    "AutoDistributedModelForTokenClassification",
+    "ClientConfig",
+    "DistributedModel",
+    "DistributedModelForCausalLM",
+    "LocalSwarm",
+    "SwarmError",
+    "__version__",
+    "embedded_model_path",
+]
+
+_HOMES = {
+    "AutoDistributedModel": "swarmllm.client.distributed_model",
+    "AutoDistributedModelForCausalLM": "swarmllm.client.distributed_model",
+    "AutoDistributedModelForFeatureExtraction": "swarmllm.client.distributed_model",
+    "AutoDistributedModelForQuestionAnswering": "swarmllm.client.distributed_model",
+    "AutoDistributedModelForSequenceClassification": "swarmllm.client.distributed_model",
+    "AutoDistributedModelForTokenClassification": "swarmllm.client.distributed_model",
+    "ClientConfig": "swarmllm.config",
+    "DistributedModel": "swarmllm.client.distributed_model",
+    "DistributedModelForCausalLM": "swarmllm.client.distributed_model",
+    "LocalSwarm": "swarmllm.demo.local_swarm",
+    "SwarmError": "swarmllm.errors",
+    "embedded_model_path": "swarmllm.demo.embedded_model",
+}
+"""The module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

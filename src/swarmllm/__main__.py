@@ -1,0 +1,100 @@
+"""The command `swarmllm X`: the same as `python -m swarmllm.X`, and a screen that lists what X can be.
+
+Imports the one module that is asked for, so that no command waits for the others' dependencies. A command module has
+`main(argv) -> int`, the exit status.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from swarmllm import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of the help screen."""
+
+    module: str
+    does: str
+    example: str
+
+
+COMMANDS = {
+    "server": Command(
+        "swarmllm.server.__main__",
+        "serve some blocks of a model",
+        "swarmllm server --model DIR_OR_HUB_ID --num_blocks 8 --initial_peers MADDR",
+    ),
+    "dht": Command(
+        "swarmllm.dht",
+        "a peer that others start from; serves no blocks",
+        "swarmllm dht --host_maddrs /ip4/0.0.0.0/tcp/31337",
+    ),
+    "generate": Command(
+        "swarmllm.generate",
+        "text from a swarm, as it comes",
+        'swarmllm generate --model DIR_OR_HUB_ID --initial_peers MADDR "Once upon a time"',
+    ),
+    "chat": Command(
+        "swarmllm.chat",
+        "a conversation with a model of the swarm",
+        "swarmllm chat --model DIR_OR_HUB_ID --initial_peers MADDR",
+    ),
+    "status": Command(
+        "swarmllm.status",
+        "who serves what, and what is missing",
+        "swarmllm status --initial_peers MADDR",
+    ),
+    "gateway": Command(
+        "swarmllm.gateway.__main__",
+        "a web API like OpenAI's, a chat page, a picture of the swarm",
+        "swarmllm gateway --model DIR_OR_HUB_ID --initial_peers MADDR",
+    ),
+    "doctor": Command(
+        "swarmllm.doctor",
+        "checks this machine and network, and names what to mend",
+        "swarmllm doctor --model DIR_OR_HUB_ID --initial_peers MADDR",
+    ),
+    "demo": Command(
+        "swarmllm.demo.__main__",
+        "a whole swarm on this machine, with the model that comes along",
+        "swarmllm demo",
+    ),
+}
+
+
+def help_text() -> str:
+    """The screen of `swarmllm --help`."""
+    lines = [
+        "usage: swarmllm COMMAND [OPTIONS]    (swarmllm COMMAND --help lists the options)",
+        "",
+        "Run large language models together: each server holds some blocks of the model.",
+        "",
+    ]
+    for name, command in COMMANDS.items():
+        lines += [f"  {name:<10}{command.does}", f"  {'':<10}  $ {command.example}"]
+    lines += ["", "  --version   the version of swarmllm", "  --help      this screen"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the command line) names, and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h", "help"):
+        print(help_text())
+        return 0
+    if name in ("--version", "-V"):
+        print(f"swarmllm {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"swarmllm: there is no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    status: int = import_module(COMMANDS[name].module).main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

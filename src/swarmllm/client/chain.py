@@ -1,0 +1,568 @@
+"""A chain of servers that hold one session's KV caches, in the client's event loop: opens it, steps it, repairs it.
+
+Used by `client/inference_session`, its synchronous face. How a repair works:
+
+1. Hops whose stream broke, or who lost the session, are replaced: a new route for exactly their blocks, new sessions.
+2. Every hop is linked to its successor anew, under a new epoch: what is still under way from before is dropped.
+3. The new hops' caches are rebuilt by replaying inputs: the hop before them has kept what it sent; if the first hop is
+   new, the client has. The others keep their caches.
+4. The steps that were not answered are sent again; a hop that had run one already rolls its cache back to its start.
+
+A move to a better route goes the same way from 2. on, except that the new sessions are opened before the old ones end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmllm.client.concurrency import gather
+from swarmllm.client.connection import Answer, Connection, new_request_id
+from swarmllm.client.hop import Hop, Moment
+from swarmllm.client.spot_checks import SpotChecks
+from swarmllm.client.swarm_view import SwarmView
+from swarmllm.data_structures import BlockTraits, RouteHop, Span
+from swarmllm.errors import (
+    ConfigurationError,
+    CorruptActivationsError,
+    PeerError,
+    PeerTimeoutError,
+    SessionClosedError,
+    SessionLengthExceededError,
+    SwarmError,
+)
+from swarmllm.models.activation_checks import checked
+from swarmllm.models.activation_log import ActivationLog
+from swarmllm.models.adapters import BlockAdapter
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.messages import Timings
+from swarmllm.swarm.retry import Retries
+from swarmllm.swarm.route_costs import RouteCosts
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKENS_LEFT = 64
+"""That a move to a better route may count on. Assumed: the end of an answer of some sentences."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A step or replay that is under way."""
+
+    inputs: BlockInputs
+    """Of the first block; what travels beside the hidden states is taken from here when the client relays."""
+    position: int
+    done: "asyncio.Future[Answer]"
+    replay_end: Hop | None = None
+    """For a replay: the last hop whose cache it rebuilds."""
+    length: int = 0
+    """For a replay: it is complete when this position is reached."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """The asynchronous core of a session. `position` counts what all blocks have seen and the client has got back."""
+
+    view: SwarmView
+    traits: BlockTraits
+    spot_checks: SpotChecks
+    max_length: int
+    position: int = 0
+    record_past: bool = False
+    timings: Timings = ()
+    """Of the last step: per server its first block, µs in the queue, µs of computing."""
+    num_repairs: int = 0
+    num_moves: int = 0
+    on_failure: Callable[[SwarmError], None] | None = None
+    """Told, in the event loop, of every failure that is going to be repaired or raised."""
+    on_route: Callable[[list[RouteHop], float], None] | None = None
+    """Told, in the event loop, of the route when it has been opened or repaired, and how many seconds that took."""
+    _hops: list[Hop] = field(default_factory=list)
+    _log: ActivationLog = field(init=False)
+    _pending: dict[int, _Pending] = field(default_factory=dict)
+    _epoch: int = 0
+    _linked: bool = False
+    """Whether the hops are usable and linked, as far as we know."""
+    _rows: int = 0
+    _batch_index: tuple[int, ...] | None = None
+    _batch_size: int = 1
+    _adapter: BlockAdapter | None = None
+    """What the servers' sessions were opened with."""
+    _closed: bool = False
+    _news: int = 0
+    """The view's news when we last asked it for a better route."""
+    _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _stepping: "asyncio.Task[object] | None" = None
+
+    def __post_init__(self) -> None:
+        self._log = ActivationLog(self.traits)
+
+    @property
+    def route(self) -> list[RouteHop]:
+        return [hop.route_hop for hop in self._hops]
+
+    @property
+    def _moment(self) -> Moment:
+        return Moment(self._epoch, self._rows, self._batch_index)
+
+    @property
+    def _span(self) -> Span:
+        return Span(0, self.view.num_blocks)
+
+    # ------------------------------------------------------------------ operations
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Take these rows of the batch before the next step. Servers learn of it with that step."""
+        chosen = tuple(indices)
+        if self._batch_index is None:
+            self._rows += 1
+            self._batch_index = chosen
+        else:
+            self._batch_index = tuple(self._batch_index[index] for index in chosen)
+        self._log.select_batch(chosen)
+
+    async def step(self, inputs: BlockInputs) -> Tensor:
+        """Run all blocks on `inputs`, which follow `position`; returns hidden states of the same shape.
+
+        Raises:
+            SessionLengthExceededError: the session is too short for them; nothing has changed.
+            SessionClosedError: it has been closed.
+            SwarmError: the chain could not be repaired within the retries; the session stays usable from `position` on.
+        """
+        async with self._busy:
+            self._check_room(self.position, inputs)
+            self._take_adapter(self.position, inputs)
+            rows = self._log.batch_size
+            if self.position and inputs.batch_size != rows:
+                raise ConfigurationError(f"the session has {rows} rows, these inputs {inputs.batch_size}")
+            self._stepping = asyncio.current_task()
+            try:
+                return await self._run(inputs)
+            finally:
+                self._stepping = None
+
+    def _take_adapter(self, position: int, inputs: BlockInputs) -> None:
+        """A session has one adapter from its begin on: what is cached was computed with it."""
+        known, given = self._adapter, inputs.adapter
+        if (known and known.version) == (given and given.version):
+            return
+        if position:
+            raise ConfigurationError(
+                "the adapter has changed since the session began: set its position to 0, or open another one"
+            )
+        self._hang_up()
+        self._linked, self._adapter = False, given
+
+    def _check_room(self, position: int, inputs: BlockInputs) -> None:
+        if self._closed:
+            raise SessionClosedError("the session has been closed")
+        if position + inputs.seq_len > self.max_length:
+            raise SessionLengthExceededError(
+                f"{position} + {inputs.seq_len} tokens are more than the session's max_length of "
+                f"{self.max_length}: open it with a larger max_length"
+            )
+
+    async def _run(self, inputs: BlockInputs) -> Tensor:
+        self._batch_size = inputs.batch_size
+        chunks = list(self._chunks(inputs))
+        outputs: list[Tensor] = []
+        retries = Retries(self.view.config.max_retries)
+        while len(outputs) < len(chunks):
+            try:
+                if not self._linked or not all(hop.usable for hop in self._hops):
+                    await self._repair()
+                else:
+                    await self._move_if_better()
+                await self._send_steps(chunks[len(outputs) :], outputs)
+                if len(outputs) == len(chunks) and self.spot_checks.due():
+                    await self._verify(outputs)
+            except SwarmError as error:
+                await self._get_over(error, retries)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self.traits.batch_axis + 1)
+
+    async def _get_over(self, error: SwarmError, retries: Retries) -> None:
+        """Wait until another try makes sense.
+
+        Raises:
+            SwarmError: none does.
+        """
+        self._linked = False
+        self.view.report(error)
+        if self.on_failure is not None:
+            self.on_failure(error)
+        delay_s = retries.next_delay_s(error)
+        if delay_s is None:
+            self._hang_up()  # whoever keeps the exception keeps this session: servers need not
+            raise self.view.why_given_up(error, self._span) from error
+        logger.info("repairing the route after: %s", error)
+        await asyncio.sleep(delay_s)
+
+    async def _verify(self, outputs: list[Tensor]) -> None:
+        """Spot check of the last step; what was wrong is taken back, to be run again."""
+        whole = next(self._log.replay(self.position * self._log.batch_size))[1]
+        try:
+            await self.spot_checks.check_session(self.route, whole, outputs[-1])
+        except CorruptActivationsError:
+            for hop in self._hops:
+                hop.lost = hop.lost or hop.peer_id in self.view.health.quarantined
+            self.position -= sum(output.shape[self.traits.batch_axis + 1] for output in outputs)
+            outputs.clear()
+            raise
+
+    async def close(self) -> None:
+        """Free the session on all servers: they do it when the streams end. A step under way is cancelled."""
+        self._closed = True
+        if self._stepping is not None:
+            self._stepping.cancel()
+        async with self._busy:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Leave all servers. A further step would open the chain anew and replay what the client has kept."""
+        for hop in self._hops:
+            hop.connection.close()
+        self._hops = []
+
+    # ------------------------------------------------------------------ steps
+
+    def _chunks(self, inputs: BlockInputs) -> Iterator[BlockInputs]:
+        """A long prompt in pieces, so that several servers work on it at once."""
+        size = max(1, self.view.config.prefill_chunk_tokens // inputs.batch_size)
+        if not self.traits.chunked_prefill or inputs.seq_len <= size:
+            yield inputs
+            return
+        num_chunks = -(-inputs.seq_len // size)
+        size = -(-inputs.seq_len // num_chunks)  # all about equally long
+        for start in range(0, inputs.seq_len, size):
+            yield inputs.columns(start, min(start + size, inputs.seq_len), self.position, self.traits)
+
+    async def _send_steps(self, chunks: Sequence[BlockInputs], outputs: list[Tensor]) -> None:
+        """Send all chunks at once, then take in their results in order."""
+        loop = asyncio.get_running_loop()
+        steps: list[tuple[int, _Pending]] = []
+        position = self.position
+        try:
+            for chunk in chunks:
+                pending = _Pending(chunk, position, loop.create_future())
+                request = new_request_id()
+                self._pending[request] = pending
+                steps.append((request, pending))
+                await self._hops[0].send_step(request, self._moment, pending.position, chunk)
+                position += chunk.seq_len
+            for _, pending in steps:
+                outputs.append(await self._take_in(pending))
+        finally:
+            for request, pending in steps:
+                del self._pending[request]
+                _forget(pending.done)
+
+    async def _take_in(self, pending: _Pending) -> Tensor:
+        """Wait for the result of the next step, and note that all blocks have seen its positions."""
+        answer = await self._answered(pending)
+        output = self._result(answer, pending.inputs)
+        self._log.append(pending.position, pending.inputs)
+        self.position = pending.position + pending.inputs.seq_len
+        self.timings = answer.header.timings
+        self._batch_index = None
+        return output
+
+    async def _answered(self, pending: _Pending) -> Answer:
+        timeout_s = self.view.config.step_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await pending.done
+        except TimeoutError as error:
+            if isinstance(error, SwarmError):
+                raise
+            stalled = await self._find_stalled(pending)
+            stalled.lost = True
+            raise PeerTimeoutError(
+                f"the server {stalled} did not finish a step within {timeout_s:g} s", stalled.peer_id
+            ) from None
+
+    async def _find_stalled(self, pending: _Pending) -> Hop:
+        """The first hop that has not got past the step, although everybody answers pings.
+
+        Asked by LINK, whose answer says how far a cache goes; the repair links everything anew anyway.
+        """
+        self._epoch += 1
+        self._linked = False
+        end = pending.length or pending.position + pending.inputs.seq_len
+
+        async def position_of(hop: Hop) -> int:
+            try:
+                return await hop.link(None, self._epoch)
+            except PeerError:
+                return -1
+
+        positions = await asyncio.gather(*(position_of(hop) for hop in self._hops))
+        behind = (hop for hop, position in zip(self._hops, positions, strict=True) if position < end)
+        return next(behind, self._hops[-1])  # if all got past it, the last one doesn't send its results
+
+    def _result(self, answer: Answer, inputs: BlockInputs) -> Tensor:
+        try:
+            return checked(
+                answer.tensors().get("hidden_states"),
+                inputs.hidden_states,
+                peer_id=answer.peer_id,
+                batch_axis=self.traits.batch_axis,
+                attention_mask=inputs.attention_mask,
+            )
+        except PeerError:
+            self._lose(answer.peer_id)
+            raise
+
+    # ------------------------------------------------------------------ answers, called by the connections
+
+    def _on_answer(self, connection: Connection, answer: Answer | SwarmError, request: int | None) -> None:
+        hop = next((hop for hop in self._hops if hop.connection is connection), None)
+        if hop is None:
+            return
+        if isinstance(answer, SwarmError):
+            self._on_error(hop, answer, request)
+            return
+        pending = None if request is None else self._pending.get(request)
+        if pending is None or pending.done.done():
+            return
+        if answer.header.tensors and answer.header.end < self._span.end:
+            self.view.loop.spawn(self._relay(hop, answer, pending, answer.header.id), name="relay")
+        elif pending.replay_end is None or answer.header.position >= pending.length:
+            pending.done.set_result(answer)
+
+    def _on_error(self, hop: Hop, error: SwarmError, request: int | None) -> None:
+        if self._is_stale(error, request):
+            return
+        if isinstance(error, PeerError) and error.peer_id == hop.peer_id and hop.connection.error is None:
+            hop.lost = True
+        pending = self._pending.get(request) if request is not None else None
+        if isinstance(error, CorruptActivationsError) and error.peer_id is not None:
+            self._lose(error.peer_id)  # its successor found out
+        self._linked = False
+        if not self._busy.locked():  # between two steps nobody else would take note of it
+            self.view.report(error)
+        for waiting in self._pending.values() if pending is None else (pending,):
+            if not waiting.done.done():
+                waiting.done.set_exception(error)
+
+    def _is_stale(self, error: SwarmError, request: int | None) -> bool:
+        """Whether the error is about a request that was given up, or a successor that was replaced meanwhile."""
+        if request is not None:
+            return request not in self._pending
+        culprit = error.peer_id if isinstance(error, PeerError) else None
+        return culprit is not None and all(hop.peer_id != culprit for hop in self._hops)
+
+    def _lose(self, peer_id: str) -> None:
+        for hop in self._hops:
+            if hop.peer_id == peer_id:
+                hop.lost = True
+
+    async def _relay(self, hop: Hop, answer: Answer, pending: _Pending, request: int) -> None:
+        """Carry a result to the next server, because its predecessor can't."""
+        try:
+            index = self._hops.index(hop) + 1
+            position, inputs, replay_hops = pending.position, pending.inputs, 0
+            hidden = answer.tensors()["hidden_states"]
+            if pending.replay_end is not None:
+                position = answer.header.position
+                end = position + hidden.shape[self.traits.batch_axis + 1]
+                inputs = inputs.columns(position, end, 0, self.traits)
+                replay_hops = self._hops.index(pending.replay_end) - index + 1
+            await self._hops[index].send_step(
+                request, self._moment, position, inputs.with_hidden(hidden), replay_hops=replay_hops
+            )
+        except (SwarmError, KeyError, IndexError, ValueError) as error:
+            if not pending.done.done():
+                if not isinstance(error, SwarmError):
+                    error = CorruptActivationsError(f"the result can't be relayed: {error}", answer.peer_id)
+                pending.done.set_exception(error)
+
+    # ------------------------------------------------------------------ repair
+
+    async def _repair(self) -> None:
+        """Make the chain complete, linked, and its caches filled up to `position`."""
+        began_at = asyncio.get_running_loop().time()
+        self._begin_epoch()
+        if self._hops:
+            self.num_repairs += 1
+            self.view.counts["repairs"] += 1
+        await self._replace_lost()
+        await self._rejoin(began_at)
+
+    def _begin_epoch(self) -> None:
+        """What is still under way from before is dropped by the servers."""
+        self._epoch += 1
+
+    async def _rejoin(self, began_at: float) -> None:
+        """Link the hops, and fill the caches of the new ones."""
+        await self._link()
+        if self.position:
+            for before, run in list(self._new_runs()):
+                await self._replay(before, run)
+        for hop in self._hops:
+            hop.new = False
+        self._linked = True
+        if self.on_route is not None:
+            self.on_route(self.route, asyncio.get_running_loop().time() - began_at)
+
+    async def _replace_lost(self) -> None:
+        """A new route for each gap, and sessions on its servers."""
+        start, kept = 0, [hop for hop in self._hops if hop.usable]
+        for hop in self._hops:
+            if not hop.usable:
+                hop.connection.close()
+        self._hops = kept
+        gaps: list[Span] = []
+        for hop in kept:
+            if start < hop.span.start:
+                gaps.append(Span(start, hop.span.start))
+            start = hop.span.end
+        if start < self._span.end:
+            gaps.append(Span(start, self._span.end))
+        for gap in gaps:
+            await self._open(gap)
+
+    async def _open(self, span: Span) -> None:
+        """Sessions on the servers of a route; those that could be opened are kept even if others could not."""
+        route = await self.view.find_route(span, self._costs())
+        opening = await asyncio.gather(*(self._open_hop(hop) for hop in route), return_exceptions=True)
+        errors = [error for error in opening if isinstance(error, BaseException)]
+        for error in errors[1:]:
+            if isinstance(error, SwarmError):
+                self.view.report(error)
+        if errors:
+            raise errors[0]
+
+    async def _open_hop(self, route_hop: RouteHop) -> None:
+        hop = await self._new_session(route_hop, self._epoch)
+        self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
+
+    async def _new_session(self, route_hop: RouteHop, epoch: int) -> Hop:
+        return await Hop.open(
+            self.view,
+            route_hop,
+            self._on_answer,
+            batch_size=self._batch_size,
+            max_length=self.max_length,
+            epoch=epoch,
+            record_past=self.record_past,
+            adapter=self._adapter,
+        )
+
+    def _costs(self) -> RouteCosts:
+        return self.view.costs(
+            context_tokens=self.position,
+            batch_size=self._batch_size,
+            cache_tokens=self._batch_size * self.max_length,
+        )
+
+    async def _link(self) -> None:
+        """Tell every hop where its outputs go; where that fails the client relays."""
+        successors: list[Hop | None] = [*self._hops[1:], None]
+        if not self.view.config.push:
+            successors = [None] * len(self._hops)
+        pairs = zip(self._hops, successors, strict=True)
+        await gather([partial(self._link_hop, hop, successor) for hop, successor in pairs])
+
+    async def _link_hop(self, hop: Hop, successor: Hop | None) -> None:
+        if hop.new and successor is None:
+            return  # a new session's outputs go to the client anyway
+        try:
+            await hop.link(successor, self._epoch)
+        except PeerError as error:
+            if successor is None or hop.connection.error is not None or error.peer_id == hop.peer_id:
+                hop.lost = True
+                raise
+            logger.info("%s can't reach its successor, so hidden states go through this client: %s", hop, error)
+
+    # ------------------------------------------------------------------ moves
+
+    async def _move_if_better(self) -> bool:
+        """Between two steps: take a clearly better route if there is one by now; whether it was taken."""
+        news = self.view.news
+        if news == self._news or not self.position:
+            return False
+        self._news = news
+        # Nobody knows how much will be generated; on average, a stream that has run for some time is half over.
+        tokens_left = min(self.max_length - self.position, max(MIN_TOKENS_LEFT, self.position))
+        target = self.view.better_route(self.route, self._costs(), tokens_left)
+        return target is not None and await self._move(target)
+
+    async def _move(self, route: Sequence[RouteHop]) -> bool:
+        """Open what is new of `route`; only if that works, leave what is old and fill the new caches.
+
+        Raises:
+            SwarmError: the old route is left, but the new one must be repaired.
+        """
+        began_at = asyncio.get_running_loop().time()
+        held = {(hop.peer_id, hop.span): hop for hop in self._hops}
+        kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
+        wanted = [hop for hop in route if (hop.server.peer_id, hop.span) not in held]
+        opened: list[Hop] = []
+
+        async def open_hop(route_hop: RouteHop) -> None:
+            opened.append(await self._new_session(route_hop, self._epoch + 1))
+
+        try:
+            await gather([partial(open_hop, hop) for hop in wanted])
+        except BaseException as error:
+            for hop in opened:
+                hop.connection.close()
+            if not isinstance(error, SwarmError):
+                raise
+            self.view.report(error)
+            logger.info("staying on the route, because a better one can't be taken: %s", error)
+            return False
+        logger.info("moving to a better route: %s", ", ".join(map(str, route)))
+        left = [hop for hop in self._hops if hop not in kept]
+        self._begin_epoch()
+        self._linked = False
+        self._hops = sorted([*kept, *opened], key=lambda hop: hop.span)
+        for hop in left:
+            hop.connection.close()
+        self.num_moves += 1
+        self.view.counts["moves"] += 1
+        await self._rejoin(began_at)
+        return True
+
+    def _new_runs(self) -> Iterator[tuple[Hop | None, list[Hop]]]:
+        """(the hop before, the new hops) for each stretch of new hops."""
+        before: Hop | None = None
+        run: list[Hop] = []
+        for hop in self._hops:
+            if hop.new:
+                run.append(hop)
+                continue
+            if run:
+                yield before, run
+            before, run = hop, []
+        if run:
+            yield before, run
+
+    async def _replay(self, before: Hop | None, run: Sequence[Hop]) -> None:
+        """Fill the caches of `run` with what once passed the boundary before it."""
+        logger.info("replaying %d tokens to rebuild %s", self.position, ", ".join(str(hop) for hop in run))
+        self._log.rollback(self.position)
+        request = new_request_id()
+        whole = next(self._log.replay(self.position * self._log.batch_size))[1]
+        pending = _Pending(whole, 0, asyncio.get_running_loop().create_future(), run[-1], self.position)
+        self._pending[request] = pending
+        try:
+            if before is None:
+                for position, inputs in self._log.replay(self.view.config.prefill_chunk_tokens):
+                    await run[0].send_step(request, self._moment, position, inputs, replay_hops=len(run))
+            else:
+                await before.send_replay(request, self._moment, self.position, len(run))
+            await self._answered(pending)
+        finally:
+            del self._pending[request]
+            _forget(pending.done)
+
+
+def _forget(future: "asyncio.Future[Answer]") -> None:
+    """Nobody waits for it any more, and that is no mistake."""
+    if not future.cancel() and not future.cancelled():
+        future.exception()

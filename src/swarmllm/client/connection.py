@@ -1,0 +1,171 @@
+"""One stream to one server: requests and their answers, told apart by id.
+
+Used by sessions (one connection per server of the chain) and by batches (one per server, shared). Lives in the client's
+event loop.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from swarmllm.data_structures import PeerModel, ServerInfo
+from swarmllm.errors import (
+    LocalProtocolError,
+    PeerError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    SwarmError,
+    error_from_code,
+)
+from swarmllm.network.messages import ErrorHeader, ResultHeader, parse
+from swarmllm.network.protocol import FrameStream, Message, MessageType
+from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
+
+_ids = itertools.count(1)
+
+
+def new_request_id() -> int:
+    """An id that no other request of this client has: answers may come on another connection than the request went."""
+    return next(_ids)
+
+
+class Answer:
+    """A RESULT: its header, and its tensors decoded when asked for."""
+
+    def __init__(self, header: ResultHeader, message: Message, peer_id: str) -> None:
+        self.header = header
+        self.peer_id = peer_id
+        self._message = message
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Raises: RemoteProtocolError: they are not what the header says."""
+        payload = self._message.payload
+        try:
+            return decode_tensors(self.header.tensors, payload, max_bytes=len(payload))
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(str(error), self.peer_id) from None
+
+
+OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
+
+
+class Connection:
+    """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`."""
+
+    def __init__(self, stream: FrameStream, server: ServerInfo, on_answer: OnAnswer | None = None) -> None:
+        self.server = server
+        self._stream = stream
+        self._on_answer = on_answer
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self.error: PeerError | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self.server.peer_id
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Smoothed over the last pings; None before the first."""
+        return self._stream.round_trip_s
+
+    async def ping(self) -> float:
+        """Seconds of one round trip, measured now.
+
+        Raises:
+            PeerError: the stream is broken.
+        """
+        return await self._stream.ping()
+
+    async def send(
+        self, message_type: MessageType, header: PeerModel, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Send without waiting for an answer.
+
+        Raises:
+            PeerError: the stream is broken.
+        """
+        if self.error is not None:
+            raise self.error
+        fields = header.model_dump()
+        if tensors:
+            descriptors, chunks = encode_tensors(dict(tensors))
+            fields["tensors"] = descriptors
+            await self._stream.send(message_type, fields, chunks)
+        else:
+            await self._stream.send(message_type, fields)
+
+    async def request(
+        self,
+        message_type: MessageType,
+        header: PeerModel,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        timeout_s: float,
+    ) -> Answer:
+        """Send, and wait for the answer to `header.id`.
+
+        Raises:
+            SwarmError: what the server answered, or the stream broke.
+            PeerTimeoutError: no answer came in time.
+        """
+        request_id: int = header.id  # type: ignore[attr-defined]
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.send(message_type, header, tensors)
+                return await future
+        except TimeoutError as error:
+            if isinstance(error, SwarmError):
+                raise
+            raise PeerTimeoutError(f"no answer to {message_type.name} within {timeout_s:.0f} s", self.peer_id) from None
+        finally:
+            self._pending.pop(request_id, None)
+
+    async def read(self) -> None:
+        """Take in answers until the stream breaks; run as a task of the event loop."""
+        try:
+            while True:
+                self._take(await self._stream.receive())
+        except PeerError as error:
+            self.error = error
+        except SwarmError:
+            pass  # closed by this side
+        finally:
+            self.error = self.error or PeerUnreachableError("the connection was closed", self.peer_id)
+            self._stream.abort()
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(self.error)
+            if self._on_answer is not None:
+                self._on_answer(self, self.error, None)
+
+    def close(self) -> None:
+        """Close the stream; the reader's task ends with it."""
+        self._stream.abort()
+
+    def _take(self, message: Message) -> None:
+        if message.type == MessageType.RESULT:
+            header = parse(ResultHeader, message.header, self.peer_id)
+            self._settle(Answer(header, message, self.peer_id), header.id)
+        elif message.type == MessageType.ERROR:
+            refusal = parse(ErrorHeader, message.header, self.peer_id)
+            self._settle(self._error(refusal), refusal.id)
+        else:
+            raise RemoteProtocolError(f"a client doesn't take {message.type.name} messages", self.peer_id)
+
+    def _error(self, refusal: ErrorHeader) -> SwarmError:
+        if refusal.code == RemoteProtocolError.code:
+            return LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
+        return error_from_code(refusal.code, refusal.message, refusal.peer_id or self.peer_id)
+
+    def _settle(self, answer: Answer | SwarmError, request_id: int | None) -> None:
+        future = None if request_id is None else self._pending.get(request_id)
+        if future is None:
+            if self._on_answer is not None:
+                self._on_answer(self, answer, request_id)
+        elif not future.done():
+            future.set_exception(answer) if isinstance(answer, SwarmError) else future.set_result(answer)

@@ -1,0 +1,250 @@
+"""What users hold: a Hugging Face model whose blocks run in a swarm.
+
+    model = AutoDistributedModel.from_pretrained(name_or_path, initial_peers=[...])
+    model.generate(...)
+
+The object is an instance of the architecture's own class and of `DistributedModel`, or (with `generate()`)
+`DistributedModelForCausalLM`.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from swarmllm.client.event_loop import EventLoop
+from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.remote_autograd import BatchRunner
+from swarmllm.client.remote_blocks import RemoteBlocks
+from swarmllm.client.saving import SavedParts
+from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
+from swarmllm.client.swarm_view import SwarmView
+from swarmllm.config import ClientConfig, default_cache_dir, hub_token
+from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.architecture import Task, cache_argument, decoder_stack, task_class, task_of, text_config
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.client_shell import embed, head, load_client_shell
+from swarmllm.models.dtypes import resolve_dtype
+from swarmllm.models.remote_cache import RemoteCache
+
+_connecting = threading.Lock()
+"""uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
+
+
+class DistributedModel(SavedParts):
+    """Mixed into the architecture's own class; holds embeddings, final norm and head, and a swarm for the rest."""
+
+    remote_blocks: RemoteBlocks
+    """All blocks, as a differentiable module; slices of it are modules too."""
+    swarm: SwarmView
+    """`.servers()`, `.route()`."""
+    _sessions: list[InferenceSession]
+    """Those entered by `with`, the innermost last."""
+    _finalizer: Any
+    """Of weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
+
+    def inference_session(self, max_length: int = 2048, batch_size: int = 1) -> InferenceSession:
+        """KV caches for `batch_size` rows of at most `max_length` tokens on all servers of a route.
+
+        Inside `with … as session:`, `generate()` continues on that session.
+        """
+        return InferenceSession(
+            self.swarm,
+            self.remote_blocks.traits,
+            self.remote_blocks.batches.spot_checks,
+            max_length=max_length,
+            batch_size=batch_size,
+            on_enter=self._sessions.append,
+            on_exit=self._sessions.remove,
+        )
+
+    def embed(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Everything before the first block: `[batch, seq]` ids → hidden states `[batch, seq, hidden]`.
+
+        Inside an inference session, positions continue where the session stands.
+        """
+        session = self.active_cache_session()
+        if session is not None and session.position:
+            name = cache_argument(decoder_stack(self))
+            kwargs.setdefault(name, RemoteCache(self.config, session, input_ids.shape[0]))
+        return embed(self, input_ids, **kwargs)
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """Everything after the last block: hidden states `[batch, seq, hidden]` → logits `[batch, seq, vocabulary]`."""
+        return head(self, hidden_states)
+
+    def close(self) -> None:
+        """Leave the swarm; sessions end. Harmless when done twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def active_cache_session(self) -> InferenceSession | None:
+        """The session that `generate()` continues; the client shell asks."""
+        return self._sessions[-1] if self._sessions else None
+
+
+class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
+    """With `generate()`."""
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate()`. Inside an inference session only what the session hasn't seen is computed.
+
+        As with transformers, give the whole text so far: the session is rolled back to where it agrees with it.
+        """
+        session = self.active_cache_session()
+        if session is None:
+            return super().generate(inputs, *args, **kwargs)
+        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if input_ids is None:
+            raise ConfigurationError(
+                "inside an inference session give generate() the input_ids of the whole text so far"
+            )
+        config = kwargs.get("generation_config") or self.generation_config
+        rows_per_prompt = max(
+            kwargs.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        session.rewind_to(input_ids, rows_per_prompt)
+        if session.position:
+            name = cache_argument(decoder_stack(self))
+            kwargs[name] = RemoteCache(self.config, session, input_ids.shape[0])
+        # Whatever happens, Ctrl-C included: what the session has seen beyond these ids is nothing to build on.
+        session.history = input_ids[:, : 0 if rows_per_prompt > 1 else None]
+        output = super().generate(inputs, *args, **kwargs)
+        if rows_per_prompt == 1:
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            session.history = sequences[:, : session.position]
+        return output
+
+
+class _AutoDistributed:
+    """`from_pretrained` gives the architecture's class for one task."""
+
+    _task: Task | None
+    """None = what the checkpoint was saved for."""
+
+    def __init__(self) -> None:
+        raise TypeError(f"use {type(self).__name__}.from_pretrained(…)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        initial_peers: Sequence[str] | str | None = None,
+        revision: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        client_config: ClientConfig | None = None,
+        token: str | None = None,
+        cache_dir: str | None = None,
+        **hf_kwargs: Any,
+    ) -> Any:
+        """The model of that checkpoint, its blocks in the swarm that `initial_peers` belong to.
+
+        Reads only embeddings, final norm and head; a head that the checkpoint lacks is a new one, as with transformers.
+        Other arguments go to transformers' `from_pretrained`.
+
+        Args:
+            name_or_path: hub id or local directory; the same checkpoint as the servers'.
+            initial_peers: multiaddresses of any peers of the swarm; default: `client_config`'s.
+            dtype: of the local parts; "auto" = as stored.
+
+        Raises:
+            ConfigurationError: the arguments can't work.
+            UnsupportedModelError: this architecture can't be split.
+            WeightsError: the checkpoint's files are missing or damaged, or other ones than the swarm's.
+            MissingBlocksError: some blocks are served by nobody.
+            PeerUnreachableError: none of the initial peers answers.
+        """
+        config = client_config or ClientConfig()
+        if initial_peers is not None:
+            peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+            config = replace(config, initial_peers=peers)
+        dtype = hf_kwargs.pop("torch_dtype", None) or dtype
+        checkpoint = open_checkpoint(
+            str(name_or_path), revision=revision, token=token or hub_token(), cache_dir=cache_dir or default_cache_dir()
+        )
+        task = cls._task or task_of(checkpoint.config)
+        model_class = task_class(checkpoint.config, task)
+        loop = EventLoop()
+        try:
+            view = SwarmView(
+                config,
+                loop,
+                name=checkpoint.public_name,
+                fingerprint=checkpoint.fingerprint,
+                num_blocks=checkpoint.num_blocks,
+            )
+            view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
+            with _connecting:
+                loop.run(view.connect())
+            traits = loop.run(view.traits())
+            batches = BatchRunner(view, traits)
+            blocks = RemoteBlocks(view, batches, traits, Span(0, checkpoint.num_blocks))
+            model: Any = load_client_shell(
+                checkpoint,
+                model_class=model_class,
+                mixin=DistributedModelForCausalLM if task == Task.CAUSAL_LM else DistributedModel,
+                dtype=resolve_dtype(checkpoint, dtype),
+                runner=blocks,
+                traits=traits,
+                num_blocks=checkpoint.num_blocks,
+                **hf_kwargs,
+            )
+            if task == Task.CAUSAL_LM:
+                model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
+        except BaseException:
+            loop.close()
+            raise
+        model.remote_blocks, model.swarm, model._sessions = blocks, view, []
+        model._finalizer = weakref.finalize(model, loop.close)
+        return model
+
+
+class AutoDistributedModelForCausalLM(_AutoDistributed):
+    """Text generation."""
+
+    _task = Task.CAUSAL_LM
+
+
+class AutoDistributedModelForSequenceClassification(_AutoDistributed):
+    """A class or a number for each text; `num_labels=…` as with transformers."""
+
+    _task = Task.SEQUENCE_CLASSIFICATION
+
+
+class AutoDistributedModelForTokenClassification(_AutoDistributed):
+    """A class for each token."""
+
+    _task = Task.TOKEN_CLASSIFICATION
+
+
+class AutoDistributedModelForQuestionAnswering(_AutoDistributed):
+    """Where in a text an answer begins and ends."""
+
+    _task = Task.QUESTION_ANSWERING
+
+
+class AutoDistributedModelForFeatureExtraction(_AutoDistributed):
+    """No head: hidden states after the last block, as transformers' `AutoModel` gives them."""
+
+    _task = Task.FEATURES
+
+
+class AutoDistributedModel(_AutoDistributed):
+    """The class that fits the checkpoint: the causal language model, unless its config says otherwise."""
+
+    _task = None

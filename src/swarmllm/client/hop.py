@@ -1,0 +1,171 @@
+"""One server of a chain and our session there: the requests that a chain makes of it.
+
+Used by `client/chain`, which decides what is asked for and what to do when it fails.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from swarmllm.client.connection import Connection, OnAnswer, new_request_id
+from swarmllm.client.swarm_view import SwarmView
+from swarmllm.data_structures import RouteHop, Span
+from swarmllm.models.adapters import BlockAdapter
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.messages import LinkHeader, OpenHeader, ReplayHeader, StepHeader, Successor
+from swarmllm.network.protocol import MessageType
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What every request of a chain says about the chain: how often it was repaired, and its batch's rows chosen."""
+
+    epoch: int
+    rows: int = 0
+    batch_index: tuple[int, ...] | None = None
+
+
+@dataclass(eq=False)
+class Hop:
+    """A session on one server; its cache is `new`, that is empty, until a repair has filled it."""
+
+    route_hop: RouteHop
+    connection: Connection
+    session: str
+    token: str
+    timeout_s: float
+    new: bool = True
+    lost: bool = False
+    """The server answers, but this session is of no use there any more."""
+
+    @classmethod
+    async def open(
+        cls,
+        view: SwarmView,
+        route_hop: RouteHop,
+        on_answer: OnAnswer,
+        *,
+        batch_size: int,
+        max_length: int,
+        epoch: int,
+        record_past: bool,
+        adapter: BlockAdapter | None = None,
+    ) -> Self:
+        """Connect, and lease KV cache for the session.
+
+        Raises:
+            SwarmError: the server can't be reached or refuses.
+        """
+        connection = await view.open_connection(route_hop.server, on_answer)
+        timeout_s = view.config.connect_timeout_s
+        hop = cls(route_hop, connection, secrets.token_hex(16), secrets.token_hex(16), timeout_s)
+        try:
+            handle = await view.adapters.handle(connection, adapter, hop.span, timeout_s=view.config.step_timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        header = OpenHeader(
+            id=new_request_id(),
+            session=hop.session,
+            token=hop.token,
+            start=hop.span.start,
+            end=hop.span.end,
+            batch_size=batch_size,
+            max_length=max_length,
+            epoch=epoch,
+            record_past=record_past,
+            adapter=handle,
+        )
+        try:
+            await connection.request(MessageType.OPEN, header, timeout_s=timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        view.health.succeeded(hop.peer_id)
+        return hop
+
+    @property
+    def span(self) -> Span:
+        return self.route_hop.span
+
+    @property
+    def peer_id(self) -> str:
+        return self.route_hop.server.peer_id
+
+    @property
+    def usable(self) -> bool:
+        return not self.lost and self.connection.error is None
+
+    async def link(self, successor: "Hop | None", epoch: int) -> int:
+        """Have outputs sent to `successor`, or (None) to us; returns the position up to which it has sent outputs.
+
+        Raises:
+            SwarmError: it can't reach the successor (who is then the error's peer), or doesn't answer.
+        """
+        target = None
+        if successor is not None:
+            server = successor.route_hop.server
+            target = Successor(
+                peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
+            )
+        header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
+        # The server dials its successor meanwhile, within a timeout of its own.
+        timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
+        answer = await self.connection.request(MessageType.LINK, header, timeout_s=timeout_s)
+        return answer.header.position
+
+    async def send_step(
+        self, request: int, moment: Moment, position: int, inputs: BlockInputs, *, replay_hops: int = 0
+    ) -> None:
+        """Send a step; its answer comes from the end of the chain.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        tensors = inputs.tensors()
+        mask = inputs.attention_mask
+        # bool(…all()) reads the mask once more, but saves sending it with every step
+        ones_mask = (
+            mask is not None
+            and mask.dtype == torch.int64
+            and mask.shape == (inputs.batch_size, position + inputs.seq_len)
+            and bool(mask.all())
+        )
+        if ones_mask:
+            del tensors["attention_mask"]
+        header = StepHeader(
+            id=request,
+            session=self.session,
+            epoch=moment.epoch,
+            position=position,
+            batch_size=inputs.batch_size,
+            seq_len=inputs.seq_len,
+            tensors=(),
+            rows=moment.rows,
+            batch_index=moment.batch_index,
+            ones_mask=ones_mask,
+            replay_hops=replay_hops,
+        )
+        await self.connection.send(MessageType.STEP, header, tensors)
+
+    async def send_replay(self, request: int, moment: Moment, length: int, replay_hops: int) -> None:
+        """Have the kept outputs for positions [0, length) sent again, through the next `replay_hops` servers.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        header = ReplayHeader(
+            id=request,
+            session=self.session,
+            epoch=moment.epoch,
+            length=length,
+            replay_hops=replay_hops,
+            rows=moment.rows,
+            batch_index=moment.batch_index,
+        )
+        await self.connection.send(MessageType.REPLAY, header)
+
+    def __str__(self) -> str:
+        return str(self.route_hop)

@@ -1,0 +1,209 @@
+"""A session as users hold it: synchronous, closed when left or forgotten.
+
+with model.inference_session(max_length=2048) as session:
+    hidden = session.step(model.embed(ids))      # [batch, seq, hidden], after the last block
+    session.position = 5                         # forget everything from position 5 on
+    model.generate(ids)                          # continues on this session
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from swarmllm.client.chain import Chain
+from swarmllm.client.event_loop import EventLoop
+from swarmllm.client.pipelined_chain import PipelinedChain
+from swarmllm.client.spot_checks import SpotChecks
+from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.user_inputs import block_inputs
+from swarmllm.data_structures import BlockTraits, RouteHop
+from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.messages import MAX_BATCH, MAX_POSITION, Timings
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+class InferenceSession:
+    """KV caches for one batch on all servers of a route; implements `models.remote_cache.CacheSession`."""
+
+    def __init__(
+        self,
+        view: SwarmView,
+        traits: BlockTraits,
+        spot_checks: SpotChecks,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 1,
+        on_enter: Callable[["InferenceSession"], None] = lambda session: None,
+        on_exit: Callable[["InferenceSession"], None] = lambda session: None,
+    ) -> None:
+        max_length = DEFAULT_MAX_LENGTH if max_length is None else max_length
+        view.loop.check_open()
+        if not (1 <= max_length <= MAX_POSITION and 1 <= batch_size <= MAX_BATCH):
+            raise ConfigurationError(
+                f"max_length must be 1 to {MAX_POSITION} and batch_size 1 to {MAX_BATCH}, "
+                f"not {max_length} and {batch_size}"
+            )
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.history: Tensor | None = None
+        """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
+        self.step_s = 0.0
+        """Seconds that the last step took."""
+        self._loop = view.loop
+        self._traits, self._hidden_size = traits, view.hidden_size
+        self._chain = PipelinedChain(view, traits, spot_checks, max_length)
+        self._on_enter, self._on_exit = on_enter, on_exit
+        # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
+        self._close = weakref.finalize(self, _close_chain, self._loop, self._chain)
+        self._close.atexit = False
+
+    def step(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Run all blocks on hidden states that follow `position`; returns hidden states of the same shape.
+
+        Args:
+            hidden_states: `[batch, seq, hidden]`, as `model.embed` gives them.
+            attention_mask: `[batch, position + seq]` of 0 and 1, if the batch is padded.
+
+        Raises:
+            ConfigurationError: the inputs don't fit the model.
+            SessionLengthExceededError: `max_length` would be passed.
+            SwarmError: the blocks can't be reached any more; see the class.
+        """
+        inputs = block_inputs(
+            self._traits,
+            self._hidden_size,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        self.history = None
+        return self.run(inputs)
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """The same for inputs that are already together."""
+        self._check_open()
+        began_at = time.perf_counter()
+        output = self._loop.run(self._chain.step(inputs))
+        self.step_s = time.perf_counter() - began_at
+        return output
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step and don't wait for its result; at a lower position than before it replaces what is under way."""
+        self._check_open()
+        self._loop.run(self._chain.send(inputs, position))
+
+    def receive(self) -> Tensor:
+        """Wait for the result of the oldest step under way.
+
+        Raises:
+            SwarmError: as `step()`; nothing is under way then.
+        """
+        self._check_open()
+        return self._loop.run(self._chain.receive())
+
+    def abandon(self) -> None:
+        """Nobody wants the results of what is under way."""
+        if self._close.alive:
+            self._loop.run(self._chain.abandon())
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise SessionClosedError("the session has been closed")
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen. Set it lower to forget the ones behind."""
+        return self._chain.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        if not 0 <= value <= self._chain.position:
+            raise ConfigurationError(
+                f"position can only be set back, from {self._chain.position} to 0 or more, not to {value}"
+            )
+        self._chain.position = value
+
+    def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
+        """Roll back to where the history and `input_ids` `[batch, seq]` part, for `generate()` to go on from there.
+
+        At least one token is left to compute. What was fed by `step()` is taken to be the beginning of `input_ids`.
+        """
+        same = min(self.position, input_ids.shape[1] - 1)
+        if rows_per_prompt > 1 or input_ids.shape[0] != self.batch_size:
+            same = 0
+        elif self.history is not None:
+            common = min(same, self.history.shape[1])
+            differs = (self.history[:, :common].to(input_ids.device) != input_ids[:, :common]).any(0)
+            same = int(differs.nonzero()[0]) if bool(differs.any()) else common
+        self.position = same
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """From the next step on the batch consists of these rows of it, in this order; rows may repeat."""
+        self._chain.select_batch(indices)
+
+    def record_past(self) -> None:
+        """Rollbacks will happen: caches that forget early shall keep more. Call it before the first step."""
+        self._chain.record_past = True
+
+    @property
+    def records_past(self) -> bool:
+        """Whether every rollback is possible, also where caches forget early."""
+        return self._chain.record_past
+
+    @property
+    def route(self) -> list[RouteHop]:
+        """The servers in use and the blocks that each runs; empty before the first step."""
+        return self._chain.route
+
+    @property
+    def timings(self) -> Timings:
+        """Of the last step, per server: first block, microseconds in its queue, microseconds of computing."""
+        return self._chain.timings
+
+    @property
+    def num_repairs(self) -> int:
+        """How often the chain had to be mended."""
+        return self._chain.num_repairs
+
+    def watch(
+        self, *, on_failure: Callable[[SwarmError], None], on_route: Callable[[list[RouteHop], float], None]
+    ) -> None:
+        """Tell of failures, and of each route when it has been opened or repaired, and the seconds that took.
+
+        Both are called in the client's event loop, which waits for them.
+        """
+        self._chain.on_failure, self._chain.on_route = on_failure, on_route
+
+    def close(self) -> None:
+        """Free the caches on all servers; harmless when done twice."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        self._on_enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._on_exit(self)
+        self.close()
+
+
+def _close_chain(loop: EventLoop, chain: Chain) -> None:
+    loop.call_soon(chain.close())

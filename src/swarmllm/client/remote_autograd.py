@@ -1,0 +1,343 @@
+"""Batches without KV caches: forward and backward through the swarm, as one differentiable call.
+
+The batch is split into micro-batches under the token cap; they are under way at once, so that several servers work at
+the same time. The client keeps every span's inputs, and servers compute a span's outputs anew for its gradients
+(recomputation, as gradient checkpointing does): they keep nothing, and any server may take over at any moment.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from swarmllm.client.concurrency import gather
+from swarmllm.client.connection import Answer, Connection, new_request_id
+from swarmllm.client.spot_checks import SpotChecks
+from swarmllm.client.swarm_view import SwarmView
+from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
+from swarmllm.errors import ConfigurationError, CorruptActivationsError, SwarmError
+from swarmllm.models.activation_checks import MAX_ABS, checked
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.messages import BatchHeader
+from swarmllm.network.protocol import MessageType
+from swarmllm.swarm.retry import Retries
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MICRO_BATCHES_PER_HOP = 2
+"""Micro-batches under way per server of the route: one is computed while the next one arrives."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one span was given in the forward pass."""
+
+    span: Span
+    inputs: BlockInputs
+
+
+class BatchRunner:
+    """Runs batches through the swarm; one object per model, in the client's event loop."""
+
+    def __init__(self, view: SwarmView, traits: BlockTraits) -> None:
+        self._view = view
+        self._traits = traits
+        self._connections: dict[str, Connection] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self.spot_checks = SpotChecks(view, traits, self.run_hop)
+
+    # ------------------------------------------------------------------ synchronous
+
+    def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
+        """The outputs of the blocks of `span`; differentiable with respect to hidden_states and inputs_embeds.
+
+        Raises:
+            SwarmError: the swarm can't do it within the retries.
+        """
+        outputs: Tensor = _RemoteCall.apply(  # type: ignore[no-untyped-call]
+            self, inputs, span, inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
+        )
+        return outputs
+
+    def close(self) -> None:
+        """Close the streams; call it in the event loop."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    # ------------------------------------------------------------------ whole batches
+
+    def forward(self, inputs: BlockInputs, span: Span) -> tuple[Tensor, list[list[_Stage]]]:
+        """Outputs, and per micro-batch what each span was given."""
+
+        async def run(rows: BlockInputs, route: list[RouteHop]) -> tuple[Tensor, list[_Stage]]:
+            return await self._forward_rows(rows, span, route)
+
+        results = self._view.loop.run(self._all_rows(inputs, span, run))
+        return torch.cat([outputs for outputs, _ in results], dim=self._traits.batch_axis), [s for _, s in results]
+
+    def backward(self, stages: list[list[_Stage]], grad_outputs: Tensor) -> dict[str, Tensor]:
+        """Gradients of the first span's hidden_states, and of inputs_embeds and an adapter where there are any."""
+
+        async def all_rows() -> list[dict[str, Tensor]]:
+            limit = asyncio.Semaphore(MICRO_BATCHES_PER_HOP * max(len(of_rows) for of_rows in stages))
+            axis, start = self._traits.batch_axis, 0
+            jobs: list[Callable[[], Awaitable[dict[str, Tensor]]]] = []
+            for of_rows in stages:
+                count = of_rows[0].inputs.batch_size
+                jobs.append(partial(self._backward_rows, of_rows, grad_outputs.narrow(axis, start, count)))
+                start += count
+            return await gather(jobs, limit)
+
+        return self._joined(self._view.loop.run(all_rows()))
+
+    def _joined(self, grads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Of groups of rows: an adapter's gradients add up, all others belong to the rows."""
+        axes = {"hidden_states": self._traits.batch_axis, "inputs_embeds": 0}
+        joined = {
+            name: torch.cat([rows[name] for rows in grads], dim=axis) for name, axis in axes.items() if name in grads[0]
+        }
+        for rows in grads:
+            for name in rows.keys() - axes.keys():
+                joined[name] = joined[name] + rows[name] if name in joined else rows[name]
+        return joined
+
+    async def _all_rows(
+        self, inputs: BlockInputs, span: Span, run: Callable[[BlockInputs, list[RouteHop]], Awaitable[T]]
+    ) -> list[T]:
+        """The rows in order, split over several routes in proportion to their throughput."""
+        config = self._view.config
+        num_tokens = inputs.batch_size * inputs.seq_len
+        routes = await self._view.parallel_routes(span, num_tokens, min(config.max_parallel_routes, inputs.batch_size))
+        jobs: list[Callable[[], Awaitable[T]]] = []
+        start = 0
+        for (route, _), num_rows in zip(routes, _split(inputs.batch_size, [share for _, share in routes]), strict=True):
+            if not num_rows:
+                continue
+            cap = min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route))
+            limit = asyncio.Semaphore(MICRO_BATCHES_PER_HOP * len(route))
+            of_route = self._micro_batches(inputs.rows(start, start + num_rows, self._traits), cap)
+            jobs.extend(partial(_limited, limit, partial(run, rows, route)) for rows in of_route)
+            start += num_rows
+        return await gather(jobs)
+
+    def _micro_batches(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
+        """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone."""
+        size = max(1, max_tokens // inputs.seq_len)
+        num_parts = -(-inputs.batch_size // size)
+        size = -(-inputs.batch_size // num_parts)
+        for start in range(0, inputs.batch_size, size):
+            yield inputs.rows(start, min(start + size, inputs.batch_size), self._traits)
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    async def _forward_rows(
+        self, inputs: BlockInputs, span: Span, route: list[RouteHop] | None = None
+    ) -> tuple[Tensor, list[_Stage]]:
+        """Span after span, first along `route`; when a server fails, the rest takes another one from there on."""
+        stages: list[_Stage] = []
+        retries = Retries(self._view.config.max_retries)
+        start = span.start
+        while start < span.end:
+            try:
+                hops, route = route or await self._view.find_route(Span(start, span.end)), None
+                for hop in hops:
+                    outputs = await self.run_hop(hop, inputs)
+                    if self.spot_checks.due():
+                        await self.spot_checks.check_hop(hop, inputs, outputs)
+                    stages.append(_Stage(hop.span, inputs))
+                    inputs, start = inputs.with_hidden(outputs), hop.span.end
+            except SwarmError as error:
+                await self._pause(retries, error)
+        return inputs.hidden_states, stages
+
+    async def run_hop(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
+        """One server's part of a forward pass, in pieces if the server takes no more at once.
+
+        Raises:
+            SwarmError: it can't or doesn't do it.
+        """
+        outputs = []
+        for rows in self._micro_batches(inputs, hop.server.max_batch_tokens):
+            answer = await self._request(MessageType.FORWARD, hop, rows)
+            outputs.append(self._checked(answer, rows, "hidden_states", rows.hidden_states))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis)
+
+    async def _backward_rows(self, stages: list[_Stage], grad_outputs: Tensor) -> dict[str, Tensor]:
+        grads = {"hidden_states": grad_outputs}
+        for stage in reversed(stages):
+            of_stage = await self._backward_stage(stage, grads["hidden_states"])
+            if "inputs_embeds" in of_stage and "inputs_embeds" in grads:
+                of_stage["inputs_embeds"] = of_stage["inputs_embeds"] + grads["inputs_embeds"]
+            grads = {**grads, **of_stage}
+        return grads
+
+    async def _backward_stage(self, stage: _Stage, grad_outputs: Tensor) -> dict[str, Tensor]:
+        """The gradients of one span's inputs; if nobody holds the whole span any more, by way of its parts."""
+        retries = Retries(self._view.config.max_retries)
+        while True:
+            try:
+                route = await self._view.find_route(stage.span)
+                if len(route) > 1:
+                    _, parts = await self._forward_rows(stage.inputs, stage.span)
+                    if len(parts) > 1:
+                        return await self._backward_rows(parts, grad_outputs)
+                pieces, first = [], 0
+                for rows in self._micro_batches(stage.inputs, route[0].server.max_batch_tokens):
+                    grad = grad_outputs.narrow(self._traits.batch_axis, first, rows.batch_size)
+                    pieces.append(await self._backward_hop(route[0], rows, grad))
+                    first += rows.batch_size
+                return pieces[0] if len(pieces) == 1 else self._joined(pieces)
+            except SwarmError as error:
+                await self._pause(retries, error)
+
+    async def _backward_hop(self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor) -> dict[str, Tensor]:
+        """One server's part of a backward pass."""
+        answer = await self._request(MessageType.BACKWARD, hop, inputs, grad_outputs)
+        # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
+        grads = {"hidden_states": self._checked(answer, inputs, "hidden_states", grad_outputs, math.inf)}
+        if inputs.inputs_embeds is not None:
+            embeds = inputs.inputs_embeds
+            grads["inputs_embeds"] = self._checked(answer, inputs, "inputs_embeds", embeds, math.inf)
+        return grads | self._adapter_gradients(answer, inputs, hop.span)
+
+    def _adapter_gradients(self, answer: Answer, inputs: BlockInputs, span: Span) -> dict[str, Tensor]:
+        """By `adapter.INDEX`, its place among the adapter's tensors."""
+        part = None if inputs.adapter is None else inputs.adapter.part(span)
+        if inputs.adapter is None or part is None:
+            return {}
+        found = checked_values(answer.tensors().get("adapter"), part.flat(), answer.peer_id)
+        grads = zip(inputs.adapter.indices(span), part.unflatten(found), strict=True)
+        return {f"adapter.{index}": grad for index, grad in grads}
+
+    async def _pause(self, retries: Retries, error: SwarmError) -> None:
+        self._view.report(error)
+        delay_s = retries.next_delay_s(error)
+        if delay_s is None:
+            raise error
+        logger.info("trying again after: %s", error)
+        await asyncio.sleep(delay_s)
+
+    async def _request(
+        self, kind: MessageType, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor | None = None
+    ) -> Answer:
+        num_tokens = inputs.batch_size * inputs.seq_len
+        if num_tokens > hop.server.max_batch_tokens:
+            raise ConfigurationError(
+                f"one sample of {num_tokens} tokens is above the servers' limit of {hop.server.max_batch_tokens}: "
+                "use shorter sequences, or servers with a larger --max_batch_tokens"
+            )
+        tensors = inputs.tensors()
+        mask = inputs.attention_mask
+        ones_mask = mask is not None and mask.dtype == torch.int64 and mask.ndim == 2 and bool(mask.all())
+        if ones_mask:
+            del tensors["attention_mask"]
+        if grad_outputs is not None:
+            tensors["grad_outputs"] = grad_outputs
+        header = BatchHeader(
+            id=new_request_id(),
+            start=hop.span.start,
+            end=hop.span.end,
+            batch_size=inputs.batch_size,
+            seq_len=inputs.seq_len,
+            tensors=(),
+            ones_mask=ones_mask,
+        )
+        connection = await self._connection(hop.server)
+        handle = await self._view.adapters.handle(
+            connection, inputs.adapter, hop.span, timeout_s=self._view.config.step_timeout_s
+        )
+        header = header.model_copy(update={"adapter": handle})
+        answer = await connection.request(kind, header, tensors, timeout_s=self._view.config.step_timeout_s)
+        self._view.health.succeeded(hop.server.peer_id)
+        return answer
+
+    async def _connection(self, server: ServerInfo) -> Connection:
+        async with self._connecting.setdefault(server.peer_id, asyncio.Lock()):
+            connection = self._connections.get(server.peer_id)
+            if connection is None or connection.error is not None:
+                connection = self._connections[server.peer_id] = await self._view.open_connection(server)
+            return connection
+
+    def _checked(
+        self, answer: Answer, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS
+    ) -> Tensor:
+        return checked(
+            answer.tensors().get(name),
+            like,
+            peer_id=answer.peer_id,
+            batch_axis=self._traits.batch_axis if name == "hidden_states" else 0,
+            attention_mask=inputs.attention_mask,
+            max_abs=max_abs,
+        )
+
+
+async def _limited(limit: asyncio.Semaphore, job: Callable[[], Awaitable[T]]) -> T:
+    async with limit:
+        return await job()
+
+
+def _split(count: int, shares: Sequence[float]) -> list[int]:
+    """`count` things in these proportions, as whole numbers."""
+    ends = [round(count * sum(shares[: index + 1])) for index in range(len(shares))]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def checked_values(grad: Tensor | None, like: Tensor, peer_id: str) -> Tensor:
+    """The gradient of an adapter's values, if it has their shape.
+
+    Raises:
+        CorruptActivationsError: it hasn't.
+    """
+    if grad is None or grad.shape != like.shape or not grad.is_floating_point():
+        raise CorruptActivationsError("the gradient of the adapter is missing or has another shape", peer_id)
+    return grad
+
+
+class _RemoteCall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: BatchRunner,
+        inputs: BlockInputs,
+        span: Span,
+        hidden_states: Tensor,
+        embeds: Tensor | None,
+        *trained: Tensor,
+    ) -> Tensor:
+        outputs, stages = runner.forward(_detached(inputs), span)
+        if any(ctx.needs_input_grad):
+            ctx.runner, ctx.stages = runner, stages
+            ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
+        _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
+        of_adapter: list[Tensor | None] = []
+        for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
+            grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
+            of_adapter.append(None if grad is None else grad.view(shape).to(device, dtype))
+        return (
+            *(None, None, None),
+            grads["hidden_states"] if hidden else None,
+            grads["inputs_embeds"] if embeds else None,
+            *of_adapter,
+        )
+
+
+def _detached(inputs: BlockInputs) -> BlockInputs:
+    tensors = {name: tensor.detach() for name, tensor in inputs.tensors().items()}
+    detached = BlockInputs.from_tensors(tensors, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
+    return replace(detached, adapter=inputs.adapter)

@@ -1,0 +1,96 @@
+"""`model.remote_blocks`: the blocks of the model that run on servers, all of them or a slice, as a module.
+
+The client shell hands it every forward of the model (`models.client_shell.BlocksRunner`); users call it, or a slice of
+it, on hidden states.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.remote_autograd import BatchRunner
+from swarmllm.client.user_inputs import block_inputs
+from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.remote_cache import RemoteCache
+
+if TYPE_CHECKING:
+    from swarmllm.client.swarm_view import SwarmView
+
+
+class RemoteBlocks(nn.Module):
+    """Blocks `[span.start, span.end)`; holds no parameters. Gradients flow to its inputs."""
+
+    def __init__(self, view: "SwarmView", batches: BatchRunner, traits: BlockTraits, span: Span) -> None:
+        super().__init__()
+        self.span = span
+        self._view = view
+        self.batches = batches
+        self.traits = traits
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states `[batch, seq, hidden]` → the same shape, after these blocks; no KV cache is used.
+
+        Args:
+            attention_mask: `[batch, seq]` of 0 and 1, if the batch is padded.
+            input_ids: only for models whose blocks need them.
+            inputs_embeds: the same.
+
+        Raises:
+            ConfigurationError: the inputs don't fit the model.
+            SwarmError: the swarm can't do it.
+        """
+        inputs = block_inputs(
+            self.traits,
+            self._view.hidden_size,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        return self.batches(inputs, self.span)
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __getitem__(self, index: int | slice) -> "RemoteBlocks":
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"there is no block {index} among {len(self)}")  # what ends a loop over the blocks
+            index = slice(index, index + 1) if index >= 0 else slice(len(self) + index, len(self) + index + 1)
+        start, end, step = index.indices(len(self))
+        if step != 1 or start >= end:
+            raise ConfigurationError(
+                f"remote_blocks can be sliced into contiguous, non-empty parts of its {len(self)} blocks, "
+                f"not [{index.start}:{index.stop}:{index.step}]"
+            )
+        span = Span(self.span.start + start, self.span.start + end)
+        return RemoteBlocks(self._view, self.batches, self.traits, span)
+
+    def extra_repr(self) -> str:
+        return f"blocks {self.span}"
+
+    # ------------------------------------------------------------------ BlocksRunner, for the client shell
+
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+        """A step of the cache's session, or a batch."""
+        if cache is None:
+            return self.batches(inputs, self.span)
+        return cache.session.run(inputs)
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:
+        """For `generate()` and forwards with use_cache."""
+        return InferenceSession(
+            self._view, self.traits, self.batches.spot_checks, batch_size=batch_size, max_length=max_length
+        )

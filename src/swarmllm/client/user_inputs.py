@@ -1,0 +1,53 @@
+"""What users hand to a session or to `remote_blocks`, checked here, where a mistake costs no round trip.
+
+Called by `client/inference_session` and `client/remote_blocks`.
+"""
+
+from torch import Tensor
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.block_inputs import BlockInputs
+
+
+def block_inputs(
+    traits: BlockTraits,
+    hidden_size: int | None,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+) -> BlockInputs:
+    """The inputs of the blocks; what they don't need is left out.
+
+    Args:
+        hidden_size: the model's, if it is known.
+
+    Raises:
+        ConfigurationError: something has the wrong shape, or is missing.
+    """
+    axis = traits.batch_axis
+    shape = list(hidden_states.shape)
+    if hidden_states.ndim < axis + 3:
+        raise ConfigurationError(f"hidden_states must be [batch, seq, hidden], as from model.embed(), not {shape}")
+    if hidden_size is not None and shape[-1] != hidden_size:
+        raise ConfigurationError(
+            f"hidden_states of this model are {hidden_size} wide, as from model.embed(), not {shape[-1]}"
+        )
+    if 0 in shape:
+        raise ConfigurationError(f"hidden_states are empty: {shape}")
+    extra = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    for name in traits.extra_inputs:
+        if extra[name] is None:
+            raise ConfigurationError(f"the blocks of this model also need {name}: pass {name}=…")
+    return BlockInputs(
+        hidden_states=hidden_states,
+        batch_size=shape[axis],
+        seq_len=shape[axis + 1],
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        input_ids=input_ids if "input_ids" in traits.extra_inputs else None,
+        inputs_embeds=inputs_embeds if "inputs_embeds" in traits.extra_inputs else None,
+    )

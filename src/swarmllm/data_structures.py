@@ -1,0 +1,183 @@
+"""The plain values that every room shares: spans of blocks, what a server announces, and a snapshot of a swarm.
+
+Pydantic models here are what peers send: strict, frozen, bounded, and unknown (newer) fields are ignored.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_BLOCKS = 4096
+"""Assumed: no model of today has more than a few hundred blocks."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """Blocks `[start, end)`."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"a span needs 0 <= start < end, got [{self.start}, {self.end})")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __contains__(self, item: object) -> bool:
+        """True for a block index inside, and for a span that lies wholly inside."""
+        if isinstance(item, Span):
+            return self.start <= item.start and item.end <= self.end
+        return isinstance(item, int) and self.start <= item < self.end
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.end})"
+
+
+class ServerState(IntEnum):
+    """The life of a server, as it announces it."""
+
+    JOINING = 0
+    """Loading its blocks: counts for placement, not for routing."""
+    ONLINE = 1
+    LEAVING = 2
+    """Finishes its sessions, takes no new ones."""
+
+
+class PeerModel(BaseModel):
+    """Base of everything that remote peers send."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class BlockTraits(PeerModel):
+    """What a server found out about its blocks when it loaded them, so that clients need no guess."""
+
+    block_output: Annotated[int, Field(ge=0, le=8)] = 0
+    """What a block returns: 0 = a tensor, k = a tuple of k values, the hidden states first."""
+    extra_inputs: tuple[Literal["input_ids", "inputs_embeds"], ...] = ()
+    """Tensors besides the hidden states that these blocks need."""
+    forbidden_cuts: Annotated[tuple[int, ...], Field(max_length=MAX_BLOCKS)] = ()
+    """Block indices inside the span at which a route may not enter or leave it."""
+    batch_axis: Annotated[int, Field(ge=0, le=3)] = 0
+    """Axis of the batch in the hidden states; the sequence is the next one ([batch, seq, hidden] = 0)."""
+    chunked_prefill: bool = True
+    """Whether a prompt may be processed in several steps."""
+    rollback: bool = True
+    """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
+
+
+BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+MAX_ROUND_TRIPS = 16
+"""That one server announces: 1 KB of a record that may have 8."""
+
+
+class ServerInfo(PeerModel):
+    """What one server announces."""
+
+    peer_id: Annotated[str, Field(min_length=40, max_length=64)]
+    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
+    """Multiaddresses without the `/p2p/…` part."""
+    start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+    end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    state: Annotated[int, Field(ge=0, le=255)] = ServerState.ONLINE
+    throughput: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Tokens per second through the whole span, forward batches: what it computes or what its network carries,
+    whichever is less."""
+    decode_ms_per_block: Milliseconds = 1.0
+    """Milliseconds that one decode step spends per block at batch 1."""
+    decode_ms_per_block_batch8: Milliseconds = 0.0
+    """The same for a batch of 8 rows; 0 = not measured."""
+    context_ms_per_block_per_1k: Milliseconds = 0.0
+    """What 1000 tokens in the KV cache add to a decode step, per block."""
+    queue_ms: Milliseconds = 0.0
+    """How long a step waits for its turn at present."""
+    network_mbps: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Megabits per second to other peers, measured; 0 = unknown."""
+    round_trips: Annotated[
+        tuple[tuple[Annotated[str, Field(max_length=64)], Milliseconds], ...], Field(max_length=MAX_ROUND_TRIPS)
+    ] = ()
+    """(peer id, ms) of servers that hold the blocks after these: likely successors in a route. Used where announced;
+    no server of this release measures them yet, so clients estimate."""
+    cache_tokens_left: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """KV cache left, in tokens through the whole span."""
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    """Most tokens of one forward or backward request."""
+    dtype: Annotated[str, Field(max_length=32)] = "float32"
+    quant_type: Annotated[str, Field(max_length=32)] = "none"
+    version: Annotated[str, Field(max_length=32)] = ""
+    public_name: Annotated[str, Field(max_length=64)] = ""
+    adapters: Annotated[tuple[Annotated[str, Field(max_length=128)], ...], Field(max_length=64)] = ()
+    traits: BlockTraits = BlockTraits()
+    claim: tuple[BlockIndex, BlockIndex] | None = None
+    """Blocks [start, end) that this server is about to move to; announced before it moves, so that only one does."""
+
+    @model_validator(mode="after")
+    def _span_is_not_empty(self) -> "ServerInfo":
+        for start, end in ((self.start, self.end), self.claim or (0, 1)):
+            if start >= end:
+                raise ValueError(f"empty span [{start}, {end})")
+        return self
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.end)
+
+
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class Patch(PeerModel):
+    """One change that an adapter makes to one module of a block; `models/adapters` says what the kinds do."""
+
+    block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
+    path: Annotated[str, Field(max_length=128)]
+    """Of the module inside its block."""
+    kind: Literal["lora", "ia3_in", "ia3_out", "loha"]
+    shapes: Annotated[tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=2)], ...], Field(max_length=4)]
+    scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
+
+
+class ModelRecord(PeerModel):
+    """One line of the swarm's register of models: which checkpoint a server serves."""
+
+    name: Annotated[str, Field(max_length=256)]
+    fingerprint: Annotated[str, Field(min_length=8, max_length=128)]
+    num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+
+
+@dataclass(frozen=True)
+class SwarmSnapshot:
+    """The servers of one model, as one look into the DHT showed them."""
+
+    num_blocks: int
+    servers: tuple[ServerInfo, ...] = ()
+    taken_at: float = field(default=0.0, compare=False)
+    """Monotonic clock of the reader, seconds."""
+
+    def online(self) -> tuple[ServerInfo, ...]:
+        return tuple(server for server in self.servers if server.state == ServerState.ONLINE)
+
+    def missing_blocks(self) -> tuple[int, ...]:
+        """Blocks that no server which is online holds."""
+        held = {block for server in self.online() for block in server.span}
+        return tuple(block for block in range(self.num_blocks) if block not in held)
+
+
+@dataclass(frozen=True)
+class RouteHop:
+    """One server of a route and the blocks that it runs for it (a sub-range of what it holds)."""
+
+    server: ServerInfo
+    span: Span
+
+    def __str__(self) -> str:
+        return f"{self.span}@{self.server.peer_id[-6:]}"

@@ -1,0 +1,237 @@
+"""`python -m swarmllm.demo`: a whole swarm on this machine tells a story, and loses a server on the way.
+
+Three server processes, two of which hold the same blocks. In the middle of the story one that is in use is killed; the
+other takes over, and in the end every token equals the local model's.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from swarmllm.command_line import Parser, run_program
+from swarmllm.data_structures import RouteHop, SwarmSnapshot
+from swarmllm.demo.local_swarm import LocalServer, LocalSwarm
+from swarmllm.errors import ConfigurationError
+from swarmllm.swarm.block_map import describe_coverage, describe_swarm, short_peer_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KILL_AFTER_TOKENS = 40
+"""In the middle of the story: late enough for caches worth rebuilding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What the demo tells, and with which model."""
+
+    prompt: str = "Once upon a time"
+    """How the story begins."""
+    max_new_tokens: int = 120
+    """How long it gets. Assumed: half a screen, a few seconds."""
+    model: str | None = None
+    """Directory or hub id; None = the model that comes with swarmllm."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens <= KILL_AFTER_TOKENS:
+            raise ConfigurationError(
+                f"max_new_tokens must be more than {KILL_AFTER_TOKENS}, after which a server is killed, "
+                f"not {self.max_new_tokens}"
+            )
+        if not self.prompt.strip():
+            raise ConfigurationError("the prompt is empty; give at least one word")
+
+
+@dataclass
+class Story:
+    """A streamer for `generate()`: shows the text as it comes and notes when each token came."""
+
+    tokenizer: Any
+    on_token: Callable[[int], None]
+    """Called after each token with their number so far."""
+    came_at: list[float] = field(default_factory=list)
+    """Seconds, of each token."""
+
+    def __post_init__(self) -> None:
+        from transformers import TextStreamer
+
+        self._text = TextStreamer(self.tokenizer, skip_special_tokens=True)
+        self._prompt_is_over = False
+
+    def put(self, value: "Tensor") -> None:
+        """Takes the prompt first, then each token."""
+        self._text.put(value)
+        if self._prompt_is_over:
+            self.came_at.append(time.monotonic())
+            self.on_token(len(self.came_at))
+        self._prompt_is_over = True
+
+    def end(self) -> None:
+        """The story is told."""
+        self._text.end()
+
+    def usual_gap_s(self) -> float:
+        """Median time between two tokens."""
+        return median(b - a for a, b in zip(self.came_at, self.came_at[1:], strict=False))
+
+
+@dataclass
+class Accident:
+    """The server that was killed: which, when, and what the route was then."""
+
+    server: LocalServer
+    pid: int
+    happened_at: float
+    after_tokens: int
+    route: list[RouteHop]
+
+
+def tell_locally(model: str, prompt: str, options: dict[str, Any]) -> tuple["Tensor", float]:
+    """The same story without a swarm: all token ids `[seq]`, and tokens per second."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
+    local = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    started_at = time.monotonic()
+    ids = local.generate(**inputs, **options)[0]
+    num_tokens = len(ids) - inputs.input_ids.shape[1]
+    return ids, num_tokens / (time.monotonic() - started_at)
+
+
+def run_demo(config: DemoConfig) -> int:
+    """Start, tell, kill, compare; 0 if every token equals the local model's."""
+    started_at = time.monotonic()
+    model = config.model
+    if model is None:
+        from swarmllm.demo.embedded_model import embedded_model_path
+
+        model = os.fspath(embedded_model_path())
+    from swarmllm.models.checkpoint import open_checkpoint
+
+    num_blocks = open_checkpoint(model).num_blocks
+    middle = num_blocks // 2
+    spans = [(0, middle), (middle, num_blocks), (middle, num_blocks)]
+    options = {"max_new_tokens": config.max_new_tokens, "min_new_tokens": KILL_AFTER_TOKENS + 1, "do_sample": False}
+    _say(f"A swarm on this machine: {num_blocks} blocks on {len(spans)} server processes, the second half twice.")
+    _say("Starting them; most of that is importing PyTorch …")
+    with (
+        ThreadPoolExecutor(1, "local model") as alongside,
+        LocalSwarm(model, spans, num_threads=1, dtype="float32", quant_type="none") as swarm,
+    ):
+        local = alongside.submit(_quietly, lambda: tell_locally(model, config.prompt, options))
+        return _tell_in_swarm(model, config, options, swarm, local, started_at)
+
+
+def _quietly(tell: Callable[[], Any]) -> Any:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # as many as a server has
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return tell()
+
+
+def _tell_in_swarm(
+    model: str,
+    config: DemoConfig,
+    options: dict[str, Any],
+    swarm: LocalSwarm,
+    local: "Future[tuple[Tensor, float]]",
+    started_at: float,
+) -> int:
+    import torch
+    from transformers import AutoTokenizer
+
+    from swarmllm.client.distributed_model import AutoDistributedModel
+
+    local_ids, local_tokens_per_s = local.result()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    accident: Accident | None = None
+    with (
+        AutoDistributedModel.from_pretrained(
+            model, initial_peers=swarm.initial_peers, dtype="float32", progress=False
+        ) as remote,
+        remote.inference_session(max_length=len(local_ids) + config.max_new_tokens) as session,
+    ):
+        _say(f"Everything is up after {time.monotonic() - started_at:.1f} s. Who serves what:\n")
+        snapshot = SwarmSnapshot(remote.swarm.num_blocks, tuple(remote.swarm.servers()))
+        _say("\n".join(f"  {line}" for line in [*describe_swarm(snapshot), describe_coverage(snapshot)]))
+        _say("\nThe story, token by token:\n")
+
+        def kill_a_server(num_tokens: int) -> None:
+            nonlocal accident
+            if num_tokens != KILL_AFTER_TOKENS:
+                return
+            route = list(session.route)
+            victim = next(server for server in swarm.servers if server.peer_id == route[-1].server.peer_id)
+            accident = Accident(victim, victim.pid, time.monotonic(), num_tokens, route)
+            victim.kill()
+            _say(f"\n\n    *** server {short_peer_id(victim.peer_id)} is killed here ***\n")
+
+        story = Story(tokenizer, kill_a_server)
+        ids = remote.generate(**tokenizer(config.prompt, return_tensors="pt"), streamer=story, **options)[0]
+        route = list(session.route)
+
+    equal = torch.equal(ids, local_ids)
+    _say("\nWhat happened:")
+    if accident is not None:
+        _say("\n".join(f"  - {line}" for line in _describe_accident(accident, route, story)))
+    _say(
+        f"  - {len(story.came_at)} tokens in all, usually {1 / story.usual_gap_s():.0f} tokens/s; "
+        f"the local model alone: {local_tokens_per_s:.0f} tokens/s."
+    )
+    _say(f"  - Compared with the local model: {'every token is equal' if equal else 'the tokens are NOT equal'}.")
+    _say(f"\nThe demo took {time.monotonic() - started_at:.1f} s.")
+    return 0 if equal else 1
+
+
+def _describe_accident(accident: Accident, route: Sequence[RouteHop], story: Story) -> list[str]:
+    """Which server went, who took over, and how long it took."""
+    killed = short_peer_id(accident.server.peer_id)
+    lost = next(hop.span for hop in accident.route if hop.server.peer_id == accident.server.peer_id)
+    before = {hop.server.peer_id for hop in accident.route}
+    heirs = [f"{short_peer_id(hop.server.peer_id)} {hop.span}" for hop in route if hop.server.peer_id not in before]
+    repaired_in_s = story.came_at[accident.after_tokens] - accident.happened_at
+    usual_gap_ms = story.usual_gap_s() * 1000
+    return [
+        f"After {accident.after_tokens} tokens server {killed} (process {accident.pid}) was killed with SIGKILL.",
+        f"Its blocks {lost} went to {' and '.join(heirs)}, whose caches were rebuilt from what the others had kept.",
+        f"The next token came {repaired_in_s * 1000:.0f} ms after the kill; {usual_gap_ms:.0f} ms are usual.",
+    ]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def build_parser() -> Parser:
+    """Flags named as the fields of DemoConfig, which give their defaults."""
+    parser = Parser(
+        prog="swarmllm demo",
+        description="A whole swarm on this machine tells a story, and loses a server on the way.",
+        epilog='example:\n  swarmllm demo "Once upon a time"\n',
+    )
+    parser.add_argument("prompt", nargs="?", help="how the story begins")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="how long it gets")
+    parser.add_argument("--model", help="another model than the one that comes with swarmllm")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    def run() -> int:
+        settings = build_parser().parse_settings(sys.argv[1:] if argv is None else argv)
+        return run_demo(DemoConfig(**settings))
+
+    return run_program(run, default_log_level="WARNING")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

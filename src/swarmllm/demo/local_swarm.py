@@ -1,0 +1,248 @@
+"""A swarm on this machine, for notebooks, the demo, tests and benchmarks: real server processes on 127.0.0.1.
+
+    with LocalSwarm(model, num_servers=2) as swarm:
+        AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers)
+
+Leaves no process behind: servers stop when the swarm is left, and also when this program dies, because they notice the
+end of their standard input.
+"""
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError, PeerTimeoutError, SwarmError
+
+START_TIMEOUT_S = 120.0
+"""Assumed: importing torch and loading a small model on a machine that is busy with other things."""
+STOP_TIMEOUT_S = 10.0
+"""A server must be gone within this time after SIGTERM (contract)."""
+
+SERVER = (sys.executable, "-m", "swarmllm.server")
+
+_SERVING = re.compile(r"^swarmllm: serving blocks \[(\d+), (\d+)\) of (.*) as (\S+)$")
+_JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
+
+
+class LocalServer:
+    """One server process."""
+
+    def __init__(self, arguments: Sequence[str], log_path: Path, *, program: Sequence[str] = SERVER) -> None:
+        self.log_path = log_path
+        self.span: Span | None = None
+        """The blocks that it serves, once it is ready."""
+        self.peer_id = ""
+        self.maddrs: list[str] = []
+        """Where it can be joined, once it is ready."""
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*program, *arguments, "--stop_on_stdin_eof"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this program, which stops its servers
+            )
+        self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the server is online.
+
+        Raises:
+            SwarmError: it ended instead; its log says why.
+            PeerTimeoutError: it takes too long.
+        """
+        while not self.maddrs:
+            try:
+                line = self._lines.get(timeout=timeout_s)
+            except queue.Empty:
+                raise PeerTimeoutError(
+                    f"the server is not online after {timeout_s:.0f} s; see {self.log_path}"
+                ) from None
+            if line is None:
+                self.process.wait()
+                raise SwarmError(f"the server ended with exit code {self.process.returncode}: {self._last_log_lines()}")
+            if match := _SERVING.match(line):
+                self.span, self.peer_id = Span(int(match[1]), int(match[2])), match[4]
+            elif match := _JOIN.match(line):
+                self.maddrs = match[1].split()
+
+    def tell(self, line: str) -> None:
+        """A line on the server's standard input."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_until_ready` says why
+                self.process.stdin.write(f"{line}\n")
+                self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end: a crash as far as the swarm can see."""
+        self.process.kill()
+        self._reap()
+
+    def stop(self) -> int:
+        """SIGTERM, and wait until it has left politely; its exit code."""
+        self.terminate()
+        return self.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting."""
+        if self.alive:
+            self.process.send_signal(signal.SIGCONT)  # a server that was stopped must hear it
+            self.process.terminate()
+
+    def wait(self) -> int:
+        """Wait for the end after `terminate()`; a server that doesn't manage is killed."""
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._reap()
+        return self.process.returncode
+
+    def _reap(self) -> None:
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self) -> None:
+        stdout = self.process.stdout
+        if stdout is not None:
+            for line in stdout:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _last_log_lines(self) -> str:
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+class LocalSwarm:
+    """Server processes that serve `model` (a directory or hub id) on 127.0.0.1.
+
+    Args:
+        spans: the blocks of each server, e.g. `[(0, 4), (4, 8)]`; or
+        num_servers: so many servers with equal shares.
+        server_options: flags for all servers, e.g. `quant_type="none"`, `num_threads=1`, `new_flag=True`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        spans: Sequence[tuple[int, int]] | None = None,
+        *,
+        num_servers: int | None = None,
+        **server_options: object,
+    ) -> None:
+        if (spans is None) == (num_servers is None):
+            raise ConfigurationError("give LocalSwarm either spans=[(0, 4), …] or num_servers=N")
+        self.model = os.fspath(model)
+        self.servers: list[LocalServer] = []
+        self._spans = list(spans) if spans is not None else self._equal_spans(num_servers or 0)
+        if not self._spans:
+            raise ConfigurationError("a swarm needs at least one server")
+        self._options = server_options
+        self._directory: Path | None = None
+
+    @property
+    def initial_peers(self) -> list[str]:
+        """Addresses of all servers that are alive."""
+        return [maddr for server in self.servers if server.alive for maddr in server.maddrs]
+
+    def add_server(self, span: tuple[int, int] | None = None, **options: object) -> LocalServer:
+        """One more server, for `span` or (with `num_blocks=N`) where the swarm lacks it most.
+
+        Returns when it is online.
+        """
+        server = self._start(span, self.initial_peers, options)
+        server.wait_until_ready()
+        return server
+
+    def start(self) -> Self:
+        """Start all servers and wait until they are online; `with` does it."""
+        self._directory = Path(tempfile.mkdtemp(prefix="swarmllm-"))
+        try:
+            first = self._start(self._spans[0], [], {})
+            # Start them all now, and name the first one's address when it is known: most of a start is importing.
+            others = [self._start(span, ["-"], {}) for span in self._spans[1:]]
+            first.wait_until_ready()
+            for server in others:
+                server.tell(" ".join(first.maddrs))
+            for server in others:
+                server.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop all servers; harmless when done twice."""
+        for server in self.servers:
+            server.terminate()
+        if self.servers:
+            with ThreadPoolExecutor(len(self.servers)) as waiting:
+                list(waiting.map(LocalServer.wait, self.servers))
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _equal_spans(self, num_servers: int) -> list[tuple[int, int]]:
+        from swarmllm.models.checkpoint import open_checkpoint
+
+        num_blocks = open_checkpoint(self.model).num_blocks
+        if not 1 <= num_servers <= num_blocks:
+            raise ConfigurationError(f"num_servers must be 1 to {num_blocks}, the model's number of blocks")
+        cuts = [index * num_blocks // num_servers for index in range(num_servers + 1)]
+        return list(itertools.pairwise(cuts))
+
+    def _start(
+        self, span: tuple[int, int] | None, initial_peers: Sequence[str], options: dict[str, object]
+    ) -> LocalServer:
+        if self._directory is None:
+            raise ConfigurationError("start the swarm first: with LocalSwarm(…) as swarm:")
+        settings: dict[str, object] = {"host_maddrs": "/ip4/127.0.0.1/tcp/0", **self._options, **options}
+        program = cast(Sequence[str], settings.pop("program", SERVER))
+        arguments = ["--model", self.model]
+        if span is not None:
+            arguments += ["--block_indices", f"{span[0]}:{span[1]}"]
+        arguments += ["--initial_peers", *initial_peers] if initial_peers else ["--new_swarm"]
+        for name, value in settings.items():
+            if value is not None and value is not False:
+                values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
+                arguments += [f"--{name}", *map(str, values)]
+        log_path = self._directory / f"server-{len(self.servers)}.log"
+        server = LocalServer(arguments, log_path, program=program)
+        self.servers.append(server)
+        return server

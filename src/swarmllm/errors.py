@@ -1,0 +1,189 @@
+"""Every error that a user of swarmllm can meet.
+
+Each class says two things that the retry policy (`swarm/retry`) needs: whether trying again can help, and whether the
+peer is to blame. Foreign errors (hivemind, OS, transformers) are translated where they enter: `network/peer` and
+`network/protocol` for peers, `models/checkpoint` for weights.
+
+    SwarmError
+      ConfigurationError(ValueError)                 the caller's settings; never retried
+        UnsupportedModelError                        this architecture, or this cut of it, can't be served
+      RoutingError
+        MissingBlocksError(block_idxs)               nobody serves some blocks; retry after a refresh
+      PeerError(peer_id)
+        PeerUnreachableError                         another peer, blame
+        PeerTimeoutError(TimeoutError)               another peer, blame
+        ServerOverloadedError                        another peer, no blame
+        CacheFullError                               another peer, no blame
+        BlocksNotServedError                         refresh, no blame
+        SessionLostError                             replay, no blame
+        RemoteProtocolError                          another peer, blame
+        CorruptActivationsError                      another peer, blame
+      LocalProtocolError                             our bug: never retried, blames nobody
+      SessionClosedError(RuntimeError)
+      SessionLengthExceededError(ValueError)
+      WeightsError
+        BlockWeightsNotFoundError
+        WeightsMismatchError
+        CorruptWeightsError
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class SwarmError(Exception):
+    """Base of all errors of swarmllm."""
+
+    code: ClassVar[str] = "error"
+    """How this error is named on the wire."""
+    retriable: ClassVar[bool] = False
+    """Whether doing the same again, after a refresh or with another peer, can succeed."""
+    blames_peer: ClassVar[bool] = False
+    """Whether the peer should be avoided for a while."""
+
+
+class ConfigurationError(SwarmError, ValueError):
+    """The caller's settings or arguments can't work; the message names the mend."""
+
+    code = "configuration"
+
+
+class UnsupportedModelError(ConfigurationError):
+    """This architecture, or this way of cutting it into spans, can't be served exactly."""
+
+    code = "unsupported_model"
+
+
+class RoutingError(SwarmError):
+    """No usable route through the swarm."""
+
+    code = "routing"
+    retriable = True
+
+
+class MissingBlocksError(RoutingError):
+    """Nobody serves some of the blocks."""
+
+    code = "missing_blocks"
+
+    def __init__(self, message: str, block_idxs: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.block_idxs = tuple(block_idxs)
+
+
+class PeerError(SwarmError):
+    """Something went wrong with one peer."""
+
+    code = "peer"
+    retriable = True
+
+    def __init__(self, message: str, peer_id: str | None = None) -> None:
+        super().__init__(message)
+        self.peer_id = peer_id
+
+
+class PeerUnreachableError(PeerError):
+    """The peer can't be dialled, or its stream broke."""
+
+    code = "unreachable"
+    blames_peer = True
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """The peer stopped answering."""
+
+    code = "timeout"
+    blames_peer = True
+
+
+class ServerOverloadedError(PeerError):
+    """The server has no room for this request now."""
+
+    code = "overloaded"
+
+
+class CacheFullError(PeerError):
+    """The server's KV cache budget can't hold this session."""
+
+    code = "cache_full"
+
+
+class BlocksNotServedError(PeerError):
+    """The server doesn't hold the blocks (any more)."""
+
+    code = "blocks_not_served"
+
+
+class SessionLostError(PeerError):
+    """The server doesn't know the session, or can't roll its cache back; replaying the inputs restores it."""
+
+    code = "session_lost"
+
+
+class RemoteProtocolError(PeerError):
+    """The peer sent something that breaks the protocol."""
+
+    code = "remote_protocol"
+    blames_peer = True
+
+
+class CorruptActivationsError(PeerError):
+    """The peer returned hidden states that can't be right (NaN, infinite, wrong shape or type)."""
+
+    code = "corrupt_activations"
+    blames_peer = True
+
+
+class LocalProtocolError(SwarmError):
+    """This side broke the protocol: a bug of swarmllm, please report it."""
+
+    code = "local_protocol"
+
+
+class SessionClosedError(SwarmError, RuntimeError):
+    """The session or model was used after it had been closed."""
+
+    code = "session_closed"
+
+
+class SessionLengthExceededError(SwarmError, ValueError):
+    """More tokens than the session was opened for."""
+
+    code = "length_exceeded"
+
+
+class WeightsError(SwarmError):
+    """The checkpoint can't be used."""
+
+    code = "weights"
+
+
+class BlockWeightsNotFoundError(WeightsError):
+    """The checkpoint lacks tensors or files that are needed."""
+
+    code = "weights_not_found"
+
+
+class WeightsMismatchError(WeightsError):
+    """The checkpoint is another one than the swarm serves, or its tensors don't fit its config."""
+
+    code = "weights_mismatch"
+
+
+class CorruptWeightsError(WeightsError):
+    """A file of the checkpoint is truncated or damaged."""
+
+    code = "weights_corrupt"
+
+
+def _subclasses(cls: type[SwarmError]) -> list[type[SwarmError]]:
+    return [cls, *(sub for child in cls.__subclasses__() for sub in _subclasses(child))]
+
+
+ERRORS_BY_CODE: dict[str, type[SwarmError]] = {cls.code: cls for cls in _subclasses(SwarmError)}
+
+
+def error_from_code(code: str, message: str, peer_id: str | None = None) -> SwarmError:
+    """The error that a peer reported by `code`; unknown codes (of newer peers) become a plain PeerError."""
+    cls = ERRORS_BY_CODE.get(code, PeerError)
+    return cls(message, peer_id) if issubclass(cls, PeerError) else cls(message)

@@ -1,0 +1,132 @@
+"""The web application: all routes of a gateway, and how their errors are answered. Served by `gateway/__main__`."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
+
+from swarmllm.errors import SwarmError
+from swarmllm.gateway.engine import Engine
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import Guard
+from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.openai_routes import OpenAIRoutes
+from swarmllm.gateway.openapi import document
+from swarmllm.gateway.page_files import PageFiles
+from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.swarm_watch import SwarmWatch
+from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
+
+
+class Gateway:
+    """Everything that one gateway has; `app` is what a web server runs."""
+
+    def __init__(self, model: LanguageModel, config: GatewayConfig) -> None:
+        self.model = model
+        self.config = config
+        self.metrics = GatewayMetrics()
+        self.metrics.read_from(lambda: model.swarm.swarm.counts)
+        self.engine = Engine(model, self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
+        self.watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics)
+        self.app: ASGIApp = Guard(self._starlette(), config, self._on_response)
+
+    def _starlette(self) -> Starlette:
+        openai = OpenAIRoutes(self.engine, self.config, int(time.time()))
+        pages = PageFiles()
+        generate = GenerateRoute(self.engine, openai, self.config)
+        self._paths = frozenset(
+            (
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/v1/models",
+                "/health",
+                "/metrics",
+                "/api/swarm",
+                "/",
+                "/swarm",
+            )
+        )
+        return Starlette(
+            routes=[
+                Route("/v1/models", openai.models),
+                Route("/v1/models/{name:path}", openai.model),
+                Route("/v1/completions", openai.completions, methods=["POST"]),
+                Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+                WebSocketRoute("/ws/generate", generate.generate),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/api/swarm", self._swarm),
+                Route("/openapi.json", self._openapi),
+                Route("/", pages.chat),
+                Route("/swarm", pages.swarm),
+                Route("/static/{name:path}", pages.file),
+            ],
+            exception_handlers={
+                ApiError: _answer_error,
+                SwarmError: _answer_error,
+                HTTPException: _answer_http_error,
+                ClientDisconnect: _answer_nobody,
+                Exception: _answer_error,
+            },
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with self.watch:
+            try:
+                yield
+            finally:
+                await self.engine.close()
+
+    async def _health(self, _: Request) -> Response:
+        """Whether an answer could be begun now."""
+        missing = self.watch.missing_blocks()
+        healthy = not missing
+        return JSONResponse(
+            {"status": "ok" if healthy else "degraded", "model": self.model.name, "missing_blocks": missing},
+            200 if healthy or self.model.local is not None else 503,
+        )
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.page(), media_type=self.metrics.content_type)
+
+    async def _swarm(self, request: Request) -> Response:
+        """The same for everybody who asks, so it is written once per change."""
+        etag, body = self.watch.as_json()
+        headers = {"etag": etag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    async def _openapi(self, _: Request) -> Response:
+        return JSONResponse(document())
+
+    def _on_response(self, path: str, status: int) -> None:
+        """Unknown paths are counted as one: they are endless."""
+        self.metrics.requests.labels(path if path in self._paths else "other", str(status)).inc()
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return ApiError.of(error).response()
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    messages = {
+        404: f"there is nothing at {json.dumps(request.url.path)}",
+        405: f"{request.method} is not what {json.dumps(request.url.path)} takes",
+    }
+    return ApiError(status, messages.get(status, "the request can't be answered")).response()
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,93 @@
+"""Errors in OpenAI's shape, and which status each of ours has.
+
+{"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
+"""
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from swarmllm.command_line import one_line
+from swarmllm.errors import (
+    CacheFullError,
+    ConfigurationError,
+    PeerError,
+    RoutingError,
+    ServerOverloadedError,
+    SessionClosedError,
+    SessionLengthExceededError,
+    SwarmError,
+)
+
+RETRY_AFTER_S = 5
+"""Assumed: after that a queue has moved on, or a server has come."""
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """What a failure of the swarm, or of the gateway itself, is to whoever asked."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, SwarmError):
+            status = _status(error)
+            retry_after_s = RETRY_AFTER_S if status in (429, 503) else None
+            return cls(status, one_line(error), code=error.code, retry_after_s=retry_after_s)
+        return cls(500, "the gateway failed; its log says more", code="internal_error")
+
+    @classmethod
+    def invalid(cls, error: ValidationError) -> "ApiError":
+        """The first thing that is wrong with a request's body."""
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        return cls(400, f"{where}: {message}" if where else message, param=param, code="invalid_value")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def _status(error: SwarmError) -> int:
+    if isinstance(error, CacheFullError | ServerOverloadedError):
+        return 429
+    if isinstance(error, RoutingError | PeerError | SessionClosedError):
+        return 503
+    if isinstance(error, ConfigurationError | SessionLengthExceededError):
+        return 400
+    return 500

@@ -1,0 +1,51 @@
+"""What happens while a request is answered: from the worker threads (`generation`) to the answers (`answers`)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from swarmllm.gateway.sampling import TokenLogprob
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """One more token of one answer."""
+
+    index: int
+    """Of the answer, as in the API's `choices`."""
+    text: str
+    """What it makes certain; may be empty."""
+    logprob: TokenLogprob | None = None
+    finish_reason: str | None = None
+    """`stop` or `length`, with the last piece of this answer."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """The log probabilities of a prompt's tokens, the first of which has none; for `echo` with `logprobs`."""
+
+    index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class SwarmEvent:
+    """A diagnostic: `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
+
+    name: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A prompt's answers are complete, or (with an error) as complete as they will be."""
+
+    first_index: int
+    """Of the prompt's answers."""
+    prompt_tokens: int
+    completion_tokens: int
+    trace: dict[str, Any]
+    error: Exception | None = None
+    cancelled: bool = False
+
+
+Event = TextPiece | PromptScores | SwarmEvent | Ended

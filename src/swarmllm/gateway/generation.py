@@ -1,0 +1,282 @@
+"""One prompt and its answers: a session of its own in the swarm, tokens out as they come, cancelled from anywhere.
+
+Run by a worker thread of `engine`. The answers to one prompt (`n`) are the rows of one batch. When the swarm can't be
+repaired and there is a local model, that goes on from the last token.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from swarmllm.client.inference_session import InferenceSession
+from swarmllm.command_line import one_line
+from swarmllm.data_structures import RouteHop
+from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
+from swarmllm.gateway.events import Ended, Event, PromptScores, SwarmEvent, TextPiece
+from swarmllm.gateway.grammar import JsonMatcher
+from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.sampling import Sampler, SamplingOptions, token_logprob
+from swarmllm.gateway.text import TextRow
+from swarmllm.gateway.trace import Trace, describe_route
+from swarmllm.models.remote_cache import RemoteCache
+
+logger = logging.getLogger(__name__)
+
+SCORED_TOKENS = 128
+"""Positions of a prompt that are scored at a time, which bounds their logits (times the vocabulary)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How one prompt is answered."""
+
+    sampling: SamplingOptions
+    max_tokens: int
+    n: int = 1
+    """Answers."""
+    stop: tuple[str, ...] = ()
+    schema: dict[str, Any] | None = None
+    """JSON schema that the answers follow."""
+    score_prompt: bool = False
+    """Also give the log probabilities of the prompt's own tokens."""
+
+
+class Generation:
+    """`emit` takes the events, in any thread; the last one is `Ended`."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        metrics: GatewayMetrics,
+        prompt_ids: list[int],
+        options: GenerationOptions,
+        emit: Callable[[Event], None],
+        *,
+        first_index: int = 0,
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._prompt_ids = prompt_ids
+        self._options = options
+        self._emit = emit
+        self._first_index = first_index
+        self._cancelled = False
+        self._session: InferenceSession | None = None
+        self._failure: SwarmError | None = None
+        self._route: list[RouteHop] = []
+        self._trace = Trace(metrics)
+        self._writer: _Writer | None = None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: free the session everywhere, whatever step is under way. Harmless at any time."""
+        self._cancelled = True
+        session = self._session
+        if session is not None:
+            session.close()
+
+    def run(self) -> None:
+        """Answer; called once, in a worker thread. Never raises: errors are in `Ended`."""
+        self._trace = Trace(self._metrics)
+        error: Exception | None = None
+        try:
+            if not self._cancelled:
+                self._answer()
+        except SwarmError as failure:
+            error = failure
+        except Exception as failure:  # a thread's last resort: whoever asked gets an error 500
+            logger.exception("answering a request failed")
+            error = failure
+        if self._cancelled:
+            self._metrics.cancelled.inc()
+            error = None
+        if self._trace.tokens_per_s is not None:
+            self._metrics.tokens_per_s.observe(self._trace.tokens_per_s)
+        num_tokens = self._writer.num_tokens if self._writer is not None else 0
+        self._emit(
+            Ended(
+                first_index=self._first_index,
+                prompt_tokens=len(self._prompt_ids),
+                completion_tokens=num_tokens,
+                trace=self._trace.as_json(),
+                error=error,
+                cancelled=self._cancelled,
+            )
+        )
+
+    # ------------------------------------------------------------------ in the worker thread
+
+    def _answer(self) -> None:
+        options = self._options
+        self._metrics.prompt_tokens.inc(len(self._prompt_ids))
+        matchers: list[JsonMatcher] = []
+        if options.schema is not None:
+            matchers = [self._model.json_grammar().matcher(options.schema) for _ in range(options.n)]
+        sampler = Sampler(options.sampling, options.n, matchers)
+        ids = torch.tensor([self._prompt_ids]).repeat(options.n, 1)
+        self._writer = writer = _Writer(self, sampler, ids)
+        try:
+            self._answer_in_swarm(writer)
+        except (PeerError, RoutingError) as error:
+            if self._cancelled:
+                return
+            local = self._model.local
+            self._tell("pipeline_aborted", error=one_line(error), code=error.code, fallback_to_local=local is not None)
+            if local is None:
+                raise
+            logger.warning("the swarm can't be repaired (%s): the local model goes on", error)
+            self._metrics.fallbacks.inc()
+            self._session = None
+            if options.score_prompt and not writer.num_tokens:
+                self._score_prompt(local, {"use_cache": False}, ids, len(self._prompt_ids))
+            self._generate(local, writer, {})
+
+    def _answer_in_swarm(self, writer: "_Writer") -> None:
+        model, options = self._model.swarm, self._options
+        # One more than are fed: a session is never full when its last token has been chosen.
+        length = len(self._prompt_ids) + options.max_tokens + 1
+        with_session = model.inference_session(max_length=length, batch_size=options.n)
+        self._session = with_session
+        try:
+            if self._cancelled:
+                return
+            with_session.watch(on_failure=self._on_failure, on_route=self._on_route)
+            cache = {self._model.cache_name: RemoteCache(model.config, with_session, options.n)}
+            if options.score_prompt:
+                self._score_prompt(model, {**cache, "use_cache": True}, writer.ids, SCORED_TOKENS)
+            self._generate(model, writer, cache)
+        except SessionClosedError:
+            if not self._cancelled:
+                raise
+        finally:
+            with_session.close()
+
+    def _generate(self, model: Any, writer: "_Writer", cache: dict[str, Any]) -> None:
+        left = self._options.max_tokens - writer.num_steps
+        if left < 1:
+            return
+        model.generate(
+            writer.ids,
+            attention_mask=torch.ones_like(writer.ids),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=left,
+                eos_token_id=sorted(self._model.eos_ids) or None,
+                pad_token_id=self._model.pad_id,
+            ),
+            logits_processor=[writer.sampler],
+            stopping_criteria=[writer],
+            **cache,
+        )
+
+    @torch.no_grad()
+    def _score_prompt(self, model: Any, cache: dict[str, Any], ids: Tensor, chunk_tokens: int) -> None:
+        """All but the last token go through the model here; `generate()` then goes on from the cache."""
+        num_top = self._options.sampling.top_logprobs or 0
+        prompt, found = self._prompt_ids, []
+        for start in range(0, len(prompt) - 1, chunk_tokens):
+            end = min(start + chunk_tokens, len(prompt) - 1)
+            logits = model(ids[:, start:end], **cache).logits[0]
+            found += [token_logprob(row, prompt[start + i + 1], num_top) for i, row in enumerate(logits)]
+        for row in range(self._options.n):
+            self._emit(PromptScores(self._first_index + row, tuple(found)))
+
+    # ------------------------------------------------------------------ what the writer and the session tell
+
+    def stopped(self) -> bool:
+        """Whether to end after the token under way."""
+        return self._cancelled
+
+    def on_step(self, pieces: list[TextPiece]) -> None:
+        """The rows' next tokens."""
+        session = self._session
+        self._trace.on_step(session.timings if session is not None else (), len(pieces))
+        for piece in pieces:
+            self._emit(piece)
+
+    def new_row(self) -> TextRow:
+        return TextRow(self._model.tokenizer, self._prompt_ids, self._options.stop)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._model.eos_ids
+
+    @property
+    def options(self) -> GenerationOptions:
+        return self._options
+
+    @property
+    def first_index(self) -> int:
+        return self._first_index
+
+    def _on_failure(self, error: SwarmError) -> None:
+        """In the client's event loop, as is `_on_route`."""
+        self._failure = error
+        peer_id = error.peer_id if isinstance(error, PeerError) else None
+        self._tell("shard_status", status="degraded", peer_id=peer_id, code=error.code, error=one_line(error))
+
+    def _on_route(self, route: list[RouteHop], seconds: float) -> None:
+        before, self._route = self._route, route
+        repaired = self._trace.on_route(route, seconds)
+        details = {"route": describe_route(route), "ms": round(1000 * seconds, 1)}
+        if not repaired:
+            self._tell("route", **details)
+            return
+        old = {(hop.server.peer_id, hop.span) for hop in before}
+        new = {(hop.server.peer_id, hop.span) for hop in route}
+        self._tell(
+            "shard_failover",
+            lost=describe_route([hop for hop in before if (hop.server.peer_id, hop.span) not in new]),
+            replaced_by=describe_route([hop for hop in route if (hop.server.peer_id, hop.span) not in old]),
+            **details,
+        )
+
+    def _tell(self, name: str, **details: Any) -> None:
+        self._emit(SwarmEvent(name, details))
+
+
+class _Writer:
+    """As one of transformers' stopping criteria: takes each step's tokens, says which rows are finished."""
+
+    def __init__(self, generation: Generation, sampler: Sampler, ids: Tensor) -> None:
+        self.sampler = sampler
+        self.ids = ids
+        """`[rows, so far]`: where another model would go on."""
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._generation = generation
+        self._rows = [generation.new_row() for _ in range(len(ids))]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.ids = input_ids
+        self.num_steps += 1
+        pieces = [
+            self._take(row, token)
+            for row, token in enumerate(input_ids[:, -1].tolist())
+            if not self.sampler.finished[row]
+        ]
+        self.num_tokens += len(pieces)
+        self._generation.on_step(pieces)
+        if self._generation.stopped():
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(self.sampler.finished, device=input_ids.device)
+
+    def _take(self, row: int, token: int) -> TextPiece:
+        generation, text = self._generation, self._rows[row]
+        reason: str | None = None
+        if token in generation.eos_ids:
+            new, reason = text.end(), "stop"
+        else:
+            new = text.add(token)
+            last = self.num_steps >= generation.options.max_tokens
+            if last:
+                new += text.end()
+            reason = "stop" if text.stopped else "length" if last else None
+        self.sampler.finished[row] = reason is not None
+        return TextPiece(generation.first_index + row, new, self.sampler.logprobs[row], reason)

@@ -1,0 +1,194 @@
+"""/v1/…: what OpenAI's clients ask, answered whole or as server-sent events. Part of `app`."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from swarmllm.gateway.answers import Answer
+from swarmllm.gateway.engine import Answering, Engine
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.generation import GenerationOptions
+from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.settings import GatewayConfig
+
+KEEPALIVE_S = 15.0
+"""Seconds of silence after which a stream gets a comment. Assumed: proxies give up after 30 or 60."""
+
+LARGE_BYTES = 1 << 13
+"""A body from which on checking and tokenizing it takes milliseconds, in which others want to be served."""
+
+DONE = b"data: [DONE]\n\n"
+
+Body = ChatRequest | CompletionRequest
+
+
+class OpenAIRoutes:
+    """The handlers; made once per gateway."""
+
+    def __init__(self, engine: Engine, config: GatewayConfig, started_at: int) -> None:
+        self._engine = engine
+        self._config = config
+        self._started_at = started_at
+
+    async def models(self, _: Request) -> Response:
+        """`GET /v1/models`"""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{name}`"""
+        self.check_name(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`"""
+        return await self._answer(request, CompletionRequest)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`"""
+        return await self._answer(request, ChatRequest)
+
+    async def _answer(self, request: Request, kind: type[Body]) -> Response:
+        data = await read_body(request, self._config.max_body_bytes)
+        body = parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(parse, kind, data)
+        prompts, options = await self.prepare(body, len(data))
+        wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
+        answer = Answer(body, self._engine.model, prompts, trace=wants_trace)
+        answering = self._engine.start(prompts, options)
+        if body.stream:
+            return EventStream(answering, answer)
+        async with cancelled_when_gone(request.receive, answering):
+            async for event in answering:
+                answer.add(event)
+        if answer.error is not None:
+            raise answer.error
+        return JSONResponse(answer.whole())
+
+    async def prepare(self, body: Body, num_bytes: int) -> tuple[list[list[int]], GenerationOptions]:
+        """The prompts' tokens and how to answer them.
+
+        Raises:
+            ApiError, SwarmError: that can't be done.
+        """
+        self.check_name(body.model)
+        n, most = body.n or 1, self._config.max_choices
+        if n > most:
+            raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
+        if num_bytes < LARGE_BYTES and getattr(body, "response_format", None) is None:
+            return self._prepare(body)  # faster than changing threads
+        return await asyncio.to_thread(self._prepare, body)
+
+    def _prepare(self, body: Body) -> tuple[list[list[int]], GenerationOptions]:
+        model = self._engine.model
+        prompts = [body.prompt(model)] if isinstance(body, ChatRequest) else body.prompts(model)
+        options = body.options(model, max(map(len, prompts)), self._config.default_max_tokens)
+        if options.schema is not None:
+            model.json_grammar().matcher(options.schema)  # refused now, not in the middle of an answer
+        return prompts, options
+
+    def check_name(self, name: str | None) -> None:
+        """Raises: ApiError: it is not the model that is served here."""
+        if name is not None and name != self._engine.model.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; {self._engine.model.name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model(self) -> dict[str, Any]:
+        model = self._engine.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "swarm",
+            "max_model_len": model.max_length,
+            "chat": bool(model.tokenizer.chat_template),
+        }
+
+
+class EventStream(Response):
+    """Server-sent events; when whoever reads them has gone, the generation ends, also while no token comes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answering: Answering, answer: Answer) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._answering = answering
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
+        async with cancelled_when_gone(receive, self._answering):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for data in stream(self._answering, self._answer):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
+    """The lines of the stream; what happens at the same time goes out together."""
+    while not answering.has_ended:
+        events = await answering.some(KEEPALIVE_S)
+        yield b"".join(sse(chunk) for event in events for chunk in answer.chunks(event)) or b": still there\n\n"
+        if answer.error is not None:
+            answering.cancel()
+            yield sse(answer.error.body()) + DONE
+            return
+    yield b"".join(map(sse, answer.last_chunks())) + DONE
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+@asynccontextmanager
+async def cancelled_when_gone(receive: Receive, answering: Answering) -> AsyncIterator[None]:
+    """While inside, a client that hangs up ends the generations; so does leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answering.cancel()
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        answering.cancel()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, of which no more is read than is allowed.
+
+    Raises:
+        ApiError: it is larger.
+    """
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse(kind: type[Body], body: bytes | str) -> Body:
+    """The request in a body.
+
+    Raises:
+        ApiError: it is not one.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError.invalid(error) from None

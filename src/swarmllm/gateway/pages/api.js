@@ -1,0 +1,76 @@
+// The gateway's API, as the chat page uses it.
+
+import { settings } from "/static/store.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
+
+function headers() {
+  const found = { "Content-Type": "application/json", "X-Swarm-Trace": "1" };
+  if (settings.api_key) found.Authorization = `Bearer ${settings.api_key}`;
+  return found;
+}
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function failure(response) {
+  let message = `the gateway answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // not from the gateway itself
+  }
+  return new ApiError(message, response.status);
+}
+
+export async function models() {
+  const response = await fetch("/v1/models", { headers: headers() });
+  if (!response.ok) throw await failure(response);
+  return (await response.json()).data;
+}
+
+export async function swarm() {
+  const response = await fetch("/api/swarm");
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
+// Yields the chunks of an answer as they come.
+export async function* answer(model, messages, signal) {
+  const asked = { model: model.id, stream: true, swarm_events: true, stream_options: { include_usage: true } };
+  for (const name of NUMBERS) {
+    if (settings[name] !== undefined && settings[name] !== "") asked[name] = Number(settings[name]);
+  }
+  const told = settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages;
+  let path = "/v1/chat/completions";
+  if (model.chat) {
+    asked.messages = told;
+  } else { // a model that was never taught to chat goes on with the text
+    path = "/v1/completions";
+    asked.prompt = told.map((message) => message.content).join("\n");
+    asked.max_tokens ??= 256;
+  }
+  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(asked), signal });
+  if (!response.ok) throw await failure(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError("the connection to the gateway broke");
+    rest += value;
+    const events = rest.split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: ")) continue; // a sign of life
+      const data = event.slice(6);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(chunk.error.message);
+      yield chunk;
+    }
+  }
+}

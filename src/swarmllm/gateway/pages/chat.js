@@ -1,0 +1,284 @@
+// The chat page: conversations on the left, the one that is open in the middle, the message box below.
+
+import * as api from "/static/api.js";
+import { endOfId, noticeOf, renderMessage } from "/static/message.js";
+import * as store from "/static/store.js";
+
+const byId = (id) => document.getElementById(id);
+const text = byId("text");
+const scroll = byId("scroll");
+const IDEAS = ["Tell me a story about a fox.", "Where does the rain come from?", "What is a good name for a boat?"];
+
+let model = null;
+let open = null; // the conversation that is shown
+let answering = null; // {conversation, abort} while an answer comes
+
+// ---------------------------------------------------------------- conversations
+
+function show(conversation) {
+  open = conversation;
+  location.hash = conversation ? conversation.id : "";
+  byId("messages").replaceChildren(...(conversation?.messages ?? []).map((message) => element(message)));
+  byId("welcome").hidden = Boolean(conversation?.messages.length);
+  list();
+  closeSide();
+  scroll.scrollTop = scroll.scrollHeight;
+}
+
+function list() {
+  byId("conversations").replaceChildren(
+    ...store.all().filter((one) => one.messages.length).map((one) => {
+      const item = document.createElement("li");
+      if (one === open) item.setAttribute("aria-current", "true");
+      const title = document.createElement("button");
+      title.className = "title";
+      title.textContent = one.title || "…";
+      title.addEventListener("click", () => show(one));
+      const remove = document.createElement("button");
+      remove.className = "delete";
+      remove.textContent = "×";
+      remove.setAttribute("aria-label", `Delete “${one.title}”`);
+      remove.addEventListener("click", () => {
+        if (answering?.conversation === one) stop();
+        store.remove(one.id);
+        if (open === one) show(null);
+        else list();
+        text.focus();
+      });
+      item.append(title, remove);
+      return item;
+    }),
+  );
+}
+
+// ---------------------------------------------------------------- messages
+
+function element(message) {
+  const busy = answering?.message === message;
+  const isLast = open?.messages.at(-1) === message;
+  return renderMessage(message, { busy, onRegenerate: isLast && !busy && message.role === "assistant" ? regenerate : null });
+}
+
+function redraw(message) {
+  if (!open?.messages.includes(message)) return; // another conversation is shown
+  const index = open.messages.indexOf(message);
+  const atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+  const old = byId("messages").children[index];
+  const now = element(message);
+  if (old) old.replaceWith(now);
+  else byId("messages").append(now);
+  if (atEnd) scroll.scrollTop = scroll.scrollHeight;
+}
+
+async function send(said) {
+  if (answering || !model) return;
+  const conversation = open ?? store.create();
+  conversation.title ||= said.trim().split("\n")[0].slice(0, 80);
+  conversation.messages.push({ role: "user", content: said });
+  show(conversation);
+  await reply(conversation);
+}
+
+async function regenerate() {
+  if (answering || open?.messages.at(-1)?.role !== "assistant") return;
+  open.messages.pop();
+  show(open);
+  await reply(open);
+}
+
+async function reply(conversation) {
+  const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
+  const message = { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
+  const abort = new AbortController();
+  answering = { conversation, message, abort };
+  conversation.messages.push(message);
+  busy(true);
+  let drawn = false;
+  let began = 0;
+  let saved = performance.now();
+  const draw = () => {
+    drawn = false;
+    if (answering?.message === message) redraw(message);
+  };
+  redraw(message);
+  scroll.scrollTop = scroll.scrollHeight;
+  try {
+    for await (const chunk of api.answer(model, asked, abort.signal)) {
+      if (chunk.swarm) take(message, chunk.swarm);
+      if (chunk.usage) message.tokens = chunk.usage.completion_tokens;
+      const choice = chunk.choices[0];
+      const piece = choice?.delta ? choice.delta.content : choice?.text;
+      if (piece) {
+        message.content += message.content ? piece : piece.trimStart();
+        message.tokens += 1;
+        began ||= performance.now();
+        const seconds = (performance.now() - began) / 1000;
+        if (message.tokens > 1 && seconds > 0.2) message.rate = (message.tokens - 1) / seconds;
+      }
+      if (choice?.finish_reason) message.finish = choice.finish_reason;
+      if (!drawn) {
+        drawn = true;
+        if (document.hidden) setTimeout(draw, 250);
+        else requestAnimationFrame(draw);
+      }
+      if (performance.now() - saved > 1000) {
+        store.save();
+        saved = performance.now();
+      }
+    }
+  } catch (error) {
+    if (abort.signal.aborted) {
+      message.notices.push({ kind: "", text: "Stopped." });
+    } else {
+      const reason = error instanceof api.ApiError ? error.message : "the gateway can’t be reached";
+      message.notices.push({ kind: "bad", text: `No more came: ${reason}` });
+      if (error.status === 401) byId("settings").showModal();
+    }
+  } finally {
+    answering = null;
+    busy(false);
+    store.save();
+    redraw(message);
+    list();
+    health();
+  }
+}
+
+// The gateway tells of the route, of servers that fail and of those that take over.
+function take(message, event) {
+  if (event.event === "trace") {
+    const trace = event.traces[0];
+    if (trace.tokens_per_s) message.rate = trace.tokens_per_s;
+    message.firstTokenMs = trace.first_token_ms;
+    return;
+  }
+  const notice = noticeOf(event, message.route);
+  if (event.route) message.route = event.route;
+  if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
+  if (!notice) return;
+  // A repair may need several tries, of which the last word is enough.
+  while (message.notices.at(-1)?.searching) message.notices.pop();
+  message.notices.push(notice);
+}
+
+function stop() {
+  answering?.abort.abort();
+}
+
+function busy(now) {
+  byId("stop").hidden = !now;
+  byId("send").hidden = now;
+}
+
+// ---------------------------------------------------------------- around it
+
+async function health() {
+  const pill = byId("health");
+  try {
+    const swarm = await api.swarm();
+    const usable = swarm.servers.filter((server) => server.state === "online").length;
+    const missing = swarm.missing_blocks.length;
+    pill.dataset.state = missing ? "bad" : "good";
+    byId("health-text").textContent = missing
+      ? `${missing} of ${swarm.num_blocks} blocks missing`
+      : `${usable} server${usable === 1 ? "" : "s"}`;
+  } catch {
+    pill.dataset.state = "bad";
+    byId("health-text").textContent = "no gateway";
+  }
+}
+
+async function begin() {
+  try {
+    [model] = await api.models();
+    byId("model").textContent = model.id;
+    document.title = `${model.id} · swarmllm`;
+  } catch (error) {
+    byId("model").textContent = "no model";
+    if (error.status === 401) byId("settings").showModal();
+  }
+}
+
+function openSide() {
+  byId("side").classList.add("open");
+  byId("veil").hidden = false;
+  byId("open-side").setAttribute("aria-expanded", "true");
+  byId("new").focus();
+}
+
+function closeSide() {
+  byId("side").classList.remove("open");
+  byId("veil").hidden = true;
+  byId("open-side").setAttribute("aria-expanded", "false");
+}
+
+function fit() {
+  text.style.height = "auto";
+  text.style.height = `${text.scrollHeight}px`;
+}
+
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const said = text.value.trim();
+  if (!said || answering || !model) return;
+  text.value = "";
+  fit();
+  send(said);
+});
+text.addEventListener("input", fit);
+text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    byId("composer").requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || byId("settings").open) return;
+  if (answering) stop();
+  else closeSide();
+});
+byId("stop").addEventListener("click", () => {
+  stop();
+  text.focus();
+});
+byId("new").addEventListener("click", () => {
+  show(null);
+  text.focus();
+});
+byId("open-side").addEventListener("click", openSide);
+byId("close-side").addEventListener("click", closeSide);
+byId("veil").addEventListener("click", closeSide);
+byId("open-settings").addEventListener("click", () => byId("settings").showModal());
+byId("settings").addEventListener("close", () => {
+  if (!model) begin();
+});
+byId("reset").addEventListener("click", () => {
+  for (const input of document.querySelectorAll("[data-setting]")) {
+    input.value = "";
+    delete store.settings[input.dataset.setting];
+  }
+  store.saveSettings();
+});
+for (const input of document.querySelectorAll("[data-setting]")) {
+  input.value = store.settings[input.dataset.setting] ?? "";
+  input.addEventListener("change", () => {
+    if (input.value.trim() && input.checkValidity()) store.settings[input.dataset.setting] = input.value.trim();
+    else delete store.settings[input.dataset.setting];
+    store.saveSettings();
+  });
+}
+byId("ideas").replaceChildren(
+  ...IDEAS.map((idea) => {
+    const button = document.createElement("button");
+    button.className = "button";
+    button.textContent = idea;
+    button.addEventListener("click", () => send(idea));
+    return button;
+  }),
+);
+addEventListener("pagehide", () => store.save());
+setInterval(() => document.hidden || health(), 5000);
+
+show(store.find(location.hash.slice(1)) ?? null);
+begin();
+health();

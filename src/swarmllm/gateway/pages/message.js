@@ -1,0 +1,112 @@
+// One message as an element: text, what happened on the way, and how fast and by which route it came.
+
+import { markdown } from "/static/markdown.js";
+
+export const endOfId = (hop) => hop.public_name || `…${hop.peer_id.slice(-6)}`;
+const blocks = (hop) => `${hop.blocks[0]}–${hop.blocks[1] - 1}`;
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+// What an event of the swarm means, in words; null if it needs none.
+export function noticeOf(event, route) {
+  if (event.event === "shard_status") {
+    const hop = route.find((one) => one.peer_id === event.peer_id);
+    const who = hop ? endOfId(hop) : event.peer_id ? `…${event.peer_id.slice(-6)}` : "A server";
+    return { kind: "", searching: true, text: `${who} failed. Looking for another way…` };
+  }
+  if (event.event === "shard_failover") {
+    if (!event.replaced_by.length) return { kind: "good", text: "The route was repaired. Nothing was lost." };
+    const hops = event.replaced_by.map((hop) => `${endOfId(hop)} (blocks ${blocks(hop)})`).join(", ");
+    const lost = event.lost.length ? `${event.lost.map(endOfId).join(", ")} failed. ` : "";
+    return { kind: "good", text: `${lost}${hops} took over. Nothing was lost.` };
+  }
+  if (event.event === "pipeline_aborted") {
+    if (event.fallback_to_local) return { kind: "", text: "The swarm can’t go on. The gateway’s own model does." };
+    return { kind: "bad", text: "The swarm can’t go on." };
+  }
+  return null;
+}
+
+function button(label, onClick) {
+  const element = make("button", "button plain", label);
+  element.type = "button";
+  element.addEventListener("click", onClick);
+  return element;
+}
+
+function copyButton(textOf) {
+  const element = button("Copy", async () => {
+    try {
+      await navigator.clipboard.writeText(textOf());
+      element.textContent = "Copied";
+    } catch {
+      element.textContent = "Not allowed";
+    }
+    setTimeout(() => (element.textContent = "Copy"), 1500);
+  });
+  return element;
+}
+
+function foot(message, busy, onRegenerate) {
+  const line = make("div", "foot");
+  if (!busy) {
+    const acts = make("span", "acts");
+    if (message.content) acts.append(copyButton(() => message.content));
+    if (onRegenerate) acts.append(button("Regenerate", onRegenerate));
+    line.append(acts);
+  }
+  if (message.tokens) {
+    const parts = [`${message.tokens} token${message.tokens === 1 ? "" : "s"}`];
+    if (message.rate) parts.push(`${message.rate.toFixed(1)} tokens/s`);
+    if (message.firstTokenMs && !busy) parts.push(`first after ${(message.firstTokenMs / 1000).toFixed(2)} s`);
+    if (message.finish === "length") parts.push("cut at its longest");
+    line.append(make("span", "rate", parts.join(" · ")));
+  }
+  if (message.route?.length) {
+    const route = make("span", "route");
+    route.append(make("span", "only-read", "Route: "));
+    message.route.forEach((hop, index) => {
+      if (index) {
+        const arrow = make("span", "arrow", "→");
+        arrow.setAttribute("aria-hidden", "true");
+        route.append(arrow);
+      }
+      const chip = make("span", "hop", `${endOfId(hop)} ${blocks(hop)}`);
+      chip.title = `${hop.peer_id}, blocks ${blocks(hop)}`;
+      if (message.fresh?.includes(endOfId(hop))) chip.classList.add("new");
+      route.append(chip);
+    });
+    line.append(route);
+  }
+  return line;
+}
+
+export function renderMessage(message, { busy, onRegenerate }) {
+  const article = make("article", `message ${message.role}`);
+  article.setAttribute("aria-label", message.role === "user" ? "You" : "Model");
+  const body = make("div", "body");
+  article.append(body);
+  if (message.role === "user") {
+    body.textContent = message.content;
+    return article;
+  }
+  article.setAttribute("aria-busy", String(busy));
+  body.append(markdown(message.content));
+  for (const block of body.querySelectorAll("pre")) {
+    const copy = copyButton(() => block.querySelector("code")?.textContent ?? "");
+    copy.classList.add("copy");
+    block.append(copy);
+  }
+  if (message.notices?.length) {
+    const list = make("ul", "notices");
+    list.append(...message.notices.map((notice) => make("li", notice.kind, notice.text)));
+    article.append(list);
+  }
+  article.append(foot(message, busy, onRegenerate));
+  return article;
+}

@@ -1,0 +1,215 @@
+// The page of the swarm: asks every two seconds, and draws what has changed.
+
+import { draw, nameOf } from "/static/picture.js";
+
+const PERIOD_MS = 2000;
+const byId = (id) => document.getElementById(id);
+const rows = new Map();
+let swarm = null;
+let etag = null;
+let chosen = null;
+let sorted = { column: "blocks", descending: false };
+
+const precise = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const rounded = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const numbers = { format: (value) => (value >= 100 ? rounded : precise).format(value) };
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+const measured = (server, value) => (server.throughput > 0 ? value : null);
+
+const COLUMNS = [
+  { id: "name", title: "Server", value: nameOf },
+  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}–${s.end - 1}` },
+  { id: "state", title: "State", value: (s) => s.state },
+  { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
+  { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
+  { id: "round_trip", title: "Round trip", number: true, value: (s) => s.round_trip_ms, text: (s) => (s.round_trip_ms === null ? "–" : `${numbers.format(s.round_trip_ms)} ms`) },
+  { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },
+  { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
+  { id: "weights", title: "Weights", value: (s) => (s.quant_type === "none" ? s.dtype : s.quant_type) },
+  { id: "version", title: "Version", value: (s) => s.version },
+];
+
+function textOf(column, server) {
+  if (column.text) return column.text(server);
+  const value = column.value(server);
+  if (value === null || value === undefined) return "–";
+  return column.number ? numbers.format(value) : String(value);
+}
+
+// ---------------------------------------------------------------- the table
+
+function head() {
+  byId("table").tHead.rows[0].replaceChildren(
+    ...COLUMNS.map((column) => {
+      const cell = document.createElement("th");
+      cell.scope = "col";
+      if (column.number) cell.className = "number";
+      if (sorted.column === column.id) cell.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
+      const button = document.createElement("button");
+      button.textContent = column.title;
+      button.addEventListener("click", () => {
+        sorted = { column: column.id, descending: sorted.column === column.id ? !sorted.descending : Boolean(column.number) };
+        head();
+        table();
+      });
+      cell.append(button);
+      return cell;
+    }),
+  );
+}
+
+function table() {
+  const wanted = byId("filter").value.trim().toLowerCase();
+  const column = COLUMNS.find((one) => one.id === sorted.column);
+  const compare = (a, b) => {
+    const [first, second] = [column.value(a) ?? -1, column.value(b) ?? -1];
+    const order = first < second ? -1 : first > second ? 1 : a.peer_id < b.peer_id ? -1 : 1;
+    return sorted.descending ? -order : order;
+  };
+  const shown = swarm.servers
+    .filter((server) => !wanted || [server.peer_id, ...COLUMNS.map((one) => textOf(one, server))].join(" ").toLowerCase().includes(wanted))
+    .sort(compare);
+  const present = new Set(swarm.servers.map((server) => server.peer_id));
+  for (const peer of rows.keys()) if (!present.has(peer)) rows.delete(peer);
+  const body = byId("table").tBodies[0];
+  const ordered = shown.map((server) => row(server));
+  if (ordered.length !== body.rows.length || ordered.some((one, index) => body.rows[index] !== one)) body.replaceChildren(...ordered);
+}
+
+function row(server) {
+  let one = rows.get(server.peer_id);
+  if (!one) {
+    one = document.createElement("tr");
+    for (const column of COLUMNS) one.insertCell().className = column.number ? "number" : "";
+    one.cells[0].append(document.createElement("code"));
+    one.addEventListener("click", () => choose(server.peer_id));
+    rows.set(server.peer_id, one);
+  }
+  one.className = `${server.state}${server.peer_id === chosen ? " chosen" : ""}`;
+  one.title = server.peer_id;
+  COLUMNS.forEach((column, index) => {
+    const holder = index ? one.cells[index] : one.cells[0].firstChild;
+    const text = textOf(column, server);
+    if (holder.textContent !== text) holder.textContent = text;
+  });
+  return one;
+}
+
+// ---------------------------------------------------------------- the rest
+
+const WORDS = {
+  joined: ["joined with blocks", "good"],
+  left: ["left; it had blocks", "bad"],
+  unreachable: ["can’t be reached; it has blocks", "bad"],
+  reachable: ["can be reached again, with blocks", "good"],
+  online: ["is online with blocks", "good"],
+  leaving: ["is leaving; it has blocks", ""],
+  joining: ["is loading blocks", ""],
+};
+
+function events() {
+  const list = byId("events");
+  if (!swarm.events.length) {
+    const none = document.createElement("li");
+    const text = document.createElement("span");
+    text.className = "none";
+    text.textContent = "Nothing has happened since the gateway began to look.";
+    none.style.display = "block";
+    none.append(text);
+    list.replaceChildren(none);
+    return;
+  }
+  list.replaceChildren(
+    ...swarm.events.map((event) => {
+      const item = document.createElement("li");
+      const time = document.createElement("time");
+      const at = new Date(1000 * event.at);
+      time.dateTime = at.toISOString();
+      time.textContent = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+      const text = document.createElement("span");
+      const blocks = `${event.blocks[0]}–${event.blocks[1] - 1}`;
+      if (event.kind === "moved") {
+        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}–${event.previous_blocks[1] - 1} to ${blocks}`;
+      } else {
+        const [words, kind] = WORDS[event.kind] ?? [`is now “${event.kind}”, with blocks`, ""];
+        text.textContent = `${nameOf(event)} ${words} ${blocks}`;
+        if (kind) text.className = kind;
+      }
+      item.append(time, text);
+      return item;
+    }),
+  );
+}
+
+function number(id, value, unit) {
+  const small = document.createElement("small");
+  small.textContent = ` ${unit}`;
+  byId(id).replaceChildren(value, small);
+}
+
+function summary() {
+  const online = swarm.servers.filter((server) => server.state === "online").length;
+  const missing = swarm.missing_blocks.length;
+  const verdict = byId("verdict");
+  verdict.dataset.state = missing ? "bad" : "good";
+  const words = !swarm.known
+    ? "Looking for servers…"
+    : missing
+      ? `${missing} of ${swarm.num_blocks} blocks ${missing === 1 ? "is" : "are"} served by nobody.`
+      : `All ${swarm.num_blocks} blocks are served.`;
+  if (verdict.textContent !== words) verdict.textContent = words; // a screen reader says it only when it changes
+  byId("model").textContent = swarm.model;
+  document.title = `${missing ? "⚠ " : ""}${swarm.model} · swarm`;
+  number("online", String(online), `of ${swarm.servers.length}`);
+  number("hops", String(swarm.route.length || "–"), swarm.route.length ? `hop${swarm.route.length === 1 ? "" : "s"}` : "");
+  if (swarm.expected_ms_per_token === null) byId("per-token").textContent = "–";
+  else number("per-token", numbers.format(swarm.expected_ms_per_token), "ms");
+  if (!swarm.bottleneck) byId("bottleneck").textContent = "–";
+  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}–${swarm.bottleneck.blocks[1] - 1}`);
+}
+
+function choose(peer) {
+  chosen = chosen === peer ? null : peer;
+  picture();
+  table();
+  if (chosen) rows.get(chosen)?.scrollIntoView({ block: "nearest" });
+}
+
+function picture() {
+  draw(byId("picture"), swarm, { chosen, onChoose: choose });
+}
+
+function show() {
+  summary();
+  picture();
+  table();
+  events();
+}
+
+async function look() {
+  try {
+    const response = await fetch("/api/swarm", { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
+    if (response.status === 200) {
+      etag = response.headers.get("etag");
+      swarm = await response.json();
+      show();
+    }
+  } catch {
+    const verdict = byId("verdict");
+    verdict.dataset.state = "bad";
+    verdict.textContent = "The gateway can’t be reached.";
+    etag = null;
+  }
+}
+
+async function keepLooking() {
+  if (!document.hidden) await look();
+  setTimeout(keepLooking, PERIOD_MS);
+}
+
+document.addEventListener("visibilitychange", () => document.hidden || look());
+byId("filter").addEventListener("input", () => swarm && table());
+new ResizeObserver(() => swarm && picture()).observe(byId("picture"));
+head();
+keepLooking();

@@ -1,0 +1,69 @@
+"""From tokens to text, as they come: characters of several tokens wait until they are whole, `stop` strings are cut.
+
+Used by `gateway/generation`, one `TextRow` per answer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MAX_HELD_TOKENS = 8
+"""A character has at most four bytes, so this many tokens that make none are no part of one."""
+
+
+class TextRow:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        # A tokenizer may write a token differently at the beginning of a text: decode with some tokens before it.
+        self._ids = list(prompt_ids)[-MAX_HELD_TOKENS:]
+        self._begin = 0
+        self._read = len(self._ids)
+        self._held = ""
+        self.stopped = False
+        """A stop string has come; nothing more will."""
+
+    def add(self, token: int) -> str:
+        """The text that is certain after this token; may be empty."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._begin : self._read])
+        after = self._decode(self._ids[self._begin :])
+        if after.endswith(INCOMPLETE) and len(self._ids) - self._read < MAX_HELD_TOKENS:
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        return self._release(after[len(before) :])
+
+    def end(self) -> str:
+        """What was still held back when no more tokens come."""
+        if self.stopped:
+            return ""
+        before = self._decode(self._ids[self._begin : self._read])
+        rest = self._decode(self._ids[self._begin :])[len(before) :]
+        self._begin = self._read = len(self._ids)
+        certain = self._release(rest)
+        held, self._held = self._held, ""
+        return certain + held
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _release(self, new: str) -> str:
+        """Cut at the first stop string; hold back what may become one."""
+        text = self._held + new
+        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[0]]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,123 @@
+"""`WS /ws/generate`: the requests of /v1/… as messages of a WebSocket, answered by the same chunks.
+
+A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id` that is
+repeated in all that answers it. Several may be under way at a time. `{"cancel": id}` ends one, hanging up ends all.
+After the last chunk comes `{"done": true}`, or `{"error": …}`.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from swarmllm.errors import SwarmError
+from swarmllm.gateway.answers import Answer
+from swarmllm.gateway.engine import Answering, Engine
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.openai_routes import OpenAIRoutes, parse
+from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.settings import GatewayConfig
+
+TOO_BIG = 1009
+MAX_REQUESTS = 16
+"""Under way on one socket."""
+
+
+class WebSocketRoute:
+    """The handler; made once per gateway."""
+
+    def __init__(self, engine: Engine, routes: OpenAIRoutes, config: GatewayConfig) -> None:
+        self._engine = engine
+        self._routes = routes
+        self._max_bytes = config.max_body_bytes
+
+    async def generate(self, socket: WebSocket) -> None:
+        """Serve one socket until it closes."""
+        offered = socket.scope.get("subprotocols", [])
+        await socket.accept(subprotocol=offered[0] if offered else None)
+        conversation = _Conversation(socket, self._engine, self._routes)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    while True:
+                        text = await socket.receive_text()
+                        if len(text) > self._max_bytes:
+                            await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
+                            break
+                        await conversation.take(text, tasks)
+                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which nobody here sends
+                    pass
+                finally:
+                    conversation.cancel_all()
+        except* (WebSocketDisconnect, RuntimeError):  # sending to a socket that has been closed
+            pass
+
+
+class _Conversation:
+    def __init__(self, socket: WebSocket, engine: Engine, routes: OpenAIRoutes) -> None:
+        self._socket = socket
+        self._engine = engine
+        self._routes = routes
+        self._under_way: dict[str, Answering | None] = {}
+
+    async def take(self, text: str, tasks: asyncio.TaskGroup) -> None:
+        """One message."""
+        label: Any = None
+        try:
+            message = json.loads(text)
+            if not isinstance(message, dict):
+                raise ApiError(400, "a message is a JSON object", code="invalid_value")
+            if "cancel" in message:
+                self._cancel(str(message["cancel"]))
+                return
+            label = message.get("id")
+            if str(label) in self._under_way:
+                raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
+            if len(self._under_way) >= MAX_REQUESTS:
+                raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
+            body = parse(ChatRequest if "messages" in message else CompletionRequest, text)
+        except json.JSONDecodeError as error:
+            await self._send(label, ApiError(400, f"not JSON: {error}", code="invalid_json").body())
+        except ApiError as error:
+            await self._send(label, error.body())
+        else:
+            self._under_way[str(label)] = None
+            tasks.create_task(self._answer(label, body, len(text)), name="answer on a WebSocket")
+
+    def cancel_all(self) -> None:
+        """The socket is closed."""
+        for answering in self._under_way.values():
+            if answering is not None:
+                answering.cancel()
+
+    def _cancel(self, label: str) -> None:
+        answering = self._under_way.get(label)
+        if answering is not None:
+            answering.cancel()
+
+    async def _answer(self, label: Any, body: ChatRequest | CompletionRequest, num_bytes: int) -> None:
+        answering: Answering | None = None
+        try:
+            prompts, options = await self._routes.prepare(body, num_bytes)
+            answer = Answer(body, self._engine.model, prompts)
+            answering = self._under_way[str(label)] = self._engine.start(prompts, options)
+            async for event in answering:
+                for chunk in answer.chunks(event):
+                    await self._send(label, chunk)
+            if answer.error is not None:
+                raise answer.error
+            for chunk in answer.last_chunks():
+                await self._send(label, chunk)
+            await self._send(label, {"done": True})
+        except (ApiError, SwarmError) as error:
+            await self._send(label, ApiError.of(error).body())
+        finally:
+            if answering is not None:
+                answering.cancel()
+            del self._under_way[str(label)]
+
+    async def _send(self, label: Any, message: dict[str, Any]) -> None:
+        if label is not None:
+            message = {**message, "request": label}
+        await self._socket.send_text(json.dumps(message, separators=(",", ":")))

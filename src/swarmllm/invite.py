@@ -1,0 +1,133 @@
+"""Invites: one word, or a file that holds it, which says all that somebody needs to join a swarm.
+
+    swarm:eyJtb2RlbCI6…        what `swarmllm dht --invite` prints; goes wherever initial peers go
+    friends.swarm              a file with such a word in it
+
+An invite carries the addresses of peers and, if its author wanted it so, the model and the peer ids of a private swarm.
+It grants nothing by itself: servers check the identities of clients, and clients those of servers, whoever has read it.
+`config` unpacks invites among initial peers; `command_line` takes the model from them.
+"""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmllm.errors import ConfigurationError
+
+PREFIX = "swarm:"
+FILE_SUFFIX = ".swarm"
+MAX_INVITE_CHARS = 65536
+MAX_ENTRIES = 256
+"""Of each list."""
+MAX_ENTRY_CHARS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invite:
+    """What one invite says."""
+
+    initial_peers: tuple[str, ...]
+    """Multiaddresses of peers of the swarm."""
+    model: str | None = None
+    """Hub id of the model, or the name of a directory that everybody has."""
+    allowed_servers: tuple[str, ...] | None = None
+    """Peer ids of the servers that a client should use; None = any."""
+    allowed_clients: tuple[str, ...] | None = None
+    """Peer ids of the clients that servers should serve; None = any."""
+
+    def __str__(self) -> str:
+        """The word."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        text = json.dumps(given, separators=(",", ":"), ensure_ascii=False)
+        return PREFIX + base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def is_invite(entry: str) -> bool:
+    """Whether this entry among initial peers is an invite, or the name of a file with one."""
+    return entry.startswith(PREFIX) or entry.endswith(FILE_SUFFIX)
+
+
+def read_invite(entry: str) -> Invite:
+    """The invite that is this word or in this file.
+
+    Raises:
+        ConfigurationError: there is none, or it is damaged.
+    """
+    word = entry if entry.startswith(PREFIX) else _word_in_file(entry)
+    try:
+        if len(word) > MAX_INVITE_CHARS:
+            raise ValueError("it is too long")
+        packed = word.removeprefix(PREFIX)
+        fields = json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
+        if not isinstance(fields, dict):
+            raise ValueError("it holds no fields")
+        return Invite(
+            initial_peers=_texts(fields, "initial_peers") or (),
+            model=_text(fields["model"]) if fields.get("model") is not None else None,
+            allowed_servers=_texts(fields, "allowed_servers"),
+            allowed_clients=_texts(fields, "allowed_clients"),
+        )
+    except (ValueError, binascii.Error, RecursionError) as error:
+        raise ConfigurationError(
+            f"the invite {entry[:24]}… is damaged ({error}); copy the whole word that `swarmllm dht --invite` printed"
+        ) from None
+
+
+def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invite, ...]]:
+    """Initial peers with the invites among them replaced by what they name; and these invites.
+
+    Raises:
+        ConfigurationError: one of them is damaged.
+    """
+    peers: list[str] = []
+    invites: list[Invite] = []
+    for entry in entries:
+        if is_invite(entry):
+            invites.append(read_invite(entry))
+            peers.extend(invites[-1].initial_peers)
+        else:
+            peers.append(entry)
+    return tuple(dict.fromkeys(peers)), tuple(invites)
+
+
+def merge_allowed(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    """All peer ids of these lists; None if there are no lists."""
+    given = [ids for ids in lists if ids is not None]
+    return tuple(dict.fromkeys(peer_id for ids in given for peer_id in ids)) if given else None
+
+
+def _word_in_file(path: str) -> str:
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(MAX_INVITE_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise ConfigurationError(f"can't read the invite in {path}: {reason}") from None
+    found = [word for word in text.split() if word.startswith(PREFIX)]
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"{path} must hold one invite, a word that begins with {PREFIX}; it holds {len(found)}"
+        )
+    return found[0]
+
+
+def _texts(fields: dict[str, Any], name: str) -> tuple[str, ...] | None:
+    values = fields.get(name)
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) > MAX_ENTRIES:
+        raise ValueError(f"its {name} is no list of at most {MAX_ENTRIES} entries")
+    return tuple(map(_text, values))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_ENTRY_CHARS:
+        raise ValueError("one of its entries is no text, or too long")
+    if is_invite(value):
+        raise ValueError("it holds another invite")
+    return value

@@ -1,0 +1,182 @@
+"""What a client adds to blocks that it doesn't hold: small trained tensors, applied by servers for its calls alone.
+
+A `Patch` names a linear module of a block and how tensors change what it computes; `BlockAdapter` holds the patches of
+some blocks with their values. The client makes one from what peft has put into its hollow blocks (`hollow_blocks`); it
+travels as one flat tensor and a list of patches, never as code; the server checks it against its blocks (`checked`) and
+applies it by hooks while a call runs (`applied`). Gradients with respect to the values come back the same way.
+
+    kind       tensors                        what the module computes            (x its input, y its output)
+    lora       A [r, in], B [out, r]          y + B(A(x)) · scale
+    ia3_in     l [in]                         the module on x · l
+    ia3_out    l [out]                        y · l
+    loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmllm.data_structures import Patch, Span
+from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.block_slots import BlockSlots
+
+MAX_RANK = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAdapter:
+    """Patches and their values: on a client a copy of what was trained, on a server leaves of a call's graph."""
+
+    patches: tuple[Patch, ...]
+    values: tuple[tuple[Tensor, ...], ...]
+    """Per patch; all of one floating-point dtype."""
+    version: int = 0
+    """The client's: equal for equal values."""
+
+    def part(self, span: Span) -> "BlockAdapter | None":
+        """The patches of the blocks of `span`; None if there are none."""
+        kept = [index for index, patch in enumerate(self.patches) if patch.block in span]
+        if not kept:
+            return None
+        return BlockAdapter(
+            tuple(self.patches[i] for i in kept), tuple(self.values[i] for i in kept), version=self.version
+        )
+
+    def indices(self, span: Span) -> list[int]:
+        """Where the tensors of `part(span)` are among all `tensors()`."""
+        counts = [len(patch.shapes) if patch.block in span else -len(patch.shapes) for patch in self.patches]
+        starts = itertools.accumulate((abs(count) for count in counts), initial=0)
+        return [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
+
+    def tensors(self) -> list[Tensor]:
+        """All values in their order."""
+        return [tensor for of_patch in self.values for tensor in of_patch]
+
+    def flat(self) -> Tensor:
+        """All values in one dimension, as they travel."""
+        return torch.cat([tensor.detach().flatten() for tensor in self.tensors()])
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """The inverse of `flat`, for gradients."""
+        sizes = [tensor.numel() for tensor in self.tensors()]
+        parts = zip(torch.split_with_sizes(flat, sizes), self.tensors(), strict=True)
+        return [part.view(like.shape) for part, like in parts]
+
+    def leaves(self) -> "BlockAdapter":
+        """The same values as tensors that want gradients of their own."""
+        values = tuple(tuple(tensor.detach().requires_grad_() for tensor in of_patch) for of_patch in self.values)
+        return BlockAdapter(self.patches, values, version=self.version)
+
+
+def checked(patches: Sequence[Patch], flat: Tensor, slots: BlockSlots) -> BlockAdapter:
+    """What a client sent, as an adapter for these blocks.
+
+    Raises:
+        RemoteProtocolError: it doesn't fit them.
+    """
+    needed = 0
+    for patch in patches:
+        _check_patch(patch, slots)
+        needed += sum(math.prod(shape) for shape in patch.shapes)
+    if flat.ndim != 1 or not flat.is_floating_point() or len(flat) != needed:
+        raise RemoteProtocolError(f"the adapter's values must be {needed} floats, got {list(flat.shape)} {flat.dtype}")
+    if not bool(flat.isfinite().all()):
+        raise RemoteProtocolError("the adapter's values must be finite: its training has diverged")
+    sizes = [math.prod(shape) for patch in patches for shape in patch.shapes]
+    parts = iter(torch.split_with_sizes(flat, sizes))
+    values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
+    return BlockAdapter(tuple(patches), values)
+
+
+def _check_patch(patch: Patch, slots: BlockSlots) -> None:
+    where = f"{patch.kind} for {patch.path or 'the whole'} of block {patch.block}"
+    if patch.block not in slots.hosted:
+        raise RemoteProtocolError(f"{where}: this server holds blocks {slots.hosted}")
+    try:
+        module = slots.block(patch.block).get_submodule(patch.path)
+    except AttributeError:
+        raise RemoteProtocolError(f"{where}: this model has no such module") from None
+    features = in_and_out_features(module)
+    if features is None:
+        raise RemoteProtocolError(f"{where}: it is a {type(module).__name__}, not a linear module")
+    fan_in, fan_out = features
+    rank = patch.shapes[0][0] if patch.kind == "lora" else patch.shapes[0][-1]
+    wanted: tuple[tuple[int, ...], ...] = {
+        "lora": ((rank, fan_in), (fan_out, rank)),
+        "ia3_in": ((fan_in,),),
+        "ia3_out": ((fan_out,),),
+        "loha": ((fan_out, rank), (rank, fan_in)) * 2,
+    }[patch.kind]
+    if patch.shapes != wanted or (patch.kind in ("lora", "loha") and rank > MAX_RANK):
+        raise RemoteProtocolError(f"{where}: its shapes {patch.shapes} don't fit a module {fan_in} → {fan_out}")
+
+
+def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
+    """Of a linear module; None if it is something else (GPT-2's Conv1D is linear)."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":
+        weight = getattr(module, "weight", None)
+        return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else None
+    return None
+
+
+@contextmanager
+def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span) -> Iterator[None]:
+    """Within, the blocks of `span` compute with the adapter."""
+    with ExitStack() as hooks:
+        for patch, values in zip(adapter.patches, adapter.values, strict=True):
+            if patch.block not in span:
+                continue
+            module = slots.block(patch.block).get_submodule(patch.path)
+            hooks.callback(_HOOKS[patch.kind](module, values, patch.scale).remove)
+        yield
+
+
+def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
+    down, up = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        inner = functional.linear(functional.linear(args[0].to(down.dtype), down), up)
+        return (output + inner * scale).to(output.dtype)
+
+    return module.register_forward_hook(hook)
+
+
+def _ia3_in(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
+    (factors,) = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return ((args[0].to(factors.dtype) * factors).to(args[0].dtype), *args[1:])
+
+    return module.register_forward_pre_hook(hook)
+
+
+def _ia3_out(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
+    (factors,) = values
+    return module.register_forward_hook(lambda _, __, output: (output * factors).to(output.dtype))
+
+
+def _loha(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
+    a1, b1, a2, b2 = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        delta = (a1 @ b1) * (a2 @ b2) * scale
+        return (output + functional.linear(args[0].to(delta.dtype), delta)).to(output.dtype)
+
+    return module.register_forward_hook(hook)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "lora": _lora,
+    "ia3_in": _ia3_in,
+    "ia3_out": _ia3_out,
+    "loha": _loha,
+}

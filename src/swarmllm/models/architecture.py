@@ -1,0 +1,158 @@
+"""What a Hugging Face model is made of: its class for a task, its stack, its list of blocks.
+
+Everything here works from names and signatures that all models of transformers share, so that no architecture needs
+code of its own. Called by the rest of `models/`; knows no checkpoint and no network.
+"""
+
+import inspect
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
+
+
+class Task(Enum):
+    """What a model's head is for; the value says it to users."""
+
+    CAUSAL_LM = "causal language model"
+    SEQUENCE_CLASSIFICATION = "sequence classification model"
+    TOKEN_CLASSIFICATION = "token classification model"
+    QUESTION_ANSWERING = "question answering model"
+    FEATURES = "model without a head"
+
+
+_MAPPINGS = {
+    Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    Task.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    Task.QUESTION_ANSWERING: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    Task.FEATURES: MODEL_MAPPING,
+}
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """Where the blocks of a model are: `getattr(owner, attribute) is blocks`."""
+
+    owner: nn.Module
+    attribute: str
+    blocks: nn.ModuleList
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of the config that describes the decoder."""
+    return config.get_text_config(decoder=True)
+
+
+def num_blocks(config: PreTrainedConfig) -> int:
+    """Number of blocks of the decoder."""
+    return int(text_config(config).num_hidden_layers)
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Refuse what is known not to give the numbers of the local model.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model, which swarmllm can't split yet")
+    if reason := REFUSED_ARCHITECTURES.get(name):
+        raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config):
+        raise UnsupportedModelError(f"{name} has no causal language model in transformers")
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether positions see later ones, so that there is no KV cache and nothing to generate."""
+    return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
+
+
+def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
+    """The Hugging Face class for `task` with this config.
+
+    Raises:
+        UnsupportedModelError: there is none, or it can't be split.
+    """
+    check_supported(config)
+    mapping = _MAPPINGS[task]
+    if is_encoder(config) and task == Task.CAUSAL_LM:
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder, whose positions see later ones, so it can't generate step by step: "
+            "use AutoDistributedModelForSequenceClassification or another class without generate()"
+        )
+    if type(config) not in mapping:
+        raise UnsupportedModelError(f"transformers has no {task.value} for {config.model_type}")
+    found: type[PreTrainedModel] = mapping[type(config)]
+    return found
+
+
+def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The Hugging Face class for text generation with this config.
+
+    Raises:
+        UnsupportedModelError: there is none, or it can't be split.
+    """
+    return task_class(config, Task.CAUSAL_LM)
+
+
+def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that blocks are taken from, whatever the task.
+
+    Raises:
+        UnsupportedModelError: it can't be split.
+    """
+    return task_class(config, Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM)
+
+
+def task_of(config: PreTrainedConfig) -> Task:
+    """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
+    name = (config.architectures or [""])[0]
+    for task in (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING):
+        mapping = _MAPPINGS[task]
+        if type(config) in mapping and mapping[type(config)].__name__ == name:
+            return task
+    return Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM
+
+
+def decoder_stack(model: PreTrainedModel) -> PreTrainedModel:
+    """The module whose forward runs the blocks, from embeddings to the final norm."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "config") else model.base_model
+
+
+def find_blocks(model: nn.Module) -> BlockList:
+    """The shallowest list of as many modules as the config has blocks.
+
+    Raises:
+        UnsupportedModelError: there is no such list.
+    """
+    wanted = num_blocks(model.config)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == wanted
+    ]
+    if not found:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of {wanted} blocks")
+    name, blocks = min(found, key=lambda item: item[0].count("."))
+    owner_name, _, attribute = name.rpartition(".")
+    return BlockList(model.get_submodule(owner_name), attribute, blocks)
+
+
+def cache_argument(stack: nn.Module) -> str:
+    """How the stack's forward names its cache: mamba-like models differ."""
+    parameters = inspect.signature(stack.forward).parameters
+    return "cache_params" if "cache_params" in parameters else "past_key_values"

@@ -1,0 +1,184 @@
+"""The block list of a model of which only some blocks are here.
+
+The model's own forward keeps looping over all blocks, so that layer indices, layer types and everything that it does
+between blocks stay right. What it meets in that loop, for a call of blocks [c, d):
+
+    blocks 0 … c-1    placeholders, which return their input
+    block c           the real block, but fed with the hidden states that came from elsewhere
+    blocks … d-1      real blocks
+    block d           takes the result and ends the forward (or block N-1 itself does, if d == N)
+
+Stopping at the *entry* of block d leaves work between two blocks to exactly one server: the one of the first block.
+Used by `BlockSpan` and `load_block_span`; knows nothing of caches and devices.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from swarmllm.data_structures import Span
+
+
+class ForwardStopped(Exception):  # noqa: N818 - not an error: it ends a forward that has done its part
+    """Leaves the model's forward after the last wanted block."""
+
+
+Observer = Callable[[int, Tensor], None]
+"""Called with (block index, its input) for each real block of a call."""
+
+
+class BlockSlots(nn.ModuleList):
+    """Stands in for the block list of a model; registers only the hosted blocks, under their global indices."""
+
+    def __init__(self, blocks: Sequence[nn.Module], hosted: Span) -> None:
+        super().__init__()
+        for block_idx in hosted:
+            self.add_module(str(block_idx), blocks[block_idx])
+        self.hosted = hosted
+        self.block_output = 0
+        """`BlockTraits.block_output`: what the placeholders have to return."""
+        self.hidden: Tensor | None = None
+        self.output: Tensor | None = None
+        self.result: Any = None
+        """All that the last wanted block returned."""
+        self.extras: tuple[Any, ...] | None = None
+        """What placeholders return besides hidden states; None = nothing but None (the probes try other values)."""
+        self._first_argument = next(iter(inspect.signature(blocks[hosted.start].forward).parameters))
+        self._placeholders = [_Placeholder(self, block) for block in blocks]
+        self._exits = [_Exit(self, block) for block in blocks]
+        self._routes: dict[Span, list[Any]] = {}
+        self._entries: list[Any] = self._list(hosted)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._entries)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._entries[index]  # a plain list for slices: rebuilding a ModuleList costs 0.2 ms per step
+
+    def block(self, block_idx: int) -> nn.Module:
+        """A hosted block itself."""
+        return self.get_submodule(str(block_idx))
+
+    def begin(self, span: Span, hidden: Tensor, observer: Observer | None = None) -> None:
+        """Prepare a forward of the model that runs `span` on `hidden`."""
+        self.hidden, self.output = hidden, None
+        if observer is not None:
+            self._entries = self._list(span, observer)
+            return
+        if span not in self._routes:
+            self._routes[span] = self._list(span)
+        self._entries = self._routes[span]
+
+    def begin_preamble(self) -> None:
+        """Prepare a forward that stops where the first hosted block would begin; `end` gives what would enter it."""
+        self.hidden, self.output = None, None
+        start = self.hosted.start
+        self._entries = [*self._placeholders[:start], *self._exits[start:]]
+
+    def begin_first_block(self, hidden: Tensor) -> None:
+        """Prepare a forward of the first hosted block that keeps in `result` all that it returns."""
+        self.hidden, self.output = hidden, None
+        start = self.hosted.start
+        self._entries = self._list(Span(start, start + 1))
+        self._entries[start] = _Entry(self, _Last(self, self.block(start)))
+
+    def end(self) -> Tensor | None:
+        """Finish the call and return its result; None if the forward never came that far."""
+        output, self.hidden, self.output = self.output, None, None
+        return output
+
+    def finish(self, result: Any) -> None:
+        """Called by the last wanted block (or the first unwanted one): keep the result and leave the forward.
+
+        Raises:
+            ForwardStopped: always.
+        """
+        self.output = result[0] if isinstance(result, tuple) else result
+        self.result = result
+        raise ForwardStopped
+
+    def hidden_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The hidden states among the arguments of a block."""
+        found: Tensor = args[0] if args else kwargs[self._first_argument]
+        return found
+
+    def with_hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block with the hidden states of this call in their place."""
+        if args:
+            return (self.hidden, *args[1:]), kwargs
+        return args, {**kwargs, self._first_argument: self.hidden}
+
+    def _list(self, span: Span, observer: Observer | None = None) -> list[Any]:
+        entries: list[Any] = list(self._placeholders)
+        for block_idx in span:
+            block: Any = self.block(block_idx)
+            if block_idx == span.end - 1 and span.end == len(entries):
+                block = _Last(self, block)
+            if observer is not None:
+                block = _Observed(self, block, block_idx, observer)
+            entries[block_idx] = _Entry(self, block) if block_idx == span.start else block
+        if span.end < len(entries):
+            entries[span.end] = self._exits[span.end]
+        return entries
+
+
+class _Slot:
+    """An entry of the list that is no module: costs no hooks, owns no parameters, looks like its block."""
+
+    def __init__(self, slots: BlockSlots, block: Any) -> None:
+        self.slots = slots
+        self.block = block
+
+    def __getattr__(self, name: str) -> Any:  # models ask their blocks for attention_type and the like
+        if name in ("slots", "block"):
+            raise AttributeError(name)
+        return getattr(self.block, name)
+
+
+class _Placeholder(_Slot):
+    """A block that is elsewhere, before the span; `block` is its module on the meta device."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, slots = self.slots.hidden_argument(args, kwargs), self.slots
+        if slots.block_output == 0:
+            return hidden
+        return (hidden, *(slots.extras or (None,) * (slots.block_output - 1)))
+
+
+class _Entry(_Slot):
+    """The first block of a call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.slots.with_hidden(args, kwargs)
+        return self.block(*args, **kwargs)
+
+
+class _Exit(_Slot):
+    """The block after the last one of a call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.slots.finish(self.slots.hidden_argument(args, kwargs))
+
+
+class _Last(_Slot):
+    """The last block of the model, or one whose return value is examined."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.slots.finish(self.block(*args, **kwargs))
+
+
+class _Observed(_Slot):
+    """A real block whose input is reported, for the probes."""
+
+    def __init__(self, slots: BlockSlots, block: Any, block_idx: int, observer: Observer) -> None:
+        super().__init__(slots, block)
+        self.block_idx, self.observer = block_idx, observer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.observer(self.block_idx, self.slots.hidden_argument(args, kwargs))
+        return self.block(*args, **kwargs)

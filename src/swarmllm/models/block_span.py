@@ -1,0 +1,239 @@
+"""Blocks [a, b) of a model, run through the model's own forward.
+
+`load_block_span` reads them from a checkpoint, the probes of `probes` find out what the outside has to know
+(`BlockTraits`), and `BlockSpan.forward` runs any [c, d) of them, with a KV cache or with gradients. One thread (the
+server's device thread) alone calls it; it is not re-entrant.
+"""
+
+import inspect
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
+from swarmllm.models.adapters import applied
+from swarmllm.models.architecture import (
+    blocks_class,
+    cache_argument,
+    decoder_stack,
+    find_blocks,
+    is_encoder,
+    text_config,
+)
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer
+from swarmllm.models.checkpoint import Checkpoint
+from swarmllm.models.packing import Outcome, Packer, SessionCall
+from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight, resolve_quantization
+from swarmllm.models.quantization.check import check_quantized
+from swarmllm.models.quantization.heap import separate_weights
+from swarmllm.models.skeleton import EmbeddingStub, load_pruned, prune_to_span, pruned, unused_before_blocks
+from swarmllm.models.span_cache import SpanCache
+
+_PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
+
+
+class BlockSpan:
+    """The hosted blocks `[span.start, span.end)` of one model."""
+
+    def __init__(self, model: PreTrainedModel, span: Span) -> None:
+        """`model` has been pruned by `prune_to_span(span)`."""
+        from swarmllm.models.probes import probe
+
+        self.span = span
+        self._stack = decoder_stack(model)
+        slots = find_blocks(model).blocks
+        assert isinstance(slots, BlockSlots)
+        self.slots = slots
+        self._embeddings: EmbeddingStub = self._stack.get_input_embeddings()
+        self._cache_argument = cache_argument(self._stack)
+        self.keeps_cache = not is_encoder(model.config)
+        """Whether there can be sessions; the blocks of an encoder run whole batches only."""
+        parameters = inspect.signature(self._stack.forward).parameters
+        if self.keeps_cache and self._cache_argument not in parameters:
+            raise UnsupportedModelError(f"{type(model).__name__} keeps no KV cache, so it can't continue a session")
+        self._takes_use_cache = "use_cache" in parameters
+        weights: list[Any] = [
+            *slots.parameters(),
+            *(part for part in slots.modules() if isinstance(part, QuantizedWeight)),
+        ]
+        largest = max(weights, key=lambda weight: weight.numel())  # some small ones stay in float32
+        self.device, self.dtype = largest.device, largest.dtype
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.eval()
+        self.traits = BlockTraits()
+        self.packer = Packer(self, self._stack)
+        cost = probe(self)
+        self.cache_bytes_per_token, self.cache_bytes_per_session = cost.per_token, cost.per_session
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole model."""
+        return len(self.slots)
+
+    @property
+    def embedding_dim(self) -> int:
+        return self._embeddings.embedding_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return int(text_config(self._stack.config).vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model was made for; some have a learned embedding for each, and none for more."""
+        found: int | None = getattr(text_config(self._stack.config), "max_position_embeddings", None)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights that are here."""
+        tensors = (*self._stack.parameters(), *self._stack.buffers())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def new_cache(self, span: Span | None = None, *, record_past: bool = False) -> SpanCache:
+        """An empty cache for `span` (default: all hosted blocks); `record_past` for sessions that will roll back.
+
+        Raises:
+            UnsupportedModelError: these are blocks of an encoder.
+        """
+        if not self.keeps_cache:
+            raise UnsupportedModelError("the blocks of an encoder keep no KV cache, so they have no sessions")
+        return SpanCache(self._stack.config, self._inside(span), record_past=record_past)
+
+    def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
+        """Run the blocks of `span` (default: all hosted) on `inputs`; returns hidden states of the same shape.
+
+        With a cache: no gradients, and the cache has `inputs.seq_len` positions more afterwards (if this raises, it is
+        in an undefined state and must be dropped). Without: gradients flow to `hidden_states` and `inputs_embeds`.
+
+        Raises:
+            UnsupportedModelError: the span cuts the model where it can't be cut.
+            ConfigurationError: the span is not hosted, or an input that these blocks need is missing.
+        """
+        span = self._inside(span)
+        for cut in self.traits.forbidden_cuts:
+            if cut in (span.start, span.end):
+                raise UnsupportedModelError(f"blocks {span} can't run alone: the model can't be cut before block {cut}")
+        for name in self.traits.extra_inputs:
+            if getattr(inputs, name) is None:
+                raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
+        if cache is None:
+            with self._adapted(inputs, span):
+                return self.run(inputs, span)
+        with torch.inference_mode(), self._adapted(inputs, span):
+            output = self.run(inputs, span, cache)
+            cache.advance(inputs.seq_len)
+            return output
+
+    def _adapted(self, inputs: BlockInputs, span: Span) -> AbstractContextManager[None]:
+        return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span)
+
+    def forward_many(self, calls: Sequence[SessionCall]) -> list[Outcome]:
+        """Run calls of several sessions, with as little waiting for each other as the model allows.
+
+        Returns what `forward` returns for each call, in order; for a call that fails, its exception (its cache is in an
+        undefined state then, the others are untouched by it). Each cache may occur once.
+        """
+        return self.packer.run(calls)
+
+    def run(
+        self, inputs: BlockInputs, span: Span, cache: SpanCache | None = None, observer: Observer | None = None
+    ) -> Tensor:
+        """`forward` without its checks; the probes call it before the traits are known."""
+        # contiguous, as the previous block would have made them: some models use view()
+        self.slots.begin(span, inputs.hidden_states.contiguous(), observer)
+        return self._call_stack(inputs, cache)
+
+    def preamble(self, inputs: BlockInputs) -> Tensor:
+        """What the model's own forward would feed the first hosted block (of the given embeddings)."""
+        self.slots.begin_preamble()
+        return self._call_stack(inputs, None)
+
+    def first_block(self, inputs: BlockInputs) -> Any:
+        """All that the first hosted block returns: a tensor, or a tuple that begins with one."""
+        self.slots.begin_first_block(inputs.hidden_states)
+        self._call_stack(inputs, None)
+        result, self.slots.result = self.slots.result, None
+        return result
+
+    def _call_stack(self, inputs: BlockInputs, cache: SpanCache | None) -> Tensor:
+        kwargs: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(inputs, name)) is not None}
+        if self._takes_use_cache:
+            kwargs["use_cache"] = cache is not None
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+        embeds = inputs.inputs_embeds
+        if embeds is None:  # the preamble computes with them, but nothing of it reaches the blocks
+            shape = (inputs.batch_size, inputs.seq_len, self.embedding_dim)
+            embeds = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if inputs.input_ids is not None and "input_ids" in self.traits.extra_inputs:
+            self._embeddings.prepared = embeds
+            kwargs["input_ids"] = inputs.input_ids
+        else:
+            kwargs["inputs_embeds"] = embeds
+        try:
+            self._stack(**kwargs)
+        except ForwardStopped:
+            pass
+        finally:
+            self._embeddings.prepared = None
+            output = self.slots.end()
+        if output is None:
+            raise LocalProtocolError(f"the forward of {type(self._stack).__name__} never reached its blocks")
+        return output
+
+    def _inside(self, span: Span | None) -> Span:
+        if span is None or span == self.span:
+            return self.span
+        if span not in self.span:
+            raise ConfigurationError(f"blocks {span} are not among the hosted {self.span}")
+        return span
+
+
+def load_block_span(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    quantization: Quantization = FULL_PRECISION,
+    progress: bool = True,
+) -> BlockSpan:
+    """Read the blocks of `span`, and nothing else of weight, from the checkpoint; dtype None = as the config says.
+
+    Raises:
+        ConfigurationError: the model has no such blocks, or they can't be quantized so here.
+        UnsupportedModelError: it can't be split, or not there.
+        WeightsError: its files are missing, damaged or of another model.
+    """
+    if span.end > checkpoint.num_blocks:
+        raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
+    dtype = dtype or checkpoint.stored_dtype()
+    options: dict[str, Any] = {}
+    if quantization != FULL_PRECISION:
+        from swarmllm.models.quantization.loading import LoadingConfig
+
+        resolve_quantization(checkpoint.config, quantization.quant_type)
+        options["quantization_config"] = LoadingConfig(quantization, torch.device(device))
+
+    def load(unused: Collection[str]) -> BlockSpan:
+        cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
+        with separate_weights() if options else nullcontext():
+            model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, **options).to(device)
+            check_quantized(model.modules())
+            return BlockSpan(model, span)
+
+    unused = unused_before_blocks(checkpoint.config)
+    try:
+        return load(unused)
+    except UnsupportedModelError:
+        if not unused:
+            raise
+        return load(())  # perhaps one of those parts is called between the blocks

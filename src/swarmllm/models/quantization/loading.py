@@ -1,0 +1,129 @@
+"""Quantizes each weight as soon as transformers has read it, through transformers' own extension point for quantizers.
+
+So at most one weight is in memory in full precision, also where several tensors of a checkpoint become one parameter
+(fused experts). Used by `skeleton.load_pruned`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from swarmllm.models.architecture import find_blocks
+from swarmllm.models.quantization.heap import return_free_memory
+from swarmllm.models.quantization.packed import Int8, Nf4, Packed
+from swarmllm.models.quantization.rules import Quantization, QuantType, is_transposed
+from swarmllm.models.quantization.weight import QuantizedWeight
+
+METHOD = "swarmllm"
+
+
+@register_quantization_config(METHOD)
+class LoadingConfig(QuantizationConfigMixin):
+    """What `from_pretrained` is given as `quantization_config`."""
+
+    def __init__(self, quantization: Quantization, device: torch.device) -> None:
+        self.quant_method = METHOD
+        self.quantization = quantization
+        self.device = device
+        """Where the weights are going to be: the layout depends on it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD, "quant_type": self.quantization.quant_type}
+
+
+@register_quantizer(METHOD)
+class _Quantizer(HfQuantizer):
+    quantization_config: LoadingConfig
+
+    def __init__(self, quantization_config: LoadingConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.misshapen: set[str] = set()
+        self._blocks = ""
+        """Where the blocks are in the model; what lies around them stays as it is."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        blocks = find_blocks(model).blocks
+        self._blocks = next(f"{name}." for name, module in model.named_modules() if module is blocks)
+        return model
+
+    def form_of(self, model: PreTrainedModel, name: str) -> QuantType:
+        """`Quantization.format_of` a parameter of the blocks."""
+        if name in self.misshapen or not name.startswith(self._blocks):
+            return "none"
+        return self.quantization_config.quantization.format_of(model, name)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        return self.form_of(model, param_name) != "none"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        self.remove_quantization_config(model)  # its config says what the checkpoint is, as ever
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class _Quantize(ConversionOps):
+    """Puts a `QuantizedWeight` in place of a parameter; returns what transformers has to put in place itself."""
+
+    def __init__(self, quantizer: _Quantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: PreTrainedModel,
+        missing_keys: set[str] | None = None,
+        **_context: Any,
+    ) -> dict[str, Tensor]:
+        device = self._quantizer.quantization_config.device
+        rest: dict[str, Tensor] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            weight = value[0] if isinstance(value, list) else value
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            form = self._quantizer.form_of(model, name)
+            if form != "none" and weight.shape != module._parameters[leaf].shape:
+                self._quantizer.misshapen.add(name)
+                form = "none"
+            if form == "none":
+                rest[name] = weight
+                continue
+            install(module, leaf, weight, form, device)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+        return rest
+
+
+def install(module: nn.Module, leaf: str, weight: Tensor, form: QuantType, device: torch.device) -> None:
+    """Replace the parameter `leaf` of a module by the quantized `weight`."""
+    transposed = is_transposed(module)
+    quantized = QuantizedWeight(pack(weight.mT if transposed else weight, form, device), transposed=transposed)
+    del module._parameters[leaf]
+    module.add_module(leaf, quantized)
+    return_free_memory()
+    for loaded in (module, quantized):
+        loaded._is_hf_initialized = True  # type: ignore[assignment]  # or transformers would initialize it
+
+
+@torch.no_grad()
+def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
+    """Quantize `[…, out, in]` for use on `device`; the result is where the weight is."""
+    if form == "nf4":
+        return Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
+    return Int8.quantize(weight)

@@ -1,0 +1,107 @@
+"""Which weights of a model are quantized: decided from names and shapes, before anything is loaded."""
+
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from swarmllm.errors import ConfigurationError
+
+QuantType = Literal["none", "int8", "nf4"]
+QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
+NF4_GROUP = 64
+"""Weights of a row that share one scale; the group size of the QLoRA paper (section 3)."""
+SMALLEST = 1 << 14
+"""Elements. Assumed: below, a kernel's start costs more than the memory is worth."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of modules that choose experts: tiny, and a changed choice changes everything after it."""
+_TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
+"""Experts stored as `[experts, in, out]` that don't say so in `is_transposed`."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weights of blocks are stored."""
+
+    quant_type: QuantType = "none"
+    smallest: int = SMALLEST
+    """Weights with fewer elements than this (of one expert) stay in full precision."""
+
+    def format_of(self, model: PreTrainedModel, name: str) -> QuantType:
+        """What a parameter of the model is stored as: `none` for everything but large matrices of linear maps."""
+        if self.quant_type == "none" or name in _tied(model):
+            return "none"
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = module._parameters.get(leaf)
+        if weight is None or not weight.is_floating_point() or not _is_linear(path, leaf, module, weight):
+            return "none"
+        rows, columns = packed_shape(module, weight)[-2:]
+        if rows * columns < self.smallest:
+            return "none"
+        return "int8" if self.quant_type == "nf4" and columns % NF4_GROUP else self.quant_type
+
+
+FULL_PRECISION = Quantization()
+
+
+def resolve_quantization(config: PreTrainedConfig, quant_type: str) -> Quantization:
+    """The user's choice for a model: auto is int8, but leaves checkpoints alone that are quantized already.
+
+    Raises:
+        ConfigurationError: there is no such type, or the checkpoint is quantized already.
+    """
+    quantized_already = getattr(config, "quantization_config", None) is not None
+    if quant_type == "auto":
+        quant_type = "none" if quantized_already else "int8"
+    if quant_type not in QUANT_TYPES:
+        raise ConfigurationError(f"quant_type {quant_type!r} is not known; use one of {', '.join(QUANT_TYPES)}")
+    if quantized_already and quant_type != "none":
+        raise ConfigurationError(
+            f"the checkpoint is quantized already: serve it with --quant_type none, not {quant_type}"
+        )
+    return Quantization(cast(QuantType, quant_type))
+
+
+def _is_linear(path: str, leaf: str, module: nn.Module, weight: Tensor) -> bool:
+    if not _ROUTERS.isdisjoint(path.split(".")) or "Router" in type(module).__name__:
+        return False
+    if isinstance(module, nn.Linear | Conv1D):
+        return leaf == "weight" and weight.ndim == 2
+    # Fused experts are parameters of a module of their own, mostly [experts, out, in].
+    return "Expert" in type(module).__name__ and weight.ndim >= 2 and "bias" not in leaf
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    """Shared by several modules: tying them needs real parameters."""
+    ties = model.all_tied_weights_keys
+    return {*ties.keys(), *ties.values()}
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the module stores its weights as `[…, in, out]` and multiplies `x @ weight`."""
+    if isinstance(module, Conv1D) or type(module).__name__ in _TRANSPOSED_EXPERTS:
+        return True
+    return bool(getattr(module, "is_transposed", False))
+
+
+def packed_shape(module: nn.Module, weight: Tensor) -> torch.Size:
+    """`[…, out, in]`, as it is packed."""
+    return weight.mT.shape if weight.ndim > 1 and is_transposed(module) else weight.shape
+
+
+def stored_bytes(model: PreTrainedModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
+    """Bytes of a parameter of the model when it is stored that way and everything else in `dtype`."""
+    path, _, leaf = name.rpartition(".")
+    module: nn.Module = model.get_submodule(path)
+    weight = module.get_parameter(leaf)
+    count, columns = weight.numel(), packed_shape(module, weight)[-1]
+    match quantization.format_of(model, name):
+        case "int8":
+            return count + count // columns * dtype.itemsize
+        case "nf4":
+            return count // 2 + count // NF4_GROUP * dtype.itemsize
+    return count * dtype.itemsize

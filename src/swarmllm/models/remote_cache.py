@@ -1,0 +1,112 @@
+"""The cache that `generate()` sees on a client: no keys, no values, one remote session.
+
+Everything that transformers asks of a cache (how long is it, crop, reorder, repeat, select) becomes an operation on the
+session, which is the authority on the position.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.span_cache import PhantomCache
+
+
+class CacheSession(Protocol):
+    """The remote KV cache of one batch, over all servers of its route."""
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen."""
+        ...
+
+    @position.setter
+    def position(self, value: int) -> None:
+        """Roll back to a lower position."""
+        ...
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; rows may repeat."""
+        ...
+
+    def record_past(self) -> None:
+        """Rollbacks are going to happen: keep what they need."""
+        ...
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """Run all blocks on what follows `position`."""
+        ...
+
+
+class RemoteCache(PhantomCache):
+    """A transformers cache whose content lives on servers."""
+
+    def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
+        super().__init__(config, None)
+        self.session = session
+        self._rows = batch_size
+
+    @property
+    def length(self) -> int:
+        return self.session.position
+
+    @property
+    def batch_size(self) -> int:
+        return self._rows
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: compileable caches are given prepared masks, while the blocks want the raw one."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def forgets_early(self) -> bool:
+        """Whether some blocks drop what a rollback needs, unless their session records its past from its begin on."""
+        return any(
+            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)
+            for layer in self.layers
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.length > 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes minus the number of positions to forget")
+        if tokens_to_remove:
+            self.session.position = self.length + tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_batch(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select_batch([row for row in range(self._rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.select_batch(indices.tolist())
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        if list(indices) != list(range(self._rows)):
+            self.session.select_batch(indices)
+            self._rows = len(indices)
+
+    def activate_past_recording(self) -> None:
+        self.session.record_past()
+
+    def reset(self) -> None:
+        self.session.position = 0

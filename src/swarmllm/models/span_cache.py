@@ -1,0 +1,258 @@
+"""The KV cache of a span: real cache layers for the hosted blocks, phantoms for the others.
+
+A model's own forward asks its cache for lengths and mask sizes of *any* block (mostly of block 0, or of the first one
+of a kind), so blocks that live elsewhere get phantoms which answer from the length that this cache keeps.
+Used by `BlockSpan` and, with phantoms only, by `RemoteCache`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from swarmllm.data_structures import Span
+from swarmllm.models.architecture import text_config
+from swarmllm.models.growing_layer import GrowingLayer
+
+
+class RollbackUnsupportedError(ValueError):
+    """Some cache layer has already dropped what the rollback needs; replaying the inputs restores it."""
+
+
+class PhantomCache(DynamicCache):
+    """A cache in which only some blocks have real layers; subclasses say how long it is."""
+
+    def __init__(self, config: PreTrainedConfig, span: Span | None) -> None:
+        super().__init__(config=text_config(config))
+        self.span = span
+        # A proxy: a cycle would keep keys, values and sessions until the garbage collector comes by.
+        owner: Any = weakref.proxy(self)
+        for block_idx, layer in enumerate(self.layers):
+            if span is not None and block_idx in span:
+                if type(layer) is DynamicLayer:
+                    self.layers[block_idx] = GrowingLayer()
+            elif isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):
+                self.layers[block_idx] = _phantom_of(layer, owner)
+
+    @property
+    def length(self) -> int:
+        """Positions that all blocks of this cache have seen."""
+        raise NotImplementedError
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+class SpanCache(PhantomCache):
+    """What a server keeps of one session."""
+
+    def __init__(self, config: PreTrainedConfig, span: Span, *, record_past: bool = False) -> None:
+        super().__init__(config, span)
+        self._config = config
+        self._length = 0
+        self._records_past = False
+        if record_past:
+            self.record_past()
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def advance(self, num_tokens: int) -> None:
+        """Called after all hosted blocks have seen `num_tokens` more."""
+        self._length += num_tokens
+
+    def record_past(self) -> None:
+        """From now on, sliding and convolutional layers keep what a rollback may need."""
+        self._records_past = True
+        for layer in self._hosted_layers():
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    @torch.inference_mode()
+    def rollback(self, position: int) -> None:
+        """Forget everything from `position` on.
+
+        Raises:
+            RollbackUnsupportedError: some layer can't; nothing has been changed then.
+            ValueError: the position lies outside the cache.
+        """
+        if not 0 <= position <= self._length:
+            raise ValueError(f"can't roll back to {position} in a cache of {self._length} positions")
+        surplus = self._length - position
+        if surplus == 0:
+            return
+        if position == 0:  # always possible, also for recurrent states
+            self.__init__(self._config, self.span, record_past=self._records_past)  # type: ignore[misc]
+            return
+        for layer in self._hosted_layers():
+            _check_rollback(layer, self._length, surplus)
+        for layer in self._hosted_layers():
+            layer.crop(-surplus)
+        self._length = position
+
+    @torch.inference_mode()
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep the given rows of the batch, in the given order; rows may repeat (beam search, num_return_sequences)."""
+        order = torch.tensor(list(indices), dtype=torch.long)
+        for layer in self._hosted_layers():
+            layer.reorder_cache(order)
+
+    def keep_state(self) -> Callable[[], None]:
+        """Returns what brings the cache back to where it is now, after a step that failed somewhere in the middle."""
+        layers = [(layer, _state_of(layer)) for layer in self._hosted_layers()]
+
+        def restore() -> None:
+            for layer, state in layers:
+                vars(layer).clear()
+                vars(layer).update(state)
+
+        return restore
+
+    @property
+    def is_pageable(self) -> bool:
+        """Whether the cache holds nothing but keys and values of all positions: what `page` and `append_page` need."""
+        return all(type(layer) is GrowingLayer for layer in self._hosted_layers())
+
+    def page(self, start: int, end: int) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        """Copies of the keys and values of positions `[start, end)` of each block; None for one that has none."""
+        return tuple(layer.part(start, end) for layer in self._hosted_layers())
+
+    @torch.inference_mode()
+    def append_page(self, page: Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
+        """Append what `page` gave, from its position `skipped` on."""
+        length = next(pair[0].shape[-2] for pair in page if pair is not None) - skipped
+        for layer, pair in zip(self._hosted_layers(), page, strict=True):
+            if pair is not None:
+                layer.update(*(tensor.narrow(-2, skipped, length) for tensor in pair))
+        self.advance(length)
+
+    @property
+    def records_past(self) -> bool:
+        """Whether `record_past` was asked for."""
+        return self._records_past
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some hosted block keeps a state instead of (or besides) keys and values."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._hosted_layers())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the cache holds now."""
+        storages = [tensor.untyped_storage() for _, tensor in self._tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def used_bytes(self) -> tuple[int, int]:
+        """Memory that the positions seen so far fill, without room for growth: (what grows with them, what doesn't)."""
+        growing = fixed = 0
+        for name, tensor in self._tensors():
+            if name.endswith("_states"):
+                fixed += tensor.nbytes
+            elif not name.endswith("_buffer"):
+                growing += tensor.nbytes
+        return growing, fixed
+
+    def _hosted_layers(self) -> list[Any]:
+        return [self.layers[block_idx] for block_idx in self.span or ()]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(attribute, tensor) of all hosted layers; attributes with several states come once for each."""
+        for layer in self._hosted_layers():
+            for name, value in vars(layer).items():
+                for tensor in value.values() if isinstance(value, dict) else (value,):
+                    if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                        yield name, tensor
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """The attributes of a cache layer. Keys and values are only ever appended or replaced, states are overwritten."""
+    return {
+        name: {key: part.clone() if isinstance(part, Tensor) else part for key, part in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(layer).items()
+    }
+
+
+def _check_rollback(layer: Any, length: int, surplus: int) -> None:
+    """Whether `layer`, which has seen `length` positions, can forget the last `surplus` and go on exactly."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if any(layer.is_recurrent_states_initialized.values()):
+            raise RollbackUnsupportedError("recurrent states can't be rolled back")
+        for state_idx, state in layer.conv_states.items():
+            if state is not None and not (
+                layer.record_past and state.shape[-1] - surplus >= layer.conv_kernel_size[state_idx]
+            ):
+                raise RollbackUnsupportedError("a convolution has dropped the positions before the rollback")
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = layer.keys.shape[-2] if layer.is_initialized else 0
+        if kept - surplus < min(length - surplus, layer.sliding_window - 1):
+            raise RollbackUnsupportedError("a sliding window has dropped the positions before the rollback")
+    if not getattr(layer, "is_croppable", False):
+        raise RollbackUnsupportedError(f"{type(layer).__name__} can't be rolled back")
+
+
+class _Phantom:
+    """Mixed into a cache layer's class for blocks that live elsewhere: knows the length, holds nothing."""
+
+    owner: PhantomCache
+
+    def get_seq_length(self) -> int:
+        return self.owner.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(kv_length, kv_offset), as the real layer would report after `owner.length` positions."""
+        length = self.owner.length
+        if not getattr(self, "is_sliding", False):
+            return length + query_length, 0
+        window: int = self.sliding_window  # type: ignore[attr-defined]
+        return min(length, window - 1) + query_length, max(length - window + 1, 0)
+
+    def crop(self, *_: Any) -> None: ...
+    def reset(self) -> None: ...
+    def reorder_cache(self, *_: Any) -> None: ...
+    def batch_repeat_interleave(self, *_: Any) -> None: ...
+    def batch_select_indices(self, *_: Any) -> None: ...
+    def activate_past_recording(self) -> None: ...
+
+
+class _PhantomStates(dict[int, bool]):
+    """`has_previous_state` of a linear-attention layer that lives elsewhere."""
+
+    def __init__(self, owner: PhantomCache, number_of_states: int) -> None:
+        super().__init__(dict.fromkeys(range(number_of_states), False))
+        self.owner = owner
+
+    def __getitem__(self, state_idx: int) -> bool:
+        return self.owner.length > 0
+
+    def values(self) -> list[bool]:  # type: ignore[override]
+        return [self.owner.length > 0] * len(self)
+
+
+_phantom_classes: dict[type, type] = {}
+
+
+def _phantom_of(layer: Any, owner: PhantomCache) -> Any:
+    """A phantom that is also an instance of the layer's class, because model code asks with isinstance."""
+    kind = type(layer)
+    if kind not in _phantom_classes:
+        # _layer_type None: the class must not register itself as transformers' implementation of that kind
+        _phantom_classes[kind] = type(f"Phantom{kind.__name__}", (_Phantom, kind), {"_layer_type": None})
+    phantom: Any = object.__new__(_phantom_classes[kind])
+    phantom.__dict__.update(layer.__dict__)
+    phantom.owner = owner
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        phantom.has_previous_state = _PhantomStates(owner, layer.number_of_states)
+    return phantom

@@ -1,0 +1,14 @@
+"""Everything between processes: the only room that knows hivemind, sockets and bytes on a wire.
+
+messages          headers of the messages, checked field by field
+frames            a message as bytes and back, without I/O
+tensor_codec      tensors as the payload of a message
+stream            messages to and from one peer, with signs of life
+protocol          versions, greeting, errors on the wire; the names that client and server import
+identity          the key behind a peer id
+daemon            the libp2p daemon of this process
+record_validator  which records the DHT keeps
+dht               this peer's node of the DHT
+peer              all of the above as one member of the swarm
+block_directory   who serves which blocks
+"""

@@ -1,0 +1,190 @@
+"""The headers of the protocol's messages: what clients and servers say to each other, checked field by field.
+
+A stream begins with HELLO and WELCOME (`network/protocol`). Then either side may send:
+
+    request            answer             meaning
+    OPEN               RESULT | ERROR     client → server: lease KV cache for a session on blocks [start, end)
+    LINK               RESULT | ERROR     client → server: pass this session's outputs on to that peer (or to me)
+    STEP               RESULT | ERROR     client or predecessor → server: run the session's blocks on hidden states;
+                                          the answer comes from the last server of the chain, on its own stream
+    REPLAY             RESULT | ERROR     client → server: send the kept outputs of this session again, to its successor
+    ATTACH             RESULT | ERROR     server → successor: steps of that session will come on this stream
+    FORWARD, BACKWARD  RESULT | ERROR     client → server: a batch without a KV cache
+    ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
+    CLOSE              –                  client → server: free the session
+    PROBE              –                  server → server: nothing; its payload is dropped, its way is measured
+
+Every request carries an `id` that its answer repeats. Unknown fields are ignored, so newer peers can add some.
+"""
+
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError
+
+from swarmllm.data_structures import MAX_BLOCKS, Patch, PeerModel
+from swarmllm.errors import RemoteProtocolError
+
+MAX_POSITION = 1 << 24
+MAX_BATCH = 1 << 16
+SESSION_ID_LENGTH = 32
+MAX_PATCHES = 4096
+"""Modules of one server's blocks that an adapter may change; a header of 512 KiB holds about as many."""
+
+Header = TypeVar("Header", bound=PeerModel)
+
+RequestId = Annotated[int, Field(ge=0, lt=1 << 63)]
+SessionId = Annotated[str, Field(min_length=SESSION_ID_LENGTH, max_length=SESSION_ID_LENGTH)]
+Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
+BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
+SeqLen = Annotated[int, Field(ge=1, le=MAX_POSITION)]
+BatchIndex = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...] | None, Field(max_length=MAX_BATCH)]
+Descriptors = Annotated[tuple[tuple[str, str, tuple[int, ...], int], ...], Field(max_length=32)]
+"""What `tensor_codec.decode_tensors` needs, which checks the values."""
+Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS)]
+"""Per server that the step went through: first block, microseconds in the queue, microseconds of computing."""
+
+
+class Successor(PeerModel):
+    """The next server of a chain, and the session that the client has opened there."""
+
+    peer_id: Annotated[str, Field(min_length=40, max_length=64)]
+    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
+    session: SessionId
+    token: SessionId
+
+
+class OpenHeader(PeerModel):
+    """OPEN: a session's KV cache on blocks [start, end) of the server."""
+
+    id: RequestId
+    session: SessionId
+    token: SessionId
+    """Secret that the predecessor must show in ATTACH: the session's id alone gives no right to write to it."""
+    start: BlockIndex
+    end: BlockIndex
+    batch_size: BatchSize
+    max_length: SeqLen
+    epoch: RequestId = 0
+    adapter: RequestId | None = None
+    """Handle of an ADAPTER that the session's steps run with."""
+    record_past: bool = False
+    """Whether rollbacks are to be expected, for caches that must keep more for them."""
+
+
+class LinkHeader(PeerModel):
+    """LINK: from now on outputs go to `successor`, or back to the client when there is none."""
+
+    id: RequestId
+    session: SessionId
+    epoch: RequestId
+    successor: Successor | None = None
+
+
+class AttachHeader(PeerModel):
+    """ATTACH: the sender will push steps of this session on this stream."""
+
+    id: RequestId
+    session: SessionId
+    token: SessionId
+
+
+class StepHeader(PeerModel):
+    """STEP: `seq_len` positions of the session from `position` on; a lower position than the cache's rolls it back."""
+
+    id: RequestId
+    session: SessionId
+    epoch: RequestId
+    """Raised by the client at each repair; steps of an older epoch are dropped."""
+    position: Position
+    batch_size: BatchSize
+    seq_len: SeqLen
+    tensors: Descriptors
+    rows: RequestId = 0
+    """How often the batch's rows have been chosen anew (beam search) before this step."""
+    batch_index: BatchIndex = None
+    """The last choice of rows, for caches that have not made it yet: rows to keep, in their new order."""
+    ones_mask: bool = False
+    """The attention mask is all ones [batch, position + seq_len], so it isn't sent."""
+    replay_hops: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
+    """> 0: this step rebuilds caches; that many servers, this one included, are to run it, and none answers tensors."""
+    timings: Timings = ()
+
+
+class ReplayHeader(PeerModel):
+    """REPLAY: send the kept outputs for positions [0, length) to the successor, for `replay_hops` servers."""
+
+    id: RequestId
+    session: SessionId
+    epoch: RequestId
+    length: Position
+    replay_hops: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    rows: RequestId = 0
+    batch_index: BatchIndex = None
+
+
+class CloseHeader(PeerModel):
+    """CLOSE: the session is over."""
+
+    session: SessionId
+
+
+class BatchHeader(PeerModel):
+    """FORWARD or BACKWARD of blocks [start, end) on a batch. BACKWARD brings the inputs and the outputs' gradient."""
+
+    id: RequestId
+    start: BlockIndex
+    end: BlockIndex
+    batch_size: BatchSize
+    seq_len: SeqLen
+    tensors: Descriptors
+    ones_mask: bool = False
+    adapter: RequestId | None = None
+    """Handle of an ADAPTER; BACKWARD then answers the gradients of its values, too."""
+
+
+class AdapterHeader(PeerModel):
+    """ADAPTER: the tensor `values` holds what `patches` need, flattened and in their order."""
+
+    id: RequestId
+    handle: RequestId
+    """Chosen by the client; another client's handles are other ones."""
+    patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=MAX_PATCHES)]
+    tensors: Descriptors
+
+
+class ResultHeader(PeerModel):
+    """RESULT of any request."""
+
+    id: RequestId
+    tensors: Descriptors = ()
+    end: BlockIndex = 0
+    """STEP: the blocks up to here are done; less than the route's end when the client has to relay."""
+    position: Position = 0
+    """STEP: where its outputs begin; LINK: the position up to which the session has sent its outputs."""
+    timings: Timings = ()
+
+
+class ErrorHeader(PeerModel):
+    """ERROR: a request failed, or (id None) the session or stream did."""
+
+    code: Annotated[str, Field(max_length=64)]
+    message: Annotated[str, Field(max_length=2000)]
+    id: RequestId | None = None
+    session: SessionId | None = None
+    peer_id: Annotated[str | None, Field(max_length=64)] = None
+    """The peer at fault when it is not the sender: a successor that can't be reached."""
+
+
+def parse(header_type: type[Header], fields: dict[str, object], peer_id: str | None) -> Header:
+    """The typed header of a message.
+
+    Raises:
+        RemoteProtocolError: a field is missing, or not of its type or range.
+    """
+    try:
+        return header_type.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RemoteProtocolError(f"{header_type.__name__} is not valid: {where}: {first['msg']}", peer_id) from None

@@ -1,0 +1,434 @@
+"""A stream of messages to one peer, with signs of life.
+
+`network/peer` makes the streams; client and server send and receive on them. What the messages say is not known here
+(`network/messages`), nor how they look as bytes (`network/frames`).
+
+A stream reads by itself, whether or not somebody waits in `receive()`: it answers PINGs, and keeps messages until they
+are asked for. With keepalive on, it sends PINGs and ends with PeerTimeoutError when nothing at all is heard for a few
+of them, or when a message begun makes no progress. Its life:
+
+    open ── close(), abort() ───────────────→ ended: SessionClosedError
+         ── the peer or its daemon hangs up → ended: PeerUnreachableError
+         ── silence, or a stalled message ──→ ended: PeerTimeoutError
+         ── bytes that make no sense ───────→ ended: RemoteProtocolError, after telling the peer
+
+When a stream has ended, messages that were complete before can still be received; then everything raises its error.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from swarmllm.errors import (
+    LocalProtocolError,
+    PeerError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    SessionClosedError,
+    SwarmError,
+)
+from swarmllm.network.frames import (
+    CHUNK_BYTES,
+    CONTROL_TYPES,
+    MAX_MESSAGE_BYTES,
+    ByteChunk,
+    FrameDecoder,
+    Message,
+    MessageType,
+    encode_message,
+)
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_INTERVAL_S = 2.5
+KEEPALIVE_MISSES = 3
+"""Assumed: a stop of 7.5 s is no garbage collection any more, and users wait less than 10 s for a failover."""
+STALL_TIMEOUT_S = 30.0
+"""Longest time for one more frame of a message begun: 256 KiB per 30 s is slower than any link worth using."""
+CLOSE_TIMEOUT_S = 2.0
+LINGER_S = 0.5
+"""When we end a stream, we read (and drop) so much longer before we hang up. Without it, whatever the peer was still
+sending (a PONG is enough) makes our daemon reset the stream, which can overtake our last words; tests/swarm/test_peer
+has a handler that would often not be heard. A half-close doesn't help: the daemon closes both ways."""
+WRITE_BUFFER_BYTES = 1 << 20
+"""`send` waits while more than this is unsent, for control messages twice as much: they may overtake, but not pile up
+for a peer that asks and never reads."""
+INBOX_BYTES = 64 << 20
+"""Reading pauses while more than this has arrived and nobody has received it."""
+MESSAGE_OVERHEAD_BYTES = 512
+"""Counted per message in the inbox, so that very many empty ones fill it too."""
+HEADER_FACTOR = 64
+"""Counted per byte of a packed header: one byte can unpack into an empty dict."""
+MAX_ERROR_LENGTH = 2000
+
+
+@dataclass
+class Traffic:
+    """Bytes of all streams of this process so far."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+traffic = Traffic()
+
+
+class FrameStream(asyncio.Protocol):
+    """Messages to and from one peer. One task may wait in `receive()`, any number in `send()`."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.peer_id = peer_id
+        self.max_message_bytes = max_message_bytes
+        self.round_trip_s: float | None = None
+        """Smoothed time from PING to PONG; None before the first one."""
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._decoder = FrameDecoder(max_message_bytes=max_message_bytes, peer_id=peer_id)
+        self._transport: asyncio.Transport | None = None
+        self._adopted: tuple[object, ...] = ()
+        self._ended: tuple[type[SwarmError], str] | None = None
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+        """Done when the connection under the stream is closed, too."""
+
+        self._inbox: deque[Message] = deque()
+        self._inbox_bytes = 0
+        self._reading_paused = False
+        self._receiver: asyncio.Future[None] | None = None
+
+        self._send_lock = asyncio.Lock()
+        self._writing_paused = False
+        self._drain_waiter: asyncio.Future[None] | None = None
+
+        self._interval_s = KEEPALIVE_INTERVAL_S
+        self._misses = KEEPALIVE_MISSES
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick_due_at = 0.0
+        self._last_heard_at = self._loop.time()
+        self._progress = (0, self._last_heard_at)  # frames done, when that was first seen
+        self._ping_idx = 0
+        self._ping_sent_at = 0.0
+        self._pong_waiter: asyncio.Future[float] | None = None
+
+    @classmethod
+    def over(
+        cls, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, **options: Any
+    ) -> "FrameStream":
+        """Take over a connection that began as an asyncio stream (hivemind opens them so)."""
+        stream = cls(peer_id, **options)
+        # The old objects close the connection when they are garbage collected.
+        stream._adopted = (reader, writer)
+        early = bytes(reader._buffer)  # type: ignore[attr-defined]  # what came before we took over
+        reader._buffer.clear()  # type: ignore[attr-defined]
+        transport = cast(asyncio.Transport, writer.transport)
+        lost = transport.get_protocol() is None
+        transport.set_protocol(stream)
+        stream.connection_made(transport)
+        if early:
+            stream.data_received(early)
+        if lost:
+            stream.connection_lost(None)
+        elif reader.at_eof() or transport.is_closing():
+            stream._end(PeerUnreachableError, "hung up")
+        else:
+            transport.resume_reading()
+        return stream
+
+    def __repr__(self) -> str:
+        return f"<FrameStream to {self.peer_id}{' (ended)' if self._ended else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended, for whatever reason."""
+        return self._ended is not None
+
+    # Sending
+
+    async def send(
+        self,
+        kind: MessageType,
+        header: Mapping[str, Any],
+        payload_chunks: Sequence[ByteChunk] = (),
+        *,
+        flags: int = 0,
+    ) -> None:
+        """Send one message; returns when nearly all of it is with the operating system.
+
+        Cancelling this in the midst of a message of more than one frame ends the stream.
+
+        Raises:
+            PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
+            LocalProtocolError: the message can't be sent, whatever the stream.
+        """
+        frames = encode_message(kind, header, payload_chunks, max_message_bytes=self.max_message_bytes, flags=flags)
+        if kind in CONTROL_TYPES:  # may overtake a long message
+            for frame in frames:
+                self._write(frame)
+            if self._transport is not None and self._transport.get_write_buffer_size() > 2 * WRITE_BUFFER_BYTES:
+                await self._drained()
+            return
+        async with self._send_lock:
+            first = next(frames)
+            self._write(first)
+            if len(first) < CHUNK_BYTES:
+                if self._writing_paused:
+                    await self._drained()
+                return
+            try:
+                if self._writing_paused:
+                    await self._drained()
+                for frame in frames:
+                    self._write(frame)
+                    if self._writing_paused:
+                        await self._drained()
+            except asyncio.CancelledError:
+                self._end(SessionClosedError, "was left in the midst of a message", abort=True)
+                raise
+
+    def _write(self, frame: bytes) -> None:
+        if self._ended is not None or self._transport is None:
+            raise self._error()
+        traffic.sent_bytes += len(frame)
+        self._transport.write(frame)
+
+    async def _drained(self) -> None:
+        while self._writing_paused and self._ended is None:
+            if self._drain_waiter is None:
+                self._drain_waiter = self._loop.create_future()
+            await asyncio.shield(self._drain_waiter)
+        if self._ended is not None:
+            raise self._error()
+
+    # Receiving
+
+    async def receive(self) -> Message:
+        """The next message, control messages other than ERROR excepted.
+
+        Raises:
+            PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
+        """
+        while not self._inbox:
+            if self._ended is not None:
+                raise self._error()
+            if self._receiver is not None:
+                raise LocalProtocolError("two tasks receive on one stream")
+            self._receiver = self._loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        message = self._inbox.popleft()
+        self._inbox_bytes -= _memory_of(message)
+        if self._reading_paused and self._inbox_bytes < INBOX_BYTES // 2:
+            self._reading_paused = False
+            self._last_heard_at = self._loop.time()
+            if self._transport is not None and self._ended is None:
+                self._transport.resume_reading()
+        return message
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop."""
+        traffic.received_bytes += len(data)
+        self._last_heard_at = self._loop.time()
+        if self._ended is not None:
+            return
+        try:
+            for message in self._decoder.feed(data):
+                if message.type is MessageType.PING:
+                    self._answer_ping(message)
+                elif message.type is MessageType.PONG:
+                    self._take_pong(message)
+                else:
+                    self._inbox.append(message)
+                    self._inbox_bytes += _memory_of(message)
+        except RemoteProtocolError as error:
+            logger.warning("%s broke the protocol: %s", self.peer_id, error)
+            self._tell(error)
+            self._end(RemoteProtocolError, str(error))
+            return
+        if self._inbox:
+            if self._receiver is not None and not self._receiver.done():
+                self._receiver.set_result(None)
+            if self._inbox_bytes > INBOX_BYTES and not self._reading_paused and self._transport is not None:
+                self._reading_paused = True
+                self._transport.pause_reading()
+
+    def _tell(self, error: SwarmError) -> None:
+        for frame in encode_message(MessageType.ERROR, error_header(error)):
+            self._write(frame)
+
+    # Signs of life
+
+    def start_keepalive(self, interval_s: float = KEEPALIVE_INTERVAL_S, misses: int = KEEPALIVE_MISSES) -> None:
+        """Watch the peer from now on; again with other numbers to change them."""
+        self._interval_s, self._misses = interval_s, misses
+        self._last_heard_at = self._loop.time()
+        self._progress = (self._decoder.num_frames, self._last_heard_at)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ended is None:
+            self._ping()
+            self._schedule_tick()
+
+    async def ping(self) -> float:
+        """Seconds of one round trip, measured now.
+
+        Raises:
+            PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
+        """
+        if self._pong_waiter is None:
+            self._pong_waiter = self._loop.create_future()
+            if self._ended is None:
+                self._ping()
+        if self._ended is not None:
+            raise self._error()
+        return await asyncio.shield(self._pong_waiter)
+
+    def _schedule_tick(self) -> None:
+        self._tick_due_at = self._loop.time() + self._interval_s
+        self._timer = self._loop.call_at(self._tick_due_at, self._tick)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now - self._tick_due_at > self._interval_s or self._reading_paused:
+            # This process was stopped or busy, or doesn't take what came: what the peer sent could not be seen.
+            self._last_heard_at = now
+            self._progress = (self._decoder.num_frames, now)
+        silent_s = now - self._last_heard_at
+        if silent_s > self._interval_s * (self._misses - 0.5):
+            self._end(PeerTimeoutError, f"gave no sign of life for {silent_s:.1f} s", abort=True)
+            return
+        num_frames, since = self._progress
+        if not self._decoder.unfinished or num_frames != self._decoder.num_frames:
+            self._progress = (self._decoder.num_frames, now)
+        elif now - since > self._stall_timeout_s:
+            self._end(PeerTimeoutError, f"stopped within a message for {now - since:.0f} s", abort=True)
+            return
+        self._ping()
+        self._schedule_tick()
+
+    def _ping(self) -> None:
+        if self._writing_paused:  # the peer doesn't read; more bytes would only pile up
+            return
+        self._ping_idx += 1
+        self._ping_sent_at = self._loop.time()
+        for frame in encode_message(MessageType.PING, {"n": self._ping_idx}):
+            self._write(frame)
+
+    def _answer_ping(self, message: Message) -> None:
+        if not self._writing_paused and self._ended is None:
+            for frame in encode_message(MessageType.PONG, message.header):
+                self._write(frame)
+
+    def _take_pong(self, message: Message) -> None:
+        if message.header.get("n") != self._ping_idx:
+            return
+        sample = self._loop.time() - self._ping_sent_at
+        # RFC 6298, section 2: the same smoothing as TCP's
+        self.round_trip_s = sample if self.round_trip_s is None else 0.875 * self.round_trip_s + 0.125 * sample
+        if self._pong_waiter is not None:
+            self._pong_waiter.set_result(sample)
+            self._pong_waiter = None
+
+    # The end
+
+    async def close(self) -> None:
+        """Send what is unsent, for two seconds at most, and end the stream. Messages not yet received are dropped."""
+        self._inbox.clear()
+        self._end(SessionClosedError, "is closed")
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.shield(self.gone)
+        except TimeoutError:
+            self.abort()
+            await self.gone
+
+    def abort(self) -> None:
+        """End the stream now, whatever is unsent."""
+        self._inbox.clear()
+        self._end(SessionClosedError, "is closed")
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, error: type[SwarmError], reason: str, *, abort: bool = False) -> None:
+        if self._ended is None:
+            self._ended = (error, reason)
+            if self._timer is not None:
+                self._timer.cancel()
+            for waiter in (self._receiver, self._drain_waiter):
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(None)
+            if self._pong_waiter is not None:
+                self._pong_waiter.set_exception(self._error())
+                self._pong_waiter.exception()  # nobody may be waiting
+            if self._transport is not None:
+                if abort:
+                    self._transport.abort()
+                elif error is not PeerUnreachableError:
+                    if self._reading_paused:
+                        self._transport.resume_reading()
+                    self._timer = self._loop.call_later(LINGER_S, self._hang_up)
+                else:
+                    self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            # The peer may never read the rest; then the connection must go without.
+            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def _error(self) -> SwarmError:
+        if self._ended is None:
+            return LocalProtocolError("the stream is not connected yet")
+        error, reason = self._ended
+        if issubclass(error, PeerError):
+            return error(f"the peer {self.peer_id} {reason}", self.peer_id)
+        return error(f"the stream to {self.peer_id} {reason}")
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by isinstance()
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._end(PeerUnreachableError, "hung up" if exc is None else f"can't be reached any more: {exc}")
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport = None
+        self._adopted = ()
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    def pause_writing(self) -> None:
+        """Called by the event loop."""
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        """Called by the event loop."""
+        self._writing_paused = False
+        if self._drain_waiter is not None:
+            if not self._drain_waiter.done():
+                self._drain_waiter.set_result(None)
+            self._drain_waiter = None
+
+
+def _memory_of(message: Message) -> int:
+    """About what a message takes in the inbox, at worst."""
+    return len(message.payload) + HEADER_FACTOR * message.header_bytes + MESSAGE_OVERHEAD_BYTES
+
+
+def error_header(error: SwarmError, **ids: object) -> dict[str, object]:
+    """How an error travels: as a code and a message; `ids` say which request or session it is about."""
+    return {"code": error.code, "message": str(error)[:MAX_ERROR_LENGTH], **ids}

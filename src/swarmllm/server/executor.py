@@ -1,0 +1,270 @@
+"""The device thread: the only place where blocks and caches are touched. `server/scheduler` says what goes together.
+
+Called by sessions and batch requests from the event loop; knows neither streams nor messages.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.models.packing import SessionCall
+from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
+
+__all__ = ["Executor", "Load", "Priority", "SessionStep", "Timed"]
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 2.0
+"""A server must be gone within 10 s of SIGTERM, however long a block's load or a batch would still take."""
+SMOOTHING = 0.1
+"""Share of the newest forward in the smoothed numbers."""
+FORGET_QUEUE_S = 10.0
+"""An idle server's last queue says nothing about the next step: its time halves in so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[T]):
+    """A call's value and where its time went."""
+
+    value: T
+    queue_us: int
+    compute_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the device thread is, and what it has done so far."""
+
+    queue_ms: float
+    """Smoothed time that a session's step waited for its turn."""
+    batch_size: float
+    """Smoothed number of sessions per forward."""
+    num_steps: int
+    num_tokens: int
+    num_forwards: int
+    """Of sessions; training's batches are not counted."""
+
+
+class SessionStep(Protocol):
+    """One step of one session, which may be packed with those of others."""
+
+    session: str
+    blocks: BlockSpan
+    priority: Priority
+    num_tokens: int
+    granule: int
+    """Tokens of its smallest piece; `num_tokens` if it can't be cut."""
+
+    def take(self, num_tokens: int) -> SessionCall:
+        """The next piece, ready to run. Called in the device thread; what it raises fails this step alone."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting(Work):
+    """What the scheduler sees of a call, and what the device thread has to know in addition."""
+
+    future: "asyncio.Future[Timed[object]]"
+    call: Callable[[], object] | None = None
+    step: SessionStep | None = None
+    outputs: list[Tensor] = field(default_factory=list)
+    started_at: float = 0.0
+    compute_s: float = 0.0
+
+
+class _Withdrawn:
+    def __init__(self, waiting: _Waiting) -> None:
+        self.waiting = waiting
+
+
+class Executor:
+    """Runs calls in one thread of its own. `close()` ends the thread after the calls that are queued."""
+
+    def __init__(self, budget: Budget | None = None, *, name: str = "swarmllm-device") -> None:
+        self._inbox: queue.SimpleQueue[_Waiting | _Withdrawn | None] = queue.SimpleQueue()
+        self._scheduler: Scheduler[_Waiting] = Scheduler(budget or Budget())  # belongs to the device thread
+        self.num_calls = 0
+        """Calls that are queued or running."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self._queue_ms = 0.0
+        self._batch_size = 0.0
+        self._num_steps = self._num_tokens = self._num_forwards = 0
+        self._last_forward_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> Load:
+        """As of now."""
+        idle_s = max(0.0, time.perf_counter() - self._last_forward_at)
+        queue_ms = self._queue_ms * 0.5 ** (idle_s / FORGET_QUEUE_S)
+        return Load(queue_ms, self._batch_size, self._num_steps, self._num_tokens, self._num_forwards)
+
+    async def run(self, call: Callable[[], T], priority: Priority) -> Timed[T]:
+        """The value of `call()`, run in the device thread on its own; its exceptions are raised here.
+
+        A call that is cancelled before its turn is not run.
+        """
+        waiting = _Waiting(
+            num_tokens=1,
+            granule=1,
+            priority=priority,
+            queued_at=time.perf_counter(),
+            future=self._loop.create_future(),
+            call=call,
+        )
+        return cast(Timed[T], await self._result(waiting))
+
+    async def step(self, step: SessionStep) -> Timed[Tensor]:
+        """The step's outputs, computed in the device thread together with other sessions' steps; raises what fails it.
+
+        A step that is cancelled before its turn is not run.
+        """
+        waiting = _Waiting(
+            num_tokens=step.num_tokens,
+            granule=step.granule,
+            priority=step.priority,
+            queued_at=time.perf_counter(),
+            session=step.session,
+            future=self._loop.create_future(),
+            step=step,
+        )
+        return cast(Timed[Tensor], await self._result(waiting))
+
+    async def _result(self, waiting: _Waiting) -> Timed[object]:
+        self._inbox.put(waiting)
+        self.num_calls += 1
+        self._idle.clear()
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            self._inbox.put(_Withdrawn(waiting))
+            raise
+        finally:
+            self.num_calls -= 1
+            if not self.num_calls:
+                self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return when nothing is queued or running."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Let what is queued finish, then end the thread; a call that takes longer ends with the process."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------------ in the device thread
+
+    def _work(self) -> None:
+        while self._admit():
+            # A method of its own: a session must not outlive its stream only because nobody else comes.
+            self._run_next()
+
+    def _admit(self) -> bool:
+        """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
+        while True:
+            try:
+                item = self._inbox.get(block=not len(self._scheduler) and not self._stopping)
+            except queue.Empty:
+                return bool(len(self._scheduler)) or not self._stopping
+            if item is None:
+                self._stopping = True
+            elif isinstance(item, _Withdrawn):
+                self._scheduler.discard(item.waiting)
+            else:
+                self._scheduler.add(item)
+
+    def _run_next(self) -> None:
+        now = time.perf_counter()
+        pieces = [(work, size) for work, size in self._scheduler.next(now) if not work.future.cancelled()]
+        if not pieces:
+            return
+        for work, _ in pieces:
+            work.started_at = work.started_at or now
+        call = pieces[0][0].call
+        if call is not None:
+            outcomes = [_outcome_of(call)]
+        else:
+            outcomes = self._forward(pieces)
+            self._count(pieces, now)
+        compute_s = time.perf_counter() - now
+        settled: list[tuple[_Waiting, object]] = []
+        for (work, _), outcome in zip(pieces, outcomes, strict=True):
+            work.compute_s += compute_s
+            if isinstance(outcome, BaseException):
+                self._scheduler.discard(work)  # what is left of it
+                settled.append((work, outcome))
+            elif work.step is None:
+                settled.append((work, outcome))
+            else:
+                work.outputs.append(cast(Tensor, outcome))
+                if not work.num_tokens:
+                    settled.append((work, _joined(work.outputs, work.step.blocks)))
+        with suppress(RuntimeError):  # the loop is closed: the server is gone and nobody waits
+            self._loop.call_soon_threadsafe(_settle, settled)
+
+    @staticmethod
+    def _forward(pieces: Sequence[tuple[_Waiting, int]]) -> list[object]:
+        """What each piece gave: outputs or an exception. One forward for each span of blocks, which is mostly one."""
+        outcomes: list[object] = [None] * len(pieces)
+        calls: dict[BlockSpan, list[tuple[int, SessionCall]]] = {}
+        for idx, (work, num_tokens) in enumerate(pieces):
+            step = cast(SessionStep, work.step)
+            call = _outcome_of(partial(step.take, num_tokens))
+            if isinstance(call, SessionCall):
+                calls.setdefault(step.blocks, []).append((idx, call))
+            else:
+                outcomes[idx] = call
+        for blocks, group in calls.items():
+            results = _outcome_of(partial(blocks.forward_many, [call for _, call in group]))
+            for place, (idx, _) in enumerate(group):
+                outcomes[idx] = results[place] if isinstance(results, list) else results
+        return outcomes
+
+    def _count(self, pieces: Sequence[tuple[_Waiting, int]], now: float) -> None:
+        waited_ms = sum(now - work.queued_at for work, _ in pieces) / len(pieces) * 1e3
+        self._queue_ms = _smoothed(self.load.queue_ms, waited_ms)
+        self._batch_size = _smoothed(self._batch_size or len(pieces), len(pieces))
+        self._num_steps += sum(not work.num_tokens for work, _ in pieces)
+        self._num_tokens += sum(num_tokens for _, num_tokens in pieces)
+        self._num_forwards += 1
+        self._last_forward_at = now
+
+
+def _smoothed(before: float, newest: float) -> float:
+    return before + SMOOTHING * (newest - before)
+
+
+def _outcome_of(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001 - whoever awaits the call gets it, whatever it is
+        return error
+
+
+def _joined(outputs: list[Tensor], blocks: BlockSpan) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=blocks.traits.batch_axis + 1)
+
+
+def _settle(settled: Sequence[tuple[_Waiting, object]]) -> None:
+    for waiting, outcome in settled:
+        if waiting.future.cancelled():
+            continue
+        if isinstance(outcome, BaseException):
+            waiting.future.set_exception(outcome)
+        else:
+            queue_us = int((waiting.started_at - waiting.queued_at) * 1e6)
+            waiting.future.set_result(Timed(outcome, queue_us, int(waiting.compute_s * 1e6)))

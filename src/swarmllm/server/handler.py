@@ -1,0 +1,367 @@
+"""One stream to this server: every request on it is checked, dispatched and answered here.
+
+Called by `network/peer` for each stream that a client or a predecessor opens. A bad request is answered with one
+sentence and hurts nobody else; a stream that breaks takes its own sessions with it, and nothing more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmllm import __version__
+from swarmllm.data_structures import Span
+from swarmllm.errors import (
+    BlocksNotServedError,
+    PeerError,
+    RemoteProtocolError,
+    ServerOverloadedError,
+    SwarmError,
+    WeightsMismatchError,
+)
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.network.messages import (
+    SESSION_ID_LENGTH,
+    AdapterHeader,
+    AttachHeader,
+    BatchHeader,
+    CloseHeader,
+    LinkHeader,
+    OpenHeader,
+    ReplayHeader,
+    ResultHeader,
+    StepHeader,
+    parse,
+)
+from swarmllm.network.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
+from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.server.adapters import AdapterStore
+from swarmllm.server.executor import Executor, Priority
+from swarmllm.server.input_checks import InputChecks
+from swarmllm.server.links import Links
+from swarmllm.server.peer_limits import PeerLimits
+from swarmllm.server.session_table import SessionTable
+from swarmllm.server.sessions import Session, Step, on_device, translated_errors
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUESTS_PER_STREAM = 64
+"""Forward and backward requests of one stream that may be under way; a client keeps about two per server busy."""
+
+
+class StreamHandler:
+    """Serves streams; one object for the whole server."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: str,
+        executor: Executor,
+        links: Links,
+        max_batch_tokens: int,
+        allowed_clients: Collection[str] | None,
+    ) -> None:
+        self.links = links
+        self._fingerprint = fingerprint
+        self._executor = executor
+        self._max_batch_tokens = max_batch_tokens
+        self._allowed_clients = allowed_clients
+        self.limits = PeerLimits()
+        self._blocks: BlockSpan | None = None
+        self._inputs: InputChecks | None = None
+        self._sessions: SessionTable | None = None
+        self.adapters = AdapterStore()
+        self._takes_clients = False
+
+    def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
+        """From now on, these blocks are served."""
+        self._blocks, self._inputs, self._sessions = blocks, InputChecks(blocks), sessions
+        self.adapters = AdapterStore()
+        self._takes_clients = True
+
+    async def retire(self, timeout_s: float) -> None:
+        """Take nothing new, hand the sessions over, and let the blocks go when everything that runs has ended."""
+        self._takes_clients = False
+        if self._sessions is not None:
+            await self._sessions.hand_over(timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._executor.wait_until_idle()
+        except TimeoutError:
+            logger.warning("left %d calls unfinished after %.0f s", self._executor.num_calls, timeout_s)
+        self._blocks = self._inputs = self._sessions = None
+
+    async def __call__(self, stream: FrameStream) -> None:
+        """Serve one stream until it ends."""
+        peer_id = stream.peer_id
+        try:
+            self.limits.enter(peer_id)
+        except ServerOverloadedError as error:
+            await send_error(stream, error)
+            return
+        try:
+            await welcome(stream, software=__version__, accept=self._accept)
+            await _Stream(self, stream).serve()
+        except SwarmError as error:
+            logger.debug("stream of %s ended: %s", peer_id, error)
+        finally:
+            self.limits.leave(peer_id)
+
+    def _accept(self, hello: HelloHeader) -> None:
+        if hello.fingerprint and hello.fingerprint != self._fingerprint:
+            raise WeightsMismatchError(
+                f"this server holds another checkpoint (fingerprint {self._fingerprint[:12]}) than yours "
+                f"({hello.fingerprint[:12]})"
+            )
+
+    # ------------------------------------------------------------------ used by streams
+
+    @property
+    def blocks(self) -> BlockSpan:
+        """Raises: BlocksNotServedError: none at the moment."""
+        if self._blocks is None:
+            raise BlocksNotServedError("this server serves no blocks at the moment")
+        return self._blocks
+
+    @property
+    def sessions(self) -> SessionTable:
+        """Raises: BlocksNotServedError: none at the moment."""
+        if self._sessions is None:
+            raise BlocksNotServedError("this server serves no blocks at the moment")
+        return self._sessions
+
+    def check_client(self, peer_id: str) -> None:
+        """Raises: BlocksNotServedError: this server takes nothing new from this client."""
+        if self._allowed_clients is not None and peer_id not in self._allowed_clients:
+            raise BlocksNotServedError("this server doesn't serve you: ask its owner to add you to --allowed_clients")
+        if not self._takes_clients:
+            raise BlocksNotServedError("this server is leaving these blocks; take another route")
+
+    def check_span(self, start: int, end: int) -> Span:
+        """The span asked for, which this server holds.
+
+        Raises:
+            BlocksNotServedError: it doesn't.
+        """
+        blocks = self.blocks
+        if start >= end or Span(start, end) not in blocks.span:
+            raise BlocksNotServedError(f"this server holds blocks {blocks.span}, not [{start}, {end})")
+        for cut in {start, end} & set(blocks.traits.forbidden_cuts):
+            raise BlocksNotServedError(f"a route can't be cut at block {cut} of this model")
+        return Span(start, end)
+
+    @property
+    def inputs(self) -> InputChecks:
+        """Raises: BlocksNotServedError: no blocks at the moment."""
+        if self._inputs is None:
+            raise BlocksNotServedError("this server serves no blocks at the moment")
+        return self._inputs
+
+    async def take_adapter(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
+        """ADAPTER: keep it for later requests of that peer.
+
+        Raises:
+            SwarmError: it doesn't fit these blocks, or takes too much room.
+        """
+        header = parse(AdapterHeader, message.header, None)
+        self.adapters.put(peer_id, header.handle, self.inputs.read_adapter(header, message))
+        return ResultHeader(id=header.id), {}
+
+    async def run_batch(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
+        """FORWARD: the outputs. BACKWARD: the gradients of the inputs, computed anew from the inputs.
+
+        Raises:
+            SwarmError: as one sentence for the client.
+        """
+        header = parse(BatchHeader, message.header, None)
+        span = self.check_span(header.start, header.end)
+        num_tokens = header.batch_size * header.seq_len
+        if num_tokens > self._max_batch_tokens:
+            raise ServerOverloadedError(
+                f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
+            )
+        inputs, grad_outputs = self.inputs.read(header, message)
+        inputs = replace(inputs, adapter=self.adapters.get(peer_id, header.adapter))
+        if header.ones_mask:
+            inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
+        if message.type == MessageType.BACKWARD:
+            if grad_outputs is None:
+                raise RemoteProtocolError("BACKWARD needs grad_outputs")
+            call = partial(self._backward, self.blocks, inputs, span, grad_outputs)
+        else:
+            call = partial(self._forward, self.blocks, inputs, span)
+        timed = await self._executor.run(call, Priority.BATCH)
+        timings = ((span.start, timed.queue_us, timed.compute_us),)
+        return ResultHeader(id=header.id, end=span.end, timings=timings), timed.value
+
+    @staticmethod
+    def _forward(blocks: BlockSpan, inputs: BlockInputs, span: Span) -> dict[str, Tensor]:
+        with torch.inference_mode(), translated_errors():
+            return {"hidden_states": blocks.forward(on_device(inputs, blocks), span)}
+
+    @staticmethod
+    def _backward(blocks: BlockSpan, inputs: BlockInputs, span: Span, grad_outputs: Tensor) -> dict[str, Tensor]:
+        with translated_errors(), torch.enable_grad():
+            inputs = on_device(inputs, blocks)
+            floats = {name: tensor for name, tensor in inputs.tensors().items() if tensor.is_floating_point()}
+            wanted = {name: tensor.requires_grad_() for name, tensor in floats.items() if name != "attention_mask"}
+            adapter = None if inputs.adapter is None else inputs.adapter.leaves()
+            outputs = blocks.forward(replace(inputs, adapter=adapter), span)
+            trained = [] if adapter is None else adapter.tensors()
+            sources = [*wanted.values(), *trained]
+            grads = torch.autograd.grad(
+                outputs, sources, grad_outputs.to(outputs), allow_unused=True, materialize_grads=True
+            )
+            found = dict(zip(wanted, grads, strict=False))
+            if trained:
+                found["adapter"] = torch.cat([grad.flatten() for grad in grads[len(wanted) :]])
+            return found
+
+
+class _Stream:
+    """What one stream has open."""
+
+    def __init__(self, handler: StreamHandler, stream: FrameStream) -> None:
+        self._handler = handler
+        self._stream = stream
+        self._owned: dict[str, tuple[Session, asyncio.Task[None]]] = {}
+        self._attached: dict[str, Session] = {}
+        self._num_requests = 0
+
+    async def serve(self) -> None:
+        self._stream.start_keepalive()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._dispatch(await self._stream.receive(), tasks)
+        except* SwarmError:
+            pass  # the stream has ended: its tasks are cancelled, its sessions end
+        finally:
+            for session, _ in self._owned.values():
+                session.close()
+
+    async def _dispatch(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        try:
+            match message.type:
+                case MessageType.STEP:
+                    self._step(message)
+                case MessageType.OPEN:
+                    await self._open(message, tasks)
+                case MessageType.REPLAY:
+                    replay = parse(ReplayHeader, message.header, None)
+                    self._owned_session(replay.session).enqueue(replay)
+                case MessageType.CLOSE:
+                    self._close(parse(CloseHeader, message.header, None).session)
+                case MessageType.LINK:
+                    await self._start(tasks, message, self._link)
+                case MessageType.ATTACH:
+                    await self._start(tasks, message, self._attach)
+                case MessageType.FORWARD | MessageType.BACKWARD:
+                    self._handler.check_client(self._stream.peer_id)
+                    run = partial(self._handler.run_batch, peer_id=self._stream.peer_id)
+                    await self._start(tasks, message, run)
+                case MessageType.ADAPTER:
+                    self._handler.check_client(self._stream.peer_id)
+                    take = partial(self._handler.take_adapter, peer_id=self._stream.peer_id)
+                    await self._start(tasks, message, take)
+                case MessageType.PROBE:
+                    pass  # it has arrived, and that is all that its sender wants to know
+                case _:
+                    raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
+        except SwarmError as error:
+            if self._stream.closed:
+                raise
+            await self._refuse(message, error)
+
+    def _step(self, message: Message) -> None:
+        header = parse(StepHeader, message.header, None)
+        pushed_to = self._attached.get(header.session)
+        session = pushed_to or self._owned_session(header.session)
+        if session.closed:
+            return  # its client is gone; the predecessor doesn't know yet
+        inputs, _ = self._handler.inputs.read(header, message)
+        session.enqueue(Step(header, inputs, self._stream.peer_id if pushed_to is not None else None))
+
+    async def _open(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        header = parse(OpenHeader, message.header, None)
+        self._handler.check_client(self._stream.peer_id)
+        self._handler.check_span(header.start, header.end)
+        adapter = self._handler.adapters.get(self._stream.peer_id, header.adapter)
+        session = self._handler.sessions.open(header, self._stream, adapter)
+        self._owned[session.id] = session, tasks.create_task(session.work(), name=f"session {session.id}")
+        await self._answer(ResultHeader(id=header.id), {})
+
+    async def _link(self, message: Message) -> tuple[ResultHeader, dict[str, Tensor]]:
+        header = parse(LinkHeader, message.header, None)
+        session = self._owned_session(header.session)
+        session.epoch = max(session.epoch, header.epoch)
+        await session.link_to(self._handler.links, header.successor)
+        return ResultHeader(id=header.id, position=session.passed_on), {}
+
+    async def _attach(self, message: Message) -> tuple[ResultHeader, dict[str, Tensor]]:
+        header = parse(AttachHeader, message.header, None)
+        session = self._handler.sessions.attachable(header.session, header.token)
+        self._attached = {key: value for key, value in self._attached.items() if not value.closed}
+        self._attached[header.session] = session
+        return ResultHeader(id=header.id), {}
+
+    def _close(self, session_id: str) -> None:
+        session, worker = self._owned.pop(session_id, (None, None))
+        if session is not None and worker is not None:
+            worker.cancel()
+            session.close()
+
+    def _owned_session(self, session_id: str) -> Session:
+        """Only the stream that opened a session, and its attached predecessor, may use it."""
+        if session_id not in self._owned:
+            self._handler.sessions.get(session_id)  # the same error whether it exists or not
+            raise RemoteProtocolError("this session belongs to another stream")
+        return self._owned[session_id][0]
+
+    async def _start(
+        self,
+        tasks: asyncio.TaskGroup,
+        message: Message,
+        run: Callable[[Message], Awaitable[tuple[ResultHeader, dict[str, Tensor]]]],
+    ) -> None:
+        """Answer the request in a task of its own, so that the stream goes on meanwhile."""
+        if self._num_requests >= MAX_REQUESTS_PER_STREAM:
+            raise ServerOverloadedError(f"one stream may have {MAX_REQUESTS_PER_STREAM} requests under way")
+        peer_id, num_bytes = self._stream.peer_id, len(message.payload)
+        await self._handler.limits.take(peer_id, num_bytes)
+        self._num_requests += 1
+
+        def ended(_: object) -> None:  # also if the task was cancelled before it began
+            self._num_requests -= 1
+            self._handler.limits.give_back(peer_id, num_bytes)
+
+        tasks.create_task(self._run(message, run), name=message.type.name).add_done_callback(ended)
+
+    async def _run(
+        self, message: Message, run: Callable[[Message], Awaitable[tuple[ResultHeader, dict[str, Tensor]]]]
+    ) -> None:
+        try:
+            header, tensors = await run(message)
+            await self._answer(header, tensors)
+        except SwarmError as error:
+            if self._stream.closed:
+                raise
+            await self._refuse(message, error)
+
+    async def _answer(self, header: ResultHeader, tensors: dict[str, Tensor]) -> None:
+        descriptors, chunks = encode_tensors(tensors)
+        await self._stream.send(MessageType.RESULT, header.model_dump() | {"tensors": descriptors}, chunks)
+
+    async def _refuse(self, message: Message, error: SwarmError) -> None:
+        request, session = message.header.get("id"), message.header.get("session")
+        ids: dict[str, object] = {"id": request if isinstance(request, int) else None}
+        if isinstance(session, str) and len(session) == SESSION_ID_LENGTH:
+            ids["session"] = session
+        if isinstance(error, PeerError) and error.peer_id is not None:
+            ids["peer_id"] = error.peer_id
+        await send_error(self._stream, error, **ids)

@@ -1,0 +1,106 @@
+"""Whether the tensors that came with a step or a batch have the shapes that its header says.
+
+Blocks broadcast what fits by chance, so a few bytes too many could make them allocate gigabytes, and an index outside
+its table takes a GPU's whole context with it. Called by `server/handler` before anything is queued.
+"""
+
+from torch import Tensor
+
+from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.adapters import BlockAdapter, checked
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.network.frames import Message
+from swarmllm.network.messages import AdapterHeader, BatchHeader, StepHeader
+from swarmllm.network.tensor_codec import decode_tensors
+from swarmllm.server.throughput import dummy_inputs
+
+MAX_POSITION_KINDS = 8
+"""Kinds of `position_ids`: 3 or 4 in today's models with several."""
+
+
+class InputChecks:
+    """Knows what the inputs of these blocks look like; the constructor runs them, so nobody else may meanwhile."""
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        self._blocks = blocks
+        self._sample_shape = tuple(dummy_inputs(blocks, 1).hidden_states.shape)
+
+    def read(self, header: StepHeader | BatchHeader, message: Message) -> tuple[BlockInputs, Tensor | None]:
+        """The tensors of the message, and the gradient of the outputs if there is one.
+
+        Raises:
+            RemoteProtocolError: they are not what the header says.
+        """
+        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        grad_outputs = tensors.pop("grad_outputs", None)
+        batch, seq = header.batch_size, header.seq_len
+        hidden = self._hidden_shape(batch, seq)
+        if "hidden_states" not in tensors:
+            raise RemoteProtocolError("hidden_states are missing")
+        _check_floats("hidden_states", tensors["hidden_states"], hidden)
+        if grad_outputs is not None:
+            _check_floats("grad_outputs", grad_outputs, hidden)
+        inputs = BlockInputs.from_tensors(tensors, batch_size=batch, seq_len=seq)
+        if inputs.inputs_embeds is not None:
+            _check_floats("inputs_embeds", inputs.inputs_embeds, (batch, seq, self._blocks.embedding_dim))
+        if inputs.attention_mask is not None:
+            past = header.position if isinstance(header, StepHeader) else 0
+            _check_mask(inputs.attention_mask, batch, seq, past)
+        _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
+        _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, None)
+        _check_positions(inputs.position_ids, batch, seq)
+        return inputs, grad_outputs
+
+    def read_adapter(self, header: AdapterHeader, message: Message) -> BlockAdapter:
+        """The adapter of the message, on the blocks' device.
+
+        Raises:
+            RemoteProtocolError: it doesn't fit the blocks.
+        """
+        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        if tensors.keys() != {"values"}:
+            raise RemoteProtocolError("an adapter comes as one tensor named values")
+        values = tensors["values"].to(self._blocks.device)
+        return checked(header.patches, values, self._blocks.slots)
+
+    def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
+        axis = self._blocks.traits.batch_axis
+        return (*self._sample_shape[:axis], batch, seq, *self._sample_shape[axis + 2 :])
+
+
+def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or not tensor.is_floating_point():
+        raise RemoteProtocolError(
+            f"{name} must be floats of shape {list(shape)}, got {tensor.dtype} of {list(tensor.shape)}"
+        )
+
+
+def _check_mask(mask: Tensor, batch: int, seq: int, past: int) -> None:
+    shape = tuple(mask.shape)
+    if len(shape) == 2:
+        good = shape[0] == batch
+    else:
+        good = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[-2] == seq
+    if not good or not seq <= shape[-1] <= past + seq:
+        raise RemoteProtocolError(
+            f"attention_mask must be [{batch}, {past + seq}] or [{batch}, 1, {seq}, {past + seq}], got {list(shape)}"
+        )
+
+
+def _check_ids(name: str, ids: Tensor | None, batch: int, seq: int, limit: int | None) -> None:
+    if ids is None:
+        return
+    if ids.shape != (batch, seq) or ids.is_floating_point():
+        raise RemoteProtocolError(f"{name} must be integers of shape {[batch, seq]}, got {list(ids.shape)}")
+    if limit is not None and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+        raise RemoteProtocolError(f"{name} must lie in [0, {limit})")
+
+
+def _check_positions(positions: Tensor | None, batch: int, seq: int) -> None:
+    if positions is None:
+        return
+    shape = tuple(positions.shape)
+    good = len(shape) in (2, 3) and shape[-2] in (1, batch) and shape[-1] == seq
+    if not good or (len(shape) == 3 and shape[0] > MAX_POSITION_KINDS) or positions.is_floating_point():
+        raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {list(shape)}")

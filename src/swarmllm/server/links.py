@@ -1,0 +1,156 @@
+"""Persistent streams to successors: one per peer, shared by all sessions whose outputs go there.
+
+Kept open between sessions, because a new stream's first messages are slow over long distances (its flow-control window
+starts small). Called by `server/sessions`; knows nothing about blocks.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from swarmllm.errors import PeerError, PeerUnreachableError, SessionLostError, SwarmError
+from swarmllm.network.messages import AttachHeader, ResultHeader, Successor, parse
+from swarmllm.network.protocol import FrameStream, Message, MessageType, raise_error
+
+OpenStream = Callable[[Successor], Awaitable[FrameStream]]
+OnLost = Callable[[PeerError], None]
+
+FIRST_REQUEST_ID = 1 << 62
+"""Of ATTACH: errors about steps carry the ids that clients gave them, which count from 1."""
+
+
+class Link:
+    """One stream to one successor."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self.stream = stream
+        self._ids = itertools.count(FIRST_REQUEST_ID)
+        self._pending: dict[int, asyncio.Future[None]] = {}
+        self._listeners: dict[str, OnLost] = {}  # by the successor's session
+        self.error: PeerError | None = None
+
+    async def attach(self, successor: Successor, on_lost: OnLost) -> None:
+        """Tell the successor that steps of its session will come here.
+
+        `on_lost` is called when the stream breaks, or the successor doesn't take a step.
+
+        Raises:
+            SwarmError: the successor refuses, or the stream broke.
+        """
+        if self.error is not None:
+            raise self.error
+        request = next(self._ids)
+        future = self._pending[request] = asyncio.get_running_loop().create_future()
+        self._listeners[successor.session] = on_lost
+        try:
+            header = AttachHeader(id=request, session=successor.session, token=successor.token)
+            await self.stream.send(MessageType.ATTACH, header.model_dump())
+            await future
+        except BaseException:
+            self.forget(successor.session)
+            raise
+        finally:
+            self._pending.pop(request, None)
+
+    def forget(self, session: str) -> None:
+        """Nobody here pushes to that session of the successor any more."""
+        self._listeners.pop(session, None)
+
+    async def read(self) -> None:
+        """Take in the answers until the stream breaks; its end is told to every session."""
+        try:
+            while True:
+                message = await self.stream.receive()
+                error: SwarmError | None = None
+                try:
+                    if message.type == MessageType.ERROR:
+                        raise_error(message.header, self.stream.peer_id)
+                    parse(ResultHeader, message.header, self.stream.peer_id)
+                except SwarmError as caught:
+                    error = caught
+                request = message.header.get("id")
+                future = self._pending.get(request) if isinstance(request, int) else None
+                if future is None:
+                    self._step_refused(message, error)
+                elif future.done():
+                    continue
+                elif error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+        except PeerError as lost:
+            self.error = lost
+        except SwarmError:
+            pass  # closed by this side
+        finally:
+            self.error = self.error or PeerUnreachableError("the link was closed", self.stream.peer_id)
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(self.error)
+            for on_lost in tuple(self._listeners.values()):
+                on_lost(self.error)
+            self.stream.abort()
+
+    def _step_refused(self, message: Message, error: SwarmError | None) -> None:
+        """The successor answers steps to the client, unless it couldn't even tell whose they are or take them."""
+        on_lost = self._listeners.get(str(message.header.get("session")))
+        if error is not None and on_lost is not None:
+            on_lost(error if isinstance(error, PeerError) else SessionLostError(str(error), self.stream.peer_id))
+
+
+@dataclass
+class _Dialling:
+    """Forgotten when nobody waits for it: clients name successors as they like."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
+class Links:
+    """All links of this server; `tasks` is the server's own TaskGroup, in which their readers live."""
+
+    def __init__(self, open_stream: OpenStream, tasks: asyncio.TaskGroup) -> None:
+        self._open_stream = open_stream
+        self._tasks = tasks
+        self._links: dict[str, Link] = {}
+        self._dialling: dict[str, _Dialling] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    async def get(self, successor: Successor) -> Link:
+        """The link to that peer, opened now if there is none.
+
+        Raises:
+            PeerError: it can't be reached.
+        """
+        peer_id = successor.peer_id
+        dialling = self._dialling.setdefault(peer_id, _Dialling())
+        dialling.num_waiting += 1
+        try:
+            async with dialling.lock:
+                link = self._links.get(peer_id)
+                if link is None or link.error is not None:
+                    stream = await self._open_stream(successor)
+                    stream.start_keepalive()
+                    link = self._links[peer_id] = Link(stream)
+                    self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
+                return link
+        finally:
+            dialling.num_waiting -= 1
+            if not dialling.num_waiting:
+                del self._dialling[peer_id]
+
+    async def _read(self, peer_id: str, link: Link) -> None:
+        try:
+            await link.read()
+        finally:
+            if self._links.get(peer_id) is link:
+                del self._links[peer_id]
+
+    async def close(self) -> None:
+        """End all streams; their readers end with them."""
+        for link in tuple(self._links.values()):
+            link.stream.abort()
+        self._links.clear()

@@ -1,0 +1,60 @@
+"""What one peer may have on this server at a time: streams, and bytes of requests under way.
+
+Called by `server/handler`. While a request waits for room its stream isn't read, so that the rest stays with the peer.
+Sessions have limits of their own (`session_table`, `kv_cache`).
+"""
+
+import asyncio
+from collections import Counter
+
+from swarmllm.errors import ServerOverloadedError
+
+MAX_STREAMS_PER_PEER = 256
+MAX_BYTES_PER_PEER = 512 << 20
+"""Assumed: four of the largest batches (8192 tokens × 4096 floats); a client keeps about two per server busy."""
+
+
+class PeerLimits:
+    """Streams and bytes by peer id."""
+
+    def __init__(self) -> None:
+        self._streams: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+
+    def num_streams(self) -> int:
+        """Of all peers."""
+        return self._streams.total()
+
+    def enter(self, peer_id: str) -> None:
+        """One more stream of that peer.
+
+        Raises:
+            ServerOverloadedError: it has too many.
+        """
+        if self._streams[peer_id] >= MAX_STREAMS_PER_PEER:
+            raise ServerOverloadedError(f"one peer may have {MAX_STREAMS_PER_PEER} streams open")
+        self._streams[peer_id] += 1
+
+    def leave(self, peer_id: str) -> None:
+        """That stream has ended."""
+        _subtract(self._streams, peer_id, 1)
+
+    async def take(self, peer_id: str, num_bytes: int) -> None:
+        """Wait for room; a request that is larger than all of it goes alone."""
+        while self._bytes[peer_id] and self._bytes[peer_id] + num_bytes > MAX_BYTES_PER_PEER:
+            self._freed.clear()
+            await self._freed.wait()
+        self._bytes[peer_id] += num_bytes
+
+    def give_back(self, peer_id: str, num_bytes: int) -> None:
+        """The request has been answered."""
+        _subtract(self._bytes, peer_id, num_bytes)
+        self._freed.set()
+
+
+def _subtract(counts: "Counter[str]", key: str, amount: int) -> None:
+    """Peers that have nothing are not remembered."""
+    counts[key] -= amount
+    if not counts[key]:
+        del counts[key]

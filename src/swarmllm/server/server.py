@@ -1,0 +1,366 @@
+"""The life of a server process: find out what to serve, load it, announce it, serve until told to stop, leave politely.
+
+Called by `server/__main__`. One event loop in the main thread, one TaskGroup here, one device thread (`executor`).
+
+    JOINING   the span is chosen and announced, the blocks are loading
+    ONLINE    streams are served
+    LEAVING   announced; no new sessions, the others are handed over, running steps end; then the record is withdrawn
+              and the process exits, or the server becomes JOINING with other blocks (`rebalancer`)
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from huggingface_hub.constants import HF_HOME
+
+from swarmllm import __version__
+from swarmllm.command_line import stop_event
+from swarmllm.config import ServerConfig
+from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, Span, SwarmSnapshot
+from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
+from swarmllm.models.architecture import check_supported
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.dtypes import resolve_dtype
+from swarmllm.models.quantization import resolve_quantization
+from swarmllm.network.block_directory import BlockDirectory
+from swarmllm.network.discovery import LanAnnouncement, find_swarm
+from swarmllm.network.messages import Successor
+from swarmllm.network.peer import Peer
+from swarmllm.network.protocol import FrameStream, hello
+from swarmllm.server.announcer import Announcer
+from swarmllm.server.executor import Executor, Priority
+from swarmllm.server.handler import StreamHandler
+from swarmllm.server.kv_cache import CacheBudget
+from swarmllm.server.links import Links
+from swarmllm.server.metrics import ServerMetrics, serve_metrics
+from swarmllm.server.network_speed import NetworkSpeed
+from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.server.rebalancer import Rebalancer
+from swarmllm.server.scheduler import Budget
+from swarmllm.server.session_table import SessionTable
+from swarmllm.server.throughput import Throughput, ThroughputCache, dummy_inputs, measure_throughput
+from swarmllm.swarm.placement import choose_span
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 1.0
+"""Seconds for telling the DHT, twice. If all servers leave at once nobody listens, and each call would time out."""
+DRAIN_S = 2.5
+"""Seconds for sessions to be handed over, and again for running steps to end, when the server is told to stop: it must
+be gone within 10."""
+HAND_OVER_S = 15.0
+"""The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
+MEMORY_SHARE = 0.8
+"""Of the free memory that blocks may take when their number isn't given. Assumed: the rest is cache and activations."""
+CONNECT_TIMEOUT_S = 5.0
+LOWEST_PRIORITY = 19
+"""Of POSIX. Under load such a process gets about 1/70 of the time of one with priority 0 (Linux)."""
+MAX_QUEUE_MS = 1e6
+"""A record may not say more."""
+
+
+async def serve(config: ServerConfig) -> None:
+    """Run a server until SIGINT, SIGTERM, or (if asked for) the end of standard input.
+
+    Raises:
+        SwarmError: it can't start, or its peer-to-peer daemon died.
+    """
+    started_at = time.monotonic()
+    stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
+    if config.nice:
+        os.nice(LOWEST_PRIORITY)  # before there are threads and children, which inherit it
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    checkpoint = await asyncio.to_thread(
+        open_checkpoint, config.model, revision=config.revision, token=config.token, cache_dir=config.cache_dir
+    )
+    check_supported(checkpoint.config)
+    _check_span(config, checkpoint)
+    logger.info(
+        "%s has %d blocks (fingerprint %s)", checkpoint.name, checkpoint.num_blocks, checkpoint.fingerprint[:12]
+    )
+    initial_peers = config.initial_peers
+    if not initial_peers and not config.new_swarm:
+        initial_peers = await find_swarm(checkpoint.public_name, checkpoint.fingerprint)
+    peer = await Peer.create(
+        initial_peers=initial_peers,
+        host_maddrs=config.listen_maddrs,
+        announce_maddrs=config.announce_maddrs,
+        identity_path=config.identity_path,
+    )
+    try:
+        logger.info("peer %s listens at %s", peer.peer_id, ", ".join(peer.addrs))
+        async with LanAnnouncement(
+            peer.peer_id,
+            peer.addrs if config.lan_discovery and not config.initial_peers else (),
+            model=checkpoint.public_name,
+            fingerprint=checkpoint.fingerprint,
+        ) as announcement:
+            await _Server(config, checkpoint, peer, announcement).run(stop, started_at)
+    finally:
+        await peer.close()
+
+
+def _check_span(config: ServerConfig, checkpoint: Checkpoint) -> None:
+    """Raises ConfigurationError if the model lacks the blocks; before anybody can hear of this server."""
+    name, num_blocks = checkpoint.name, checkpoint.num_blocks
+    if config.block_indices is not None and config.block_indices[1] > num_blocks:
+        start, end = config.block_indices
+        raise ConfigurationError(f"block_indices {start}:{end} is outside {name}, which has blocks 0:{num_blocks}")
+    if config.num_blocks is not None and config.num_blocks > num_blocks:
+        raise ConfigurationError(f"num_blocks {config.num_blocks} is too many: {name} has {num_blocks}")
+
+
+class _Server:
+    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, peer: Peer, announcement: LanAnnouncement) -> None:
+        self._config = config
+        self._announcement = announcement
+        self._checkpoint = checkpoint
+        self._peer = peer
+        self._directory = BlockDirectory(peer)
+        self._device = _resolve_device(config.device)
+        self._dtype = resolve_dtype(checkpoint, config.dtype)
+        self._quantization = resolve_quantization(checkpoint.config, config.quant_type)
+        self._state = ServerState.JOINING
+        self._span = Span(0, checkpoint.num_blocks)
+        self._blocks: BlockSpan | None = None
+        self._throughput: Throughput | None = None
+        self._budget = CacheBudget(0)
+        self._bytes_per_token = self._hidden_bytes = 1
+        self._claim: Span | None = None
+        self._executor: Executor | None = None
+        self._network = NetworkSpeed(peer.peer_id, self._look, self._open_link, config.update_period)
+        self._rebalancer = Rebalancer(
+            peer.peer_id,
+            # Whoever was told which blocks to serve doesn't move.
+            balance_quality=config.balance_quality if config.block_indices is None else 0.0,
+            period_s=config.update_period,
+        )
+        self._announcer = Announcer(
+            self._directory,
+            ModelRecord(
+                name=checkpoint.public_name, fingerprint=checkpoint.fingerprint, num_blocks=checkpoint.num_blocks
+            ),
+            self._describe,
+            config.update_period,
+        )
+
+    async def run(self, stop: asyncio.Event, started_at: float) -> None:
+        """Go through the states; returns when the server has left."""
+        self._span = await self._choose_span()
+        executor = self._executor = Executor(Budget(max_sessions=self._config.max_batch_sessions))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watchdog = tasks.create_task(self._watch_daemon(), name="watch the daemon")
+                announcing = tasks.create_task(self._announcer.run(), name="announce")
+                measuring = tasks.create_task(self._network.run(), name="measure the network")
+                links = Links(self._open_link, tasks)
+                handler = StreamHandler(
+                    fingerprint=self._checkpoint.fingerprint,
+                    executor=executor,
+                    links=links,
+                    max_batch_tokens=self._config.max_batch_tokens,
+                    allowed_clients=self._config.allowed_clients,
+                )
+                metrics = ServerMetrics(handler, executor, self._describe, lambda: self._budget)
+                reporting = tasks.create_task(
+                    serve_metrics(self._config.metrics_host, self._config.metrics_port, metrics), name="serve metrics"
+                )
+                await self._peer.serve_streams(handler)
+                while await self._load(executor, stop):
+                    logger.info("ready %.1f s after the start", time.monotonic() - started_at)
+                    target = await self._serve(handler, executor, stop)
+                    if target is None:
+                        break
+                    self._span, self._blocks, self._claim = target, None, None
+                for task in (watchdog, announcing, measuring, reporting):
+                    task.cancel()
+                await _at_most(FAREWELL_S, self._announcer.withdraw())
+                await links.close()
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from None
+        finally:
+            await executor.close()
+
+    async def _choose_span(self) -> Span:
+        config = self._config
+        if config.block_indices is not None:
+            return Span(*config.block_indices)
+        block_bytes = self._checkpoint.block_bytes(self._dtype, self._quantization)
+        wanted = config.num_blocks or _num_blocks_that_fit(block_bytes, self._device)
+        snapshot = await self._look()
+        others = tuple(s for s in snapshot.servers if s.peer_id != self._peer.peer_id)
+        span = choose_span(replace(snapshot, servers=others), wanted)
+        logger.info("chose blocks %s, which the swarm of %d other servers lacks most", span, len(others))
+        return span
+
+    async def _load(self, executor: Executor, stop: asyncio.Event) -> bool:
+        """Load and measure the blocks; False if told to stop meanwhile."""
+        self._state = ServerState.JOINING
+        await self._announcer.announce()
+
+        def load() -> None:
+            blocks = load_block_span(
+                self._checkpoint,
+                self._span,
+                dtype=self._dtype,
+                device=self._device,
+                quantization=self._quantization,
+            )
+            self._throughput = measure_throughput(blocks, self._measurements())
+            self._blocks = blocks
+
+        loading = asyncio.ensure_future(executor.run(load, Priority.BATCH))
+        await _first_of(loading, stop.wait())
+        return loading.done() and loading.result() is not None
+
+    async def _serve(self, handler: StreamHandler, executor: Executor, stop: asyncio.Event) -> Span | None:
+        """Serve the loaded blocks until told to stop (None), or until other blocks need this server more."""
+        blocks = self._blocks
+        if blocks is None:
+            raise RuntimeError("_serve comes after _load")
+        hidden_bytes = self._hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
+        self._bytes_per_token = blocks.cache_bytes_per_token + hidden_bytes
+        self._budget = CacheBudget(self._bytes_per_token * self._config.attn_cache_tokens)
+        pages = self._prefix_cache()
+        handler.serve(blocks, SessionTable(blocks, hidden_bytes, executor, self._budget, pages))
+        self._state = ServerState.ONLINE
+        if not await self._announcer.announce():
+            raise PeerUnreachableError("the swarm's DHT doesn't take this server's announcement", self._peer.peer_id)
+        print(f"swarmllm: serving blocks {self._span} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
+        print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)
+        self._announcement.start()
+        moving = asyncio.ensure_future(self._rebalancer.wait_for_move(self._look, self._stake_claim))
+        await _first_of(moving, stop.wait())
+        target = moving.result() if moving.done() and not moving.cancelled() else None
+        logger.info("leaving" if target is None else f"moving from blocks {self._span} to {target}")
+        self._state = ServerState.LEAVING
+        await _at_most(FAREWELL_S, self._announcer.announce())
+        await handler.retire(DRAIN_S if target is None else HAND_OVER_S)
+        return target
+
+    def _prefix_cache(self) -> PrefixCache | None:
+        num_tokens = self._config.prefix_cache_tokens
+        if not num_tokens:
+            return None
+        pages = PrefixCache(self._bytes_per_token * num_tokens)
+        logger.info("prompts that begin alike share up to %.1f MB of pages", pages.capacity_bytes / 1e6)
+        return pages
+
+    async def _look(self) -> SwarmSnapshot:
+        """The swarm now: what the others announce, and this server as it knows itself."""
+        announced = await self._directory.servers(self._checkpoint.fingerprint)
+        others = tuple(server for server in announced if server.peer_id != self._peer.peer_id)
+        return SwarmSnapshot(num_blocks=self._checkpoint.num_blocks, servers=(*others, self._describe()))
+
+    async def _stake_claim(self, target: Span | None) -> None:
+        self._claim = target
+        await self._announcer.announce()
+
+    async def _watch_daemon(self) -> None:
+        await self._peer.daemon_exited()
+        raise PeerUnreachableError(
+            "the peer-to-peer daemon (p2pd) died, so nobody can reach this server: start it again"
+        )
+
+    async def _open_link(self, other: Successor | ServerInfo) -> FrameStream:
+        stream = await self._peer.open_stream(other.peer_id, other.addrs, timeout_s=CONNECT_TIMEOUT_S)
+        await hello(stream, fingerprint=self._checkpoint.fingerprint, software=__version__, timeout_s=CONNECT_TIMEOUT_S)
+        return stream
+
+    def _measurements(self) -> ThroughputCache:
+        """Where earlier starts' measurements are."""
+        return ThroughputCache(
+            directory=Path(self._config.cache_dir or HF_HOME),
+            fingerprint=self._checkpoint.fingerprint,
+            quant_type=self._config.quant_type,
+            num_threads=self._config.num_threads,
+        )
+
+    def _describe(self) -> ServerInfo:
+        """What is to be announced now."""
+        blocks, throughput = self._blocks, self._throughput
+        info = ServerInfo(
+            peer_id=self._peer.peer_id,
+            addrs=self._peer.addrs,
+            start=self._span.start,
+            end=self._span.end,
+            state=self._state,
+            max_batch_tokens=self._config.max_batch_tokens,
+            dtype=str(self._dtype).removeprefix("torch."),
+            quant_type=self._quantization.quant_type,
+            version=__version__,
+            public_name=self._config.public_name,
+            claim=None if self._claim is None else (self._claim.start, self._claim.end),
+        )
+        if blocks is None or throughput is None:
+            return info
+        network_tokens_per_s = self._network.tokens_per_s(self._hidden_bytes)
+        return info.model_copy(
+            update={
+                "throughput": self._config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
+                "network_mbps": self._network.mbps,
+                "decode_ms_per_block": throughput.decode_ms_per_block,
+                "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
+                "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,
+                "queue_ms": 0.0 if self._executor is None else min(self._executor.load.queue_ms, MAX_QUEUE_MS),
+                "cache_tokens_left": self._budget.left_bytes // self._bytes_per_token,
+                "traits": blocks.traits,
+            }
+        )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(f"device {name!r} can't be used here: {reason}") from None
+
+
+def _num_blocks_that_fit(block_bytes: list[int], device: torch.device) -> int:
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    num_blocks = int(free * MEMORY_SHARE) // max(block_bytes)
+    if num_blocks == 0:
+        raise ConfigurationError(
+            f"not even one block fits into the memory of {device}: it takes {max(block_bytes) / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB are free"
+        )
+    return min(num_blocks, len(block_bytes))
+
+
+async def _at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await telling
+
+
+async def _first_of(wanted: "asyncio.Future[Any]", other: Coroutine[Any, Any, object]) -> None:
+    """Wait for either; what isn't done then is cancelled."""
+    second = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait({wanted, second}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in (wanted, second):
+            future.cancel()
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to report: a SwarmError if there is one, else whatever came first."""
+    errors = group.subgroup(SwarmError) or group
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,128 @@
+"""All sessions of a server: opened within the byte budget, found by id, handed over when the server leaves.
+
+Used by `server/handler` and `server/server`.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Iterator
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLostError
+from swarmllm.models.adapters import BlockAdapter
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.network.messages import OpenHeader
+from swarmllm.network.protocol import FrameStream
+from swarmllm.server.executor import Executor
+from swarmllm.server.kv_cache import CacheBudget
+from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.server.sessions import Session
+
+MAX_SESSIONS_PER_PEER = 256
+
+
+class SessionTable:
+    """All sessions on one span of blocks; a server that moves makes a new one."""
+
+    def __init__(
+        self,
+        blocks: BlockSpan,
+        hidden_bytes_per_token: int,
+        executor: Executor,
+        budget: CacheBudget,
+        pages: PrefixCache | None = None,
+    ) -> None:
+        self.budget = budget
+        self.pages = pages
+        self._hidden_bytes_per_token = hidden_bytes_per_token
+        self._blocks = blocks
+        self._executor = executor
+        self._sessions: dict[str, Session] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def open(self, header: OpenHeader, owner: FrameStream, adapter: BlockAdapter | None = None) -> Session:
+        """A new session, its cache leased.
+
+        Raises:
+            CacheFullError, ServerOverloadedError: no room.
+            RemoteProtocolError: the id is taken.
+        """
+        if header.session in self._sessions:
+            raise RemoteProtocolError("a session with this id is open already")
+        if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
+            raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
+        if not self._blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        span = Span(header.start, header.end)
+        # A position is first an input that waits, then cache and perhaps an output that is kept.
+        cache_bytes_per_token = -(-self._blocks.cache_bytes_per_token * len(span) // len(self._blocks.span))
+        bytes_per_token = cache_bytes_per_token + self._hidden_bytes_per_token
+        session_bytes = self._blocks.cache_bytes_per_session
+        lease = self.budget.lease((bytes_per_token * header.max_length + session_bytes) * header.batch_size)
+        session = Session(
+            id=header.session,
+            token=header.token,
+            owner=owner,
+            blocks=self._blocks,
+            span=span,
+            executor=self._executor,
+            lease=lease,
+            bytes_per_token=bytes_per_token,
+            hidden_bytes_per_token=self._hidden_bytes_per_token,
+            batch_size=header.batch_size,
+            max_length=header.max_length,
+            epoch=header.epoch,
+            keeps_outputs=header.end < self._blocks.num_blocks,
+            record_past=header.record_past,
+            on_close=self._forget,
+            adapter=adapter,
+            pages=self.pages,
+        )
+        self._sessions[header.session] = session
+        self._empty.clear()
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """Raises: SessionLostError: there is none of this id."""
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise SessionLostError("this server has no such session (any more)") from None
+
+    def attachable(self, session_id: str, token: str) -> Session:
+        """The session that a predecessor wants to attach to.
+
+        Raises:
+            SessionLostError: there is none, or the token is wrong (which is not told apart).
+        """
+        session = self._sessions.get(session_id)
+        if session is None or not hmac.compare_digest(session.token.encode(), token.encode()):
+            raise SessionLostError("this server has no such session (any more)")
+        return session
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.id]
+        if not self._sessions:
+            self._empty.set()
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Tell every client to take another route, and wait until they have gone; those that don't lose the session.
+
+        A client whose next step is refused would find another server as well; being told spares it the failed step.
+        """
+        for session in self:
+            session.dismiss()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            for session in self:
+                session.close()
+                session.owner.abort()  # its client has been told; nothing is kept for one that doesn't come back

@@ -1,0 +1,56 @@
+"""A route in words and numbers: what each hop costs, why, and who would be faster alone.
+
+Used by `model.swarm.route()` and by `swarmllm status`.
+"""
+
+from collections.abc import Sequence
+
+from swarmllm.data_structures import RouteHop, SwarmSnapshot
+from swarmllm.swarm.route_costs import RouteCosts
+from swarmllm.swarm.routing import route_cost_ms
+
+
+class Route(list[RouteHop]):
+    """The hops, with their expected costs; `print()` tells why."""
+
+    def __init__(self, hops: Sequence[RouteHop], explanation: Sequence[str], expected_ms: float) -> None:
+        super().__init__(hops)
+        self.explanation = tuple(explanation)
+        self.expected_ms = expected_ms
+        """Of one decode step."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.explanation)
+
+
+def explain_route(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> Route:
+    """Say what is expected of a route through all blocks."""
+    of_hops = costs.of_hops(route)
+    total_ms = sum(hop.total_ms for hop in of_hops)
+    network_ms, queue_ms = sum(hop.network_ms for hop in of_hops), sum(hop.queue_ms for hop in of_hops)
+    lines = [_in_numbers(f"{total_ms:.1f} ms per token", network_ms, queue_ms, total_ms - network_ms - queue_ms)]
+    if len(route) > 1:
+        lines += [
+            _in_numbers(f"  {hop.span} …{hop.server.peer_id[-6:]}", cost.network_ms, cost.queue_ms, cost.compute_ms)
+            for hop, cost in zip(route, of_hops, strict=True)
+        ]
+    return Route(route, [*lines, *_faster_alone(route, snapshot, costs)], total_ms)
+
+
+def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float) -> str:
+    return f"{what}: network {network_ms:.1f} ms, queue {queue_ms:.1f} ms, computing {compute_ms:.1f} ms"
+
+
+def _faster_alone(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> list[str]:
+    """Who doesn't hold all blocks, but if it did, would beat the route."""
+    route_ms = route_cost_ms(route, costs)
+    lines = []
+    candidates = [(costs.alone_ms(server, snapshot.num_blocks), server) for server in snapshot.online()]
+    if candidates:
+        best_ms, best = min(candidates, key=lambda pair: pair[0])
+        if best_ms < route_ms and len(best.span) < snapshot.num_blocks:
+            lines.append(
+                f"server …{best.peer_id[-6:]} alone would take about {best_ms:.1f} ms if it held all "
+                f"{snapshot.num_blocks} blocks (it holds {best.span})"
+            )
+    return lines

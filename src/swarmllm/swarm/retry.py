@@ -1,0 +1,77 @@
+"""When to try again, and whom to avoid: the one retry policy of sessions, batches and look-ups.
+
+Pure: the caller passes the time in and sleeps itself. What an error means is said by its class (`errors`): whether
+trying again can help, and whether the peer is to blame.
+"""
+
+from dataclasses import dataclass, field
+
+from swarmllm.errors import PeerError, SwarmError
+
+FIRST_BACKOFF_S = 0.1
+"""Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
+MAX_BACKOFF_S = 5.0
+MAX_BAN_FACTOR = 16
+FULL_SERVER_PAUSE_S = 1.0
+"""Assumed: how long a peer that is full or overloaded is passed over, without blame."""
+
+
+@dataclass
+class Retries:
+    """One operation's attempts: counts failures and says how long to wait before the next try."""
+
+    max_retries: int
+    failures: int = 0
+
+    def next_delay_s(self, error: SwarmError) -> float | None:
+        """Seconds to wait before trying again after `error`; None = give up and raise it."""
+        self.failures += 1
+        if not error.retriable or self.failures > self.max_retries:
+            return None
+        if self.failures == 1:
+            return 0.0  # another server usually can take over at once
+        return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.failures - 2)))
+
+
+@dataclass
+class PeerHealth:
+    """Which peers to avoid for now. Bans are short and recover: a peer that behaved again starts anew."""
+
+    ban_s: float
+    _faults: dict[str, int] = field(default_factory=dict)
+    _avoid_until: dict[str, float] = field(default_factory=dict)
+    _quarantined: set[str] = field(default_factory=set)
+
+    def report(self, error: SwarmError, now: float) -> None:
+        """Take note of a failure; only errors that name a peer change anything."""
+        if not isinstance(error, PeerError) or error.peer_id is None:
+            return
+        peer_id = error.peer_id
+        if error.blames_peer:
+            faults = self._faults[peer_id] = self._faults.get(peer_id, 0) + 1
+            pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
+        elif error.code in ("overloaded", "cache_full", "blocks_not_served"):
+            pause = FULL_SERVER_PAUSE_S
+        else:
+            return
+        self._avoid_until[peer_id] = max(now + pause, self._avoid_until.get(peer_id, 0.0))
+
+    def succeeded(self, peer_id: str) -> None:
+        """The peer did what it was asked to."""
+        if peer_id in self._faults or peer_id in self._avoid_until:
+            self._faults.pop(peer_id, None)
+            self._avoid_until.pop(peer_id, None)
+
+    def avoided(self, now: float) -> frozenset[str]:
+        """Peers not to use at time `now`."""
+        paused = {peer_id for peer_id, until in self._avoid_until.items() if until > now}
+        return frozenset(paused | self._quarantined)
+
+    def quarantine(self, peer_id: str) -> None:
+        """Never use the peer again: it was caught lying, which a pause doesn't mend."""
+        self._quarantined.add(peer_id)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Peers that are not to be used even when nobody else is left."""
+        return frozenset(self._quarantined)

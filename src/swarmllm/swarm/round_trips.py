@@ -1,0 +1,78 @@
+"""How far servers are from this client, from samples that come now and then; and which servers to measure next.
+
+Used by the client's swarm view, which sends the pings. Pure: the time is passed in, in seconds.
+"""
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from swarmllm.data_structures import ServerInfo, SwarmSnapshot
+from swarmllm.errors import MissingBlocksError
+from swarmllm.swarm.route_costs import RouteCosts
+from swarmllm.swarm.routing import find_route
+
+SMOOTHING = 0.3
+"""Weight of a new sample; a ping is itself the best of some."""
+FORGET_S = 900.0
+"""Assumed: paths through the internet and the load of home connections change within a quarter of an hour."""
+DIAL_ROUND_TRIPS = 8
+"""Of a new connection and its first ping, with TCP, Noise, yamux and our greeting. Counted at an emulated delay: who
+didn't answer yet is at least so far away."""
+
+
+@dataclass
+class RoundTrips:
+    """Smoothed milliseconds by peer id."""
+
+    _ms: dict[str, float] = field(default_factory=dict)
+    _seen_at: dict[str, float] = field(default_factory=dict)
+    _tried_at: dict[str, float] = field(default_factory=dict)
+    _waiting_since: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, peer_id: str, now: float) -> None:
+        """A ping is under way."""
+        self._tried_at[peer_id] = now
+        self._waiting_since[peer_id] = now
+
+    def observe(self, peer_id: str, ms: float, now: float) -> None:
+        """A sample."""
+        old = self._ms.get(peer_id)
+        aged = now - self._seen_at.get(peer_id, now) > FORGET_S
+        self._ms[peer_id] = ms if old is None or aged else old + SMOOTHING * (ms - old)
+        self._seen_at[peer_id] = self._tried_at[peer_id] = now
+        self._waiting_since.pop(peer_id, None)
+
+    def fail(self, peer_id: str) -> None:
+        """The ping that was under way got no answer."""
+        self._waiting_since.pop(peer_id, None)
+        self._ms.pop(peer_id, None)
+
+    def known(self, now: float) -> dict[str, float]:
+        """What was measured and isn't too old; of a first ping that is still under way, what it takes at least."""
+        known = {peer_id: ms for peer_id, ms in self._ms.items() if now - self._seen_at[peer_id] < FORGET_S}
+        least = RouteCosts(round_trips_ms=known).assumed_round_trip_ms
+        for peer_id, since in self._waiting_since.items():
+            if peer_id not in known:
+                known[peer_id] = max(least, (now - since) * 1e3 / DIAL_ROUND_TRIPS)
+        return known
+
+    def to_measure(
+        self, snapshot: SwarmSnapshot, now: float, *, count: int, avoid: Collection[str], generator: random.Random
+    ) -> list[ServerInfo]:
+        """At most `count` servers whose distance would be good to know.
+
+        First those that would be on the best route if all unknown ones were near, then whoever was not measured for the
+        longest time.
+        """
+        nobody_knows = {s.peer_id: self._ms.get(s.peer_id, 0.0) for s in snapshot.online()}
+        try:
+            hoped = find_route(snapshot, avoid=avoid, costs=RouteCosts(round_trips_ms=nobody_knows))
+        except MissingBlocksError:
+            hoped = []
+        first = [hop.server for hop in hoped if hop.server.peer_id not in self._tried_at]
+        chosen = {server.peer_id for server in first}
+        others = [s for s in snapshot.online() if s.peer_id not in chosen and s.peer_id not in avoid]
+        generator.shuffle(others)
+        others.sort(key=lambda server: self._tried_at.get(server.peer_id, float("-inf")))
+        return list({server.peer_id: server for server in (*first, *others)}.values())[:count]

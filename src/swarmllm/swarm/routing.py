@@ -1,0 +1,246 @@
+"""Which servers shall run which blocks: the route of least expected time through the blocks asked for.
+
+Called by the client's swarm view and by `status`. Knows no network: `swarm/route_costs` says what a hop costs, from
+what servers announced and the client measured.
+
+The search goes block by block and keeps, for each server, the cheapest way to have everything up to here done with that
+server as the last. At each boundary a way either stays with its server or changes to any other one that holds the next
+block. Most servers are no use to change *from*: those that are certainly dearer than another one, whatever comes next,
+are left out, and of the rest a beam of the best.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmllm.data_structures import RouteHop, ServerInfo, Span, SwarmSnapshot
+from swarmllm.errors import MissingBlocksError
+from swarmllm.swarm.route_costs import HOP_COST_MS, RouteCosts, route_tokens_per_s
+
+BEAM_WIDTH = 32
+"""Servers per boundary that a way may change from. Measured in benchmarks/routes.py: the best route was never missed
+with 1000 servers, and half as many save little time."""
+SHARE_WORTH_IT = 0.05
+"""Of the fastest route's throughput: a slower one isn't worth its streams. Assumed."""
+
+MOVE_ROUND_TRIPS = 6
+"""Of a session's move: dialling, greeting, opening, linking, replaying."""
+
+Floats = NDArray[np.float64]
+STAYS, BEGINS = -2, -1
+"""In place of the server that a way comes from."""
+
+
+def find_route(
+    snapshot: SwarmSnapshot,
+    span: Span | None = None,
+    *,
+    avoid: Collection[str] = (),
+    costs: RouteCosts | None = None,
+    beam_width: int = BEAM_WIDTH,
+) -> list[RouteHop]:
+    """The route through `span` (default: all blocks) of least expected time, without the peers in `avoid`.
+
+    A hop may enter and leave a server's span anywhere that its traits allow.
+
+    Raises:
+        MissingBlocksError: some blocks have no server, or no chain of allowed cuts joins them.
+    """
+    span = span or Span(0, snapshot.num_blocks)
+    servers = [s for s in snapshot.online() if s.peer_id not in avoid and s.start < span.end and s.end > span.start]
+    route = _Search(servers, span, costs or RouteCosts()).run(beam_width) if servers else None
+    if route is None:
+        raise _missing(servers, span)
+    return route
+
+
+def route_cost_ms(route: Iterable[RouteHop], costs: RouteCosts | None = None) -> float:
+    """Expected milliseconds of one decode step along `route`."""
+    return sum(hop.total_ms for hop in (costs or RouteCosts()).of_hops(list(route)))
+
+
+def find_parallel_routes(
+    snapshot: SwarmSnapshot, span: Span, *, avoid: Collection[str] = (), costs: RouteCosts, max_routes: int
+) -> list[tuple[list[RouteHop], float]]:
+    """Routes without a common server, the best one first, and the share of the work that each should take.
+
+    Raises:
+        MissingBlocksError: there is none.
+    """
+    routes: list[list[RouteHop]] = [find_route(snapshot, span, avoid=avoid, costs=costs)]
+    used = set(avoid)
+    while len(routes) < max_routes:
+        used.update(hop.server.peer_id for hop in routes[-1])
+        try:
+            routes.append(find_route(snapshot, span, avoid=used, costs=costs))
+        except MissingBlocksError:
+            break
+    speeds = [route_tokens_per_s(route) for route in routes]
+    useful = [(route, speed) for route, speed in zip(routes, speeds, strict=True) if speed > SHARE_WORTH_IT * speeds[0]]
+    if not useful:  # nobody announced a throughput
+        return [(routes[0], 1.0)]
+    total = sum(speed for _, speed in useful)
+    return [(route, speed / total) for route, speed in useful]
+
+
+def is_worth_moving(
+    current: Sequence[RouteHop],
+    target: Sequence[RouteHop],
+    costs: RouteCosts,
+    *,
+    tokens_left: int,
+    min_gain: float,
+) -> bool:
+    """Whether a session should leave its route for another one: clearly faster, by more than the move itself costs."""
+    before_ms, after_ms = route_cost_ms(current, costs), route_cost_ms(target, costs)
+    if after_ms >= (1 - min_gain) * before_ms:
+        return False
+    return (before_ms - after_ms) * tokens_left > _move_ms(current, target, costs)
+
+
+def _move_ms(current: Sequence[RouteHop], target: Sequence[RouteHop], costs: RouteCosts) -> float:
+    """Opening sessions on the new servers and replaying what the old ones have seen."""
+    kept = {(hop.server.peer_id, hop.span) for hop in current}
+    new = [hop for hop in target if (hop.server.peer_id, hop.span) not in kept]
+    replaying = replace(costs, forward_tokens=max(1, costs.context_tokens))
+    round_trips_ms = max((costs.round_trip_ms(hop.server) for hop in new), default=0.0)
+    return MOVE_ROUND_TRIPS * round_trips_ms + sum(replaying.ms_per_block(hop.server) * len(hop.span) for hop in new)
+
+
+class _Search:
+    """One search; indices are those of `servers`, boundaries count from the span's start."""
+
+    def __init__(self, servers: Sequence[ServerInfo], span: Span, costs: RouteCosts) -> None:
+        self._servers, self._span, self._relayed = servers, span, costs.relayed
+        num_servers, self._length = len(servers), len(span)
+        self._starts = np.array([max(server.start - span.start, 0) for server in servers])
+        self._ends = np.array([min(server.end - span.start, self._length) for server in servers])
+        self._per_block = np.array([costs.ms_per_block(server) for server in servers])
+        self._fixed = np.array([HOP_COST_MS + costs.waiting_ms(server) for server in servers])
+        self._half = np.array([costs.round_trip_ms(server) / 2 for server in servers])
+        sources, self._link_targets, self._link_ms = self._announced_links(servers)
+        self._link_starts = np.searchsorted(sources, np.arange(num_servers + 1))
+        # How far it is from a server to the nearest and to the furthest successor that there may be.
+        self._nearest = self._half.copy()
+        self._furthest = np.maximum(self._half, self._half.max())
+        if self._relayed:
+            self._nearest, self._furthest = self._half.copy(), self._half + self._half.max()
+        np.minimum.at(self._nearest, sources, self._link_ms)
+        np.maximum.at(self._furthest, sources, self._link_ms)
+        self._ways = np.empty((num_servers, num_servers), np.float64)
+        """One way from server to server; a row is filled when it is needed."""
+        self._known = np.zeros(num_servers, bool)
+        self._may_cut = self._allowed_cuts()
+
+    def run(self, beam_width: int) -> list[RouteHop] | None:
+        length, num_servers = self._length, len(self._servers)
+        came_from = np.full((length, num_servers), STAYS, np.int32)
+        begins = (self._starts <= 0) & self._may_cut[:, 0]
+        cost = np.where(begins, self._half + self._fixed, np.inf)
+        came_from[0, begins] = BEGINS
+        for boundary in range(length):
+            if boundary:
+                cost = self._change(boundary, cost, came_from[boundary], beam_width)
+            cost = cost + self._per_block
+        cost = np.where(self._may_cut[:, length], cost + self._half, np.inf)
+        last = int(cost.argmin())
+        return self._trace(came_from, last) if np.isfinite(cost[last]) else None
+
+    def _change(self, boundary: int, cost: Floats, came_from: NDArray[np.int32], beam_width: int) -> Floats:
+        """The costs after those ways that gain by it have changed to another server here."""
+        ends, may_cut = self._ends, self._may_cut[:, boundary]
+        stay = np.where(ends > boundary, cost, np.inf)
+        sources = np.flatnonzero(np.isfinite(cost) & may_cut)
+        targets = np.flatnonzero((self._starts <= boundary) & (ends > boundary) & may_cut)
+        if not sources.size or not targets.size:
+            return stay
+        sources = self._beam(sources, cost, beam_width)
+        arrivals = cost[sources, None] + self._ways_from(sources)[:, targets]
+        first = arrivals.argmin(axis=0)
+        change = arrivals[first, np.arange(targets.size)] + self._fixed[targets]
+        gains = change < stay[targets]
+        stay[targets[gains]] = change[gains]
+        came_from[targets[gains]] = sources[first[gains]]
+        return stay
+
+    def _beam(self, sources: NDArray[np.intp], cost: Floats, width: int) -> NDArray[np.intp]:
+        """Without the servers that another one beats wherever the way goes on, and not more than `width`."""
+        at_best = cost[sources] + self._nearest[sources]
+        at_worst = cost[sources] + self._furthest[sources]
+        useful = at_best <= at_worst.min()
+        sources, at_best = sources[useful], at_best[useful]
+        if sources.size <= width:
+            return sources
+        return sources[np.argpartition(at_best, width)[:width]]
+
+    def _ways_from(self, sources: NDArray[np.intp]) -> Floats:
+        new = sources[~self._known[sources]]
+        if new.size:
+            half = self._half
+            rows = half[new, None] + half if self._relayed else np.maximum(half[new, None], half)
+            for row, index in zip(rows, new, strict=True):
+                links = slice(self._link_starts[index], self._link_starts[index + 1])
+                row[self._link_targets[links]] = self._link_ms[links]
+                row[index] = np.inf
+            self._ways[new] = rows
+            self._known[new] = True
+        ways: Floats = self._ways[sources]
+        return ways
+
+    def _announced_links(self, servers: Sequence[ServerInfo]) -> tuple[NDArray[np.intp], NDArray[np.intp], Floats]:
+        """Pairs of servers of which one announced the distance, ordered by the first, and how far one way is."""
+        index_of = {server.peer_id: index for index, server in enumerate(servers)}
+        said = [
+            (index, index_of[peer_id], round_trip_ms)
+            for index, server in enumerate(servers)
+            for peer_id, round_trip_ms in server.round_trips
+            if peer_id in index_of
+        ]
+        if self._relayed or not said:
+            return np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0)
+        announcer, other = (np.array([pair[side] for pair in said], np.intp) for side in (0, 1))
+        way_ms = np.array([pair[2] for pair in said]) / 2
+        # What a server says itself comes behind what the other one says, and so overwrites it.
+        sources, targets = np.concatenate((other, announcer)), np.concatenate((announcer, other))
+        order = np.argsort(sources, kind="stable")
+        return sources[order], targets[order], np.tile(way_ms, 2)[order]
+
+    def _allowed_cuts(self) -> NDArray[np.bool_]:
+        allowed = np.ones((len(self._servers), self._length + 1), bool)
+        for index, server in enumerate(self._servers):
+            for cut in server.traits.forbidden_cuts:
+                if self._span.start <= cut <= self._span.end:
+                    allowed[index, cut - self._span.start] = False
+        return allowed
+
+    def _trace(self, came_from: NDArray[np.int32], last: int) -> list[RouteHop]:
+        route: list[RouteHop] = []
+        offset, end, server = self._span.start, self._length, last
+        for boundary in range(self._length - 1, -1, -1):
+            source = int(came_from[boundary, server])
+            if source != STAYS:
+                route.append(RouteHop(self._servers[server], Span(offset + boundary, offset + end)))
+                end, server = boundary, source
+        return route[::-1]
+
+
+def _missing(servers: Sequence[ServerInfo], span: Span) -> MissingBlocksError:
+    held = {block for server in servers for block in server.span}
+    missing = [block for block in span if block not in held]
+    if missing:
+        return MissingBlocksError(f"nobody serves {describe_blocks(missing)}", missing)
+    return MissingBlocksError(f"the servers of blocks {span} can't be joined: their cuts are not allowed there", ())
+
+
+def describe_blocks(blocks: Sequence[int]) -> str:
+    """[3, 4, 5, 9] → 'blocks 3–5, 9'."""
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and block == runs[-1][1] + 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return f"block{'s' if len(blocks) > 1 else ''} {text}"
