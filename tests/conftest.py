@@ -1,0 +1,167 @@
+"""What every test runs under: one thread per process for torch, no hub, an own cache, and nothing left behind.
+
+After each test and at the end of the session, threads, asyncio tasks and child processes that a test started and did
+not end fail it, by name. Processes are found by a marker in their environment, so that one whose parent died (p2pd of
+a killed server) is found as well.
+"""
+
+import asyncio
+import inspect
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MARKER = "SWARMLLM_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+CACHE = tempfile.mkdtemp(prefix="swarmllm-tests-")
+
+# Before torch, transformers and hivemind are imported: they read these once. Servers that tests start inherit them.
+os.environ.update(
+    {
+        MARKER: SESSION,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HOME": CACHE,
+        "SWARMLLM_CACHE": CACHE,
+    }
+)
+for name in ("HF_TOKEN", "SWARMLLM_INITIAL_PEERS", "SWARMLLM_LOG_LEVEL"):
+    os.environ.pop(name, None)
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+REPO = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0
+"""Seconds that a thread, task or process may take to end after it was told to."""
+UNIT_BUDGET_S = 0.25
+
+# No deadline: the machine is shared, and tests never assert a time.
+settings.register_profile("swarmllm", deadline=None, print_blob=True)
+settings.load_profile("swarmllm")
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The root of the checkout."""
+    return REPO
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves threads or, in the rooms that start some, processes behind."""
+    starts_processes = request.path.relative_to(REPO).parts[1] in ("swarm", "faults", "gateway")
+    threads = set(threading.enumerate())
+    processes = set(session_processes()) if starts_processes else set()
+    if inspect.iscoroutinefunction(getattr(request.node, "function", None)):
+        request.getfixturevalue("_no_task_left_behind")
+    yield
+    left = wait_for_none(lambda: [thread for thread in threading.enumerate() if leaked_thread(thread, threads)])
+    if left:
+        pytest.fail(f"threads left running: {left}", pytrace=False)
+    if starts_processes:
+        fail_for_processes(lambda: [process for process in session_processes() if process not in processes])
+
+
+@pytest.fixture
+async def _no_task_left_behind() -> AsyncIterator[None]:
+    """Fails a coroutine test whose tasks outlive it and its fixtures."""
+    before = asyncio.all_tasks()
+    yield
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=GRACE_S)
+    if left:
+        pytest.fail(f"asyncio tasks left running: {left}", pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session_leaves_no_process() -> Iterator[None]:
+    """The end of the session: fixtures of wider scopes have been torn down, so nothing may run any more."""
+    yield
+    fail_for_processes(session_processes)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the unit tests that are over their budget; only says it, since a busy machine is no failure."""
+    slow = [
+        (report.duration, report.nodeid)
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call" and report.nodeid.startswith("tests/unit/") and report.duration > UNIT_BUDGET_S
+    ]
+    if slow:
+        terminalreporter.section(f"unit tests over {UNIT_BUDGET_S} s")
+        for duration, nodeid in sorted(slow, reverse=True):
+            terminalreporter.write_line(f"{duration:6.2f} s  {nodeid}")
+
+
+def session_processes() -> list[psutil.Process]:
+    """Every live process that this session started, also through others, also orphans."""
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            marked = process.environ().get(MARKER) == SESSION
+            if marked and process.status() != psutil.STATUS_ZOMBIE and not is_resource_tracker(process):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Python's own helper of multiprocessing: it lives as long as its parent, by design."""
+    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+
+
+def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bool:
+    """Whether a test started this thread and should have ended it: tqdm's monitor serves the whole process.
+
+    Pools of a gateway that many tests share grow when they are used; they end with the thread of its web server.
+    """
+    shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(("generate_", "uvloop_"))
+    return thread.is_alive() and thread not in before and not shared
+
+
+def wait_for_none(find: Callable[[], list[Any]]) -> list[Any]:
+    """What `find` still finds when it finds nothing any more or the grace time is over."""
+    deadline = time.monotonic() + GRACE_S
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def fail_for_processes(find: Callable[[], list[psutil.Process]]) -> None:
+    """Fails, naming them, if processes are left; and ends them, so that they don't disturb the next test."""
+    left = wait_for_none(find)
+    if not left:
+        return
+    lines = [f"  pid {process.pid}: {command_line(process)}" for process in left]
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    pytest.fail("processes left running:\n" + "\n".join(lines), pytrace=False)
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or "(ended)"
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "(ended)"

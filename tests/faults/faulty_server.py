@@ -1,0 +1,73 @@
+"""A server that misbehaves on purpose: `python faulty_server.py FAULT TRIGGER [flags of swarmllm.server]`.
+
+FAULT says how (see `Fault`), TRIGGER is a file: as long as it doesn't exist, the server is honest, so that a test can
+choose the moment. Everything else is the real server.
+"""
+
+import os
+import signal
+import sys
+import threading
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+import swarmllm.server.server as server
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.server.__main__ import main
+from swarmllm.server.throughput import Throughput
+
+
+class Fault(Enum):
+    """What the server does from the moment at which the trigger exists, whenever it is asked to compute."""
+
+    MODEST = "modest"  # nothing wrong, but it says that it is slow: routes lead to the boasters
+    CRASH = "crash"  # SIGKILL in the middle of the computation
+    FREEZE = "freeze"  # SIGSTOP
+    NO_DAEMON = "no_daemon"  # its p2pd dies
+    CORRUPT = "corrupt"  # NaN in what it returns
+    LIE = "lie"  # plausible, but wrong
+    STALL = "stall"  # answers pings, but never the request
+
+
+def misbehave(fault: Fault, trigger: Path) -> None:
+    """Patch the one place through which every computation goes, and boast, so that routes lead here."""
+    ms_per_block = 1000.0 if fault is Fault.MODEST else 1e-3  # far more than pings on a busy machine differ by
+    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
+    server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
+    honest = BlockSpan.forward
+
+    def forward(self: BlockSpan, inputs: BlockInputs, *args: object, **kwargs: object) -> torch.Tensor:
+        outputs = honest(self, inputs, *args, **kwargs)  # type: ignore[arg-type]
+        if threading.current_thread().name != "swarmllm-device" or not trigger.exists():
+            return outputs
+        match fault:
+            case Fault.CRASH:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Fault.FREEZE:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Fault.NO_DAEMON:
+                children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+                for child in children:
+                    os.kill(int(child), signal.SIGKILL)
+            case Fault.STALL:
+                threading.Event().wait()
+            case Fault.CORRUPT:
+                return outputs * float("nan")
+            case Fault.LIE:
+                return outputs * 1.5
+        return outputs
+
+    BlockSpan.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def program(fault: Fault, trigger: str | Path = "never") -> list[str]:
+    """The command line for `LocalSwarm`'s option of that name."""
+    return [sys.executable, __file__, fault.value, str(trigger)]
+
+
+if __name__ == "__main__":
+    misbehave(Fault(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(sys.argv[3:]))

@@ -1,0 +1,213 @@
+"""A server's handler in this process, over socket pairs, for tests that send it what no client would: no daemon.
+
+The blocks are real ones of a tiny model, so that what gets past the checks meets real arithmetic.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import PeerUnreachableError, SwarmError
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.network.messages import Successor
+from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
+from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.server.executor import Executor
+from swarmllm.server.handler import StreamHandler
+from swarmllm.server.kv_cache import CacheBudget
+from swarmllm.server.links import Links
+from swarmllm.server.session_table import SessionTable
+from swarmllm.server.throughput import dummy_inputs
+
+FINGERPRINT = "0123456789abcdef"
+HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
+MALLORY = "12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo"
+SERVER = "12D3KooWJFxJRUaCsPYKtBVmAWGxuUVq2WJjT2zvEP7b1Ynb4Q3s"
+MAX_BATCH_TOKENS = 64
+CACHE_TOKENS = 512
+
+
+def load_blocks(directory: Path, span: Span) -> BlockSpan:
+    return load_block_span(open_checkpoint(str(directory)), span, dtype=torch.float32, progress=False)
+
+
+class Server:
+    """One server's handler and all that it needs."""
+
+    def __init__(
+        self,
+        blocks: BlockSpan,
+        tasks: asyncio.TaskGroup,
+        *,
+        cache_tokens: int = CACHE_TOKENS,
+        allowed_clients: Sequence[str] | None = None,
+        stream_type: type[FrameStream] = FrameStream,
+    ) -> None:
+        self.blocks = blocks
+        self._stream_type = stream_type
+        self.executor = Executor()
+        self.links = Links(self._dial, tasks)
+        self.handler = StreamHandler(
+            fingerprint=FINGERPRINT,
+            executor=self.executor,
+            links=self.links,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            allowed_clients=allowed_clients,
+        )
+        hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
+        self.budget = CacheBudget((blocks.cache_bytes_per_token + hidden_bytes) * cache_tokens)
+        self.sessions = SessionTable(blocks, hidden_bytes, self.executor, self.budget)
+        self.handler.serve(blocks, self.sessions)
+        self.ends: set[FrameStream] = set()
+        """The handler's ends of the streams."""
+        self._streams: dict[FrameStream, asyncio.Task[None]] = {}
+        self.failures: list[BaseException] = []
+        """What handlers have raised: nothing may get that far."""
+
+    async def _dial(self, successor: Successor) -> FrameStream:
+        if successor.peer_id != SERVER:
+            raise PeerUnreachableError("there is nobody else here", successor.peer_id)
+        return await self.connect(SERVER)
+
+    async def connect(self, peer_id: str, *, greet: bool = True, **options: Any) -> FrameStream:
+        """The client's end of a new stream, on which this server sees `peer_id`."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        _, served = await loop.create_connection(lambda: self._stream_type(peer_id, **options), sock=theirs)
+        _, stream = await loop.create_connection(lambda: FrameStream(SERVER), sock=ours)
+        task = self._streams[stream] = loop.create_task(self._serve(served))
+        task.add_done_callback(lambda _: self._streams.pop(stream))
+        if greet:
+            await hello(stream, fingerprint=FINGERPRINT)
+        return stream
+
+    async def _serve(self, stream: FrameStream) -> None:
+        self.ends.add(stream)
+        try:
+            await self.handler(stream)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test reports it
+            self.failures.append(error)
+        finally:
+            self.ends.discard(stream)
+            stream.abort()
+            await stream.gone
+
+    async def ended(self, stream: FrameStream) -> None:
+        """Return when the handler has done with this stream, whose client's end is given."""
+        async with asyncio.timeout(20):
+            while stream in self._streams:
+                await asyncio.wait([self._streams[stream]])
+
+    async def close(self) -> None:
+        await self.links.close()
+        tasks = tuple(self._streams.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.executor.close()
+        await asyncio.get_running_loop().shutdown_default_executor()  # its thread waited for the device thread
+
+
+@asynccontextmanager
+async def serving(blocks: BlockSpan, **options: Any) -> AsyncIterator[Server]:
+    async with asyncio.TaskGroup() as tasks:
+        server = Server(blocks, tasks, **options)
+        try:
+            yield server
+        finally:
+            await server.close()
+    assert not server.failures, server.failures
+
+
+def step_header(session: str, position: int, hidden: Tensor, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": 1,
+        "session": session,
+        "epoch": 0,
+        "position": position,
+        "batch_size": hidden.shape[0],
+        "seq_len": hidden.shape[1],
+        "tensors": (),
+        "ones_mask": True,
+        **fields,
+    }
+
+
+def open_header(session: str, span: Span, **fields: Any) -> dict[str, Any]:
+    defaults = {"batch_size": 1, "max_length": 32, "token": session[::-1]}
+    return {"id": 1, "session": session, "start": span.start, "end": span.end, **defaults, **fields}
+
+
+async def send(stream: FrameStream, kind: MessageType, header: dict[str, Any], **tensors: Tensor) -> None:
+    descriptors, chunks = encode_tensors(tensors)
+    await stream.send(kind, header | ({"tensors": descriptors} if tensors else {}), chunks)
+
+
+async def ask(stream: FrameStream, kind: MessageType, header: dict[str, Any], **tensors: Tensor) -> Message:
+    """The next message that comes after this request: a RESULT or an ERROR."""
+    await send(stream, kind, header, **tensors)
+    return await answer(stream)
+
+
+async def answer(stream: FrameStream) -> Message:
+    async with asyncio.timeout(20):
+        return await stream.receive()
+
+
+def result(message: Message) -> Tensor:
+    assert message.type is MessageType.RESULT, message.header
+    return decode_tensors(message.header["tensors"], message.payload, max_bytes=1 << 28)["hidden_states"]
+
+
+def error_code(message: Message) -> str:
+    assert message.type is MessageType.ERROR, message
+    code: str = message.header["code"]
+    return code
+
+
+async def hang_up(stream: FrameStream) -> None:
+    with suppress(SwarmError):
+        await stream.close()
+
+
+class HonestClient:
+    """A session that goes on whatever else happens on the server; each step is compared with a forward pass."""
+
+    LENGTH = 24
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._seen: list[Tensor] = []
+        self._session = "honest".ljust(32, "0")
+
+    async def start(self) -> None:
+        self._stream = await self._server.connect(HONEST)
+        header = open_header(self._session, self._server.blocks.span, token=secrets.token_hex(16))
+        assert (await ask(self._stream, MessageType.OPEN, header)).type is MessageType.RESULT
+
+    async def step(self) -> None:
+        """One token; after `LENGTH` of them the cache is rolled back to the start."""
+        if len(self._seen) == self.LENGTH:
+            self._seen.clear()
+        hidden = torch.randn(1, 1, self._server.blocks.embedding_dim)
+        header = step_header(self._session, len(self._seen), hidden)
+        output = result(await ask(self._stream, MessageType.STEP, header, hidden_states=hidden))
+        self._seen.append(hidden)
+        whole = torch.cat(self._seen, dim=1)
+        header = {"id": 2, "start": 0, "end": self._server.blocks.span.end, "batch_size": 1, "seq_len": whole.shape[1]}
+        expected = result(
+            await ask(self._stream, MessageType.FORWARD, header | {"ones_mask": True}, hidden_states=whole)
+        )
+        torch.testing.assert_close(output[:, -1], expected[:, -1], rtol=1e-3, atol=1e-4)
+
+    async def stop(self) -> None:
+        await hang_up(self._stream)

@@ -1,0 +1,250 @@
+"""Servers die in the midst of everything, and tokens and gradients are those of an undisturbed run.
+
+"Within" a request means: the server has been frozen, the client's request is under way, then the server is killed.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fault_tools import PLACES, TIMEOUT_S, Doom, Faulty, assert_all_close, at_token, freeze, gradients, wait_until
+from swarm_models import connected, generate_seeded, prompt
+from transformers import PreTrainedModel
+
+from swarmllm.errors import MissingBlocksError
+
+
+def places(*quick: str) -> pytest.MarkDecorator:
+    """Each place of the route; all but those of `quick` only with the slow tests."""
+    marks = {place: () if place in quick else (pytest.mark.slow,) for place in PLACES}
+    return pytest.mark.parametrize("place", [pytest.param(place, marks=marks[place]) for place in PLACES])
+
+
+NUM_TOKENS = 16
+
+
+def requests_of(session: Any) -> Callable[[], object]:
+    """Whether steps of this session are under way."""
+    return lambda: session._chain._pending
+
+
+def batches_at(model: Any, peer_id: str) -> Callable[[], object]:
+    """Whether a batch is under way at that server."""
+    return lambda: model.remote_blocks.batches._connections[peer_id]._pending
+
+
+def warm_up(model: Any, session: Any) -> None:
+    """Open the session's caches, and leave them empty."""
+    session.step(model.embed(prompt(1, 1)))
+    session.position = 0
+
+
+@places("middle")
+def test_death_within_the_prefill(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str) -> None:
+    ids = prompt(1, 400)
+    expected = generate_seeded(local, ids, max_new_tokens=NUM_TOKENS)
+    with model.inference_session(max_length=500) as session:
+        warm_up(model, session)
+        doom(swarm.on_route(session.route, place), requests_of(session))
+        generated = generate_seeded(model, ids, max_new_tokens=NUM_TOKENS)
+        assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
+
+    assert generated.tolist() == expected.tolist()
+
+
+@places("first", "last")
+def test_death_within_a_decode_step(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    with model.inference_session(max_length=100) as session:
+
+        def strike() -> None:
+            doom(swarm.on_route(session.route, place), requests_of(session))
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+        assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
+
+    assert generated.tolist() == expected.tolist()
+
+
+@places()
+def test_death_between_two_decode_steps(model: Any, swarm: Faulty, local: PreTrainedModel, place: str) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    with model.inference_session(max_length=100) as session:
+        others = set()
+
+        def strike() -> None:
+            victim = swarm.on_route(session.route, place)
+            others.update(hop.server.peer_id for hop in session.route if hop.server.peer_id != victim.peer_id)
+            victim.kill()
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+        assert others < {hop.server.peer_id for hop in session.route}, "the others must keep their caches"
+
+    assert generated.tolist() == expected.tolist()
+
+
+@places()
+def test_death_within_beam_search(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str) -> None:
+    options = {"max_new_tokens": NUM_TOKENS, "num_beams": 3}
+    expected = generate_seeded(local, prompt(2), **options)
+    with model.inference_session(max_length=100, batch_size=6) as session:
+
+        def strike() -> None:
+            doom(swarm.on_route(session.route, place), requests_of(session))
+
+        generated = generate_seeded(model, prompt(2), **options, logits_processor=at_token(6, strike))
+        assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
+
+    assert generated.tolist() == expected.tolist()
+
+
+@places()
+def test_death_while_a_session_is_rolled_back(
+    model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
+) -> None:
+    ids = prompt(1, 12)
+    with torch.no_grad(), model.inference_session(max_length=100) as session:
+        session.step(model.embed(prompt(1, 5, seed=1)))
+        session.position = 0
+        for start in range(0, 12, 3):
+            session.step(model.embed(ids[:, start : start + 3]))
+        session.position = 7
+        doom(swarm.on_route(session.route, place), requests_of(session))
+        logits = model.head(session.step(model.embed(ids[:, 7:9])))
+        assert session.position == 9
+
+    torch.testing.assert_close(logits, local(ids[:, :9]).logits[:, 7:])
+
+
+@places()
+def test_death_within_a_forward_batch(
+    model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
+) -> None:
+    ids = prompt(4, 20)
+    gradients(model, ids[:1])
+    victim = swarm.on_route(model.swarm.route(), place)
+    doom(victim, batches_at(model, victim.peer_id))
+
+    assert_all_close(gradients(model, ids), gradients(local, ids))
+
+
+@places()
+def test_death_within_a_backward_batch(
+    model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
+) -> None:
+    ids = prompt(4, 20)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, labels=ids).loss
+    victim = swarm.on_route(model.swarm.route(), place)
+    doom(victim, batches_at(model, victim.peer_id))
+    loss.backward()
+
+    assert_all_close((loss.detach(), embeds.grad), gradients(local, ids))
+
+
+def test_two_deaths_at_once(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    with model.inference_session(max_length=100) as session:
+
+        def strike() -> None:
+            for place in ("first", "last"):
+                doom(swarm.on_route(session.route, place), requests_of(session))
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+
+    assert generated.tolist() == expected.tolist()
+
+
+def test_death_of_the_replacement_during_the_replay(
+    llama: Any, model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom
+) -> None:
+    """The first server dies, its twin takes over and dies while its cache is being rebuilt, then a third one comes."""
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    with model.inference_session(max_length=100) as session:
+        chain = session._chain
+        replay = chain._replay
+        doomed, added = [], []
+
+        async def replay_and_doom(before: Any, run: list[Any]) -> None:
+            if not doomed:
+                doomed.append(twin := swarm.server(run[0].peer_id))
+                doom(twin, requests_of(session))
+            await replay(before, run)
+
+        def strike() -> None:
+            victim = swarm.on_route(session.route, "first")
+            added.append(third := swarm.add(victim.span))
+            model.swarm.config = replace(model.swarm.config, allowed_servers=None)
+            wait_until(lambda: third.peer_id in [s.peer_id for s in model.swarm.servers()], "the announcement")
+            chain._replay = replay_and_doom
+            victim.kill()
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+        assert len(doomed) == 1
+        assert chain.num_repairs >= 2
+    added[0].kill()
+
+    assert generated.tolist() == expected.tolist()
+
+
+@places("middle")
+def test_a_frozen_server_is_left_within_10_s(model: Any, swarm: Faulty, local: PreTrainedModel, place: str) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    frozen_at = []
+    with model.inference_session(max_length=100) as session:
+
+        def strike() -> None:
+            victim = swarm.on_route(session.route, place)
+            freeze(victim)
+            frozen_at.append((time.monotonic(), victim))
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+        ((since, victim),) = frozen_at
+        took_s = time.monotonic() - since
+        victim.kill()
+
+    assert generated.tolist() == expected.tolist()
+    assert took_s < 10
+
+
+def test_a_server_whose_daemon_dies_exits_and_its_clients_go_on(
+    model: Any, swarm: Faulty, local: PreTrainedModel
+) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
+    victims = []
+    with model.inference_session(max_length=100) as session:
+
+        def strike() -> None:
+            victims.append(victim := swarm.on_route(session.route, "middle"))
+            (daemon,) = (c for c in psutil.Process(victim.pid).children() if c.name() == "p2pd")
+            os.kill(daemon.pid, signal.SIGKILL)
+
+        generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
+
+    assert generated.tolist() == expected.tolist()
+    assert victims[0].process.wait(TIMEOUT_S) == 1
+    assert "p2pd" in victims[0].log_path.read_text().splitlines()[-1]
+    victims[0].kill()
+
+
+def test_when_nobody_is_left_the_error_names_the_blocks(llama: Any, swarm: Faulty) -> None:
+    servers = {s.span: s.peer_id for s in swarm.living}
+    with connected(
+        llama, swarm.initial_peers, allowed_servers=list(servers.values()), max_retries=3, route_timeout_s=3
+    ) as model:
+        with model.inference_session(max_length=100) as session:
+            session.step(model.embed(prompt()))
+            swarm.on_route(session.route, "middle").kill()
+            started_at = time.monotonic()
+            with pytest.raises(MissingBlocksError, match="blocks 2–3") as caught:
+                session.step(model.embed(prompt(1, 1)))
+            assert caught.value.block_idxs == (2, 3)
+            assert time.monotonic() - started_at < 30
+        with pytest.raises(MissingBlocksError, match="blocks 2–3"):
+            model(prompt(), labels=prompt())

@@ -1,0 +1,142 @@
+"""Every fault, in every kind of work, at every place of the route: the same tokens and gradients as ever.
+
+A server with a fault in it (`faulty_server.py`) joins an honest swarm and boasts of its speed, so the client uses it;
+at a chosen moment it begins to misbehave.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_server import Fault, program
+from swarm_models import OPTIONS, connected, load_local, prompt, save_llama
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from swarmllm import LocalSwarm
+
+SPANS = {"first": (0, 3), "middle": (3, 5), "last": (5, 8)}
+PROMPT = prompt(length=24)
+FAULTS = [Fault.CRASH, Fault.FREEZE, Fault.NO_DAEMON, Fault.CORRUPT, Fault.STALL]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("faults") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def local(checkpoint: Path) -> PreTrainedModel:
+    return load_local(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def swarm(checkpoint: Path) -> Iterator[LocalSwarm]:
+    """The honest servers, one for each place."""
+    options = OPTIONS | {"program": program(Fault.MODEST)}
+    with LocalSwarm(checkpoint, spans=list(SPANS.values()), update_period=5, **options) as swarm:
+        yield swarm
+
+
+class CallAt(LogitsProcessor):
+    """Calls something when the token of that number is chosen; works with beams too."""
+
+    def __init__(self, token: int, call: Callable[[], object]) -> None:
+        self.left = token
+        self.call = call
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            self.call()
+        return scores
+
+
+def generated(model: Any, break_it: Callable[[], object], **options: Any) -> Tensor:
+    at_token = CallAt(4, break_it)
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    output: Tensor = model.generate(PROMPT, logits_processor=LogitsProcessorList([at_token]), **options)
+    return output
+
+
+def prefill(model: Any, break_it: Callable[[], object]) -> Tensor:
+    break_it()
+    with torch.no_grad():
+        logits: Tensor = model(PROMPT, use_cache=True).logits
+    return logits
+
+
+def decode(model: Any, break_it: Callable[[], object]) -> Tensor:
+    return generated(model, break_it)
+
+
+def beam(model: Any, break_it: Callable[[], object]) -> Tensor:
+    return generated(model, break_it, num_beams=3)
+
+
+def training(model: Any, before_forward: Callable[[], object], before_backward: Callable[[], object]) -> Tensor:
+    ids = prompt(batch=4, length=8)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    before_forward()
+    loss = model(inputs_embeds=embeds, labels=ids).loss
+    before_backward()
+    loss.backward()
+    assert embeds.grad is not None
+    return embeds.grad
+
+
+def training_forward(model: Any, break_it: Callable[[], object]) -> Tensor:
+    return training(model, break_it, lambda: None)
+
+
+def training_backward(model: Any, break_it: Callable[[], object]) -> Tensor:
+    return training(model, lambda: None, break_it)
+
+
+WORK = [prefill, decode, beam, training_forward, training_backward]
+QUICK = {(decode, Fault.CRASH, "middle"), (beam, Fault.CRASH, "last"), (training_backward, Fault.CORRUPT, "first")}
+"""Run on every commit; the others are slow."""
+
+
+def cases() -> Iterator[Any]:
+    for work in WORK:
+        for fault in FAULTS:
+            for place in SPANS:
+                marks = [] if (work, fault, place) in QUICK else [pytest.mark.slow]
+                yield pytest.param(work, fault, place, marks=marks, id=f"{work.__name__}-{fault.value}-{place}")
+
+
+@pytest.mark.parametrize(("work", "fault", "place"), list(cases()))
+def test_nothing_is_lost(
+    work: Callable[[Any, Callable[[], object]], Tensor],
+    fault: Fault,
+    place: str,
+    swarm: LocalSwarm,
+    local: PreTrainedModel,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    expected = work(local, lambda: None)
+    trigger = tmp_path / "trigger"
+    faulty = swarm.add_server(SPANS[place], program=program(fault, trigger))
+    try:
+        # Long enough for the frozen one, whom only missing pings betray; the stalled one answers pings for ever.
+        step_timeout_s = 3.0 if fault is Fault.STALL else 60.0
+        # Not the ghosts of the cases before, who boasted as well.
+        usable = {"allowed_servers": tuple(server.peer_id for server in swarm.servers if server.alive)}
+        with connected(checkpoint, swarm.initial_peers, step_timeout_s=step_timeout_s, **usable) as model:
+            assert faulty.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
+            result = work(model, trigger.touch)
+            avoided = model.swarm.health.avoided(now=0.0)
+            failures = model.swarm.counts
+    finally:
+        faulty.kill()
+    assert trigger.exists()
+    assert sum(failures.values()), "nothing failed, so nothing was survived"
+    assert avoided <= {faulty.peer_id}, "an honest peer is avoided"
+    if result.is_floating_point():
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert result.tolist() == expected.tolist()

@@ -1,0 +1,55 @@
+"""A server dies while several speculative steps are under way: the tokens are those of an undisturbed run."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_tools import Doom, Faulty, at_token
+from swarm_models import connected, generate_seeded, prompt
+from transformers import PreTrainedModel
+
+from swarmllm.decoding.pace import PLAIN, Pace, Plan
+
+NUM_TOKENS = 24
+
+
+class FixedPace(Pace):
+    """Always runs ahead."""
+
+    latency_pays = True
+
+    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
+        return Plan(min(2, max_tokens), 4) if max_tokens > 0 else PLAIN
+
+
+@pytest.fixture
+def ahead(llama: Path, swarm: Faulty) -> Iterator[Any]:
+    """Its draft model is the model itself, so that there are always steps under way."""
+    living = [server.peer_id for server in swarm.living]
+    with connected(llama, swarm.initial_peers, allowed_servers=living, speculation=str(llama)) as model:
+        model.speculator.pace = FixedPace()
+        yield model
+
+
+@pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("first", marks=pytest.mark.slow), "middle", pytest.param("last", marks=pytest.mark.slow)]
+)
+def test_death_while_steps_are_under_way(
+    ahead: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str, do_sample: bool
+) -> None:
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": do_sample, "temperature": 0.5}
+    expected = generate_seeded(local, prompt(), **options)
+    under_way = []
+    with ahead.inference_session(max_length=100) as session:
+
+        def strike() -> None:
+            under_way.append(len(session._chain._ahead))
+            doom(swarm.on_route(session.route, place), lambda: session._chain._pending)
+
+        generated = generate_seeded(ahead, prompt(), **options, logits_processor=at_token(8, strike))
+        assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
+
+    assert under_way[0] >= 2, "nothing was under way"
+    assert generated.tolist() == expected.tolist()

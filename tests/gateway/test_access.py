@@ -1,0 +1,226 @@
+"""Who may use a gateway, and how much: keys, rates, hosts, origins; and the command as people start it."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from starlette.responses import PlainTextResponse
+from web_gateway import NAME, RunningGateway
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import AcceptConnection, CloseConnection, RejectConnection, Request, TextMessage
+
+from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import Guard, Rates
+from swarmllm.gateway.settings import GatewayConfig
+
+
+def ask(method: str, path: str, headers: dict[str, str] | None = None, **settings: Any) -> httpx.Response:
+    """One request to an application behind a guard with these settings."""
+    guard = Guard(PlainTextResponse("inside"), GatewayConfig(model="m", **settings), lambda path, status: None)
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(send())
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text("# people\nsecret-1\n\nsecret-2\n")
+    return str(path)
+
+
+def test_keys_are_needed_where_tokens_are_made(keys: str) -> None:
+    for path in ("/v1/models", "/v1/chat/completions"):
+        assert ask("GET", path, api_keys_file=keys).status_code == 401
+        assert ask("GET", path, {"Authorization": "Bearer secret-3"}, api_keys_file=keys).status_code == 401
+        assert ask("GET", path, {"Authorization": "Bearer secret-2"}, api_keys_file=keys).status_code == 200
+    assert ask("GET", "/health", api_keys_file=keys).status_code == 200
+    error = ask("GET", "/v1/models", api_keys_file=keys).json()["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# none yet\n")
+    with pytest.raises(ConfigurationError, match="holds no keys"):
+        GatewayConfig(model="m", api_keys_file=str(tmp_path / "keys")).api_keys()
+
+
+def test_other_pages_may_not_use_it_unless_allowed() -> None:
+    foreign = {"Origin": "https://elsewhere.example"}
+    assert ask("POST", "/v1/completions", foreign).status_code == 403
+    assert ask("POST", "/v1/completions", {"Origin": "http://localhost:8080"}).status_code == 200
+    allowed = ask("POST", "/v1/completions", foreign, cors_origins=("https://elsewhere.example",))
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://elsewhere.example"
+    assert "access-control-allow-origin" not in ask("GET", "/health").headers
+
+
+def test_preflight_needs_no_key(keys: str) -> None:
+    settings: Any = {"api_keys_file": keys, "cors_origins": ("*",)}
+    assert ask("OPTIONS", "/v1/models", {"Origin": "https://elsewhere.example"}, **settings).status_code == 204
+
+
+def test_on_loopback_only_names_of_this_machine_are_answered() -> None:
+    assert ask("GET", "/", {"Host": "rebound.example:8080"}).status_code == 403
+    assert ask("GET", "/", {"Host": "chat.example"}, allowed_hosts=("chat.example",)).status_code == 200
+    assert ask("GET", "/", {"Host": "chat.example"}, host="0.0.0.0").status_code == 200
+
+
+def test_rates_fill_up_again() -> None:
+    now = 0.0
+    rates = Rates(60, now=lambda: now)
+    for _ in range(60):
+        rates.take("somebody")
+    with pytest.raises(ApiError, match="more than 60 requests") as raised:
+        rates.take("somebody")
+    assert (raised.value.status, raised.value.retry_after_s) == (429, 2)
+    rates.take("somebody else")
+    now = 1.0
+    rates.take("somebody")
+    with pytest.raises(ApiError):
+        rates.take("somebody")
+
+
+class Socket:
+    """A WebSocket, seen from the client."""
+
+    def __init__(self, url: str, **headers: str) -> None:
+        import socket
+
+        host, port = url.removeprefix("http://").split(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._protocol = WSConnection(ConnectionType.CLIENT)
+        extra = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._send(Request(host=f"{host}:{port}", target="/ws/generate", extra_headers=extra))
+        self._events = self._read()
+        self._text = ""
+        self.accepted = isinstance(next(self._events), AcceptConnection)
+
+    def ask(self, message: Any) -> None:
+        self._send(TextMessage(data=json.dumps(message)))
+
+    def answer(self) -> dict[str, Any]:
+        """The next message."""
+        text = ""
+        for event in self._events:
+            assert isinstance(event, TextMessage), event
+            text += event.data
+            if event.message_finished:
+                found: dict[str, Any] = json.loads(text)
+                return found
+        raise AssertionError("the socket was closed")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, event: Any) -> None:
+        self._socket.sendall(self._protocol.send(event))
+
+    def _read(self) -> Any:
+        while True:
+            data = self._socket.recv(65536)
+            self._protocol.receive_data(data or None)
+            for event in self._protocol.events():
+                yield event
+                if isinstance(event, CloseConnection | RejectConnection):
+                    return
+
+
+def test_websocket_answers_several_requests_and_cancels(gateway: RunningGateway) -> None:
+    socket = Socket(gateway.url)
+    try:
+        endless = {"prompt": "Once", "max_tokens": 1500, "logit_bias": {"2": -100}}
+        socket.ask({"id": "long", **endless})
+        socket.ask({"id": 7, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0})
+        seen: dict[Any, list[dict[str, Any]]] = {"long": [], 7: []}
+        while not any("done" in one for one in seen[7]):
+            one = socket.answer()
+            seen[one["request"]].append(one)
+        socket.ask({"cancel": "long"})
+        while not any("done" in one for one in seen["long"]):
+            one = socket.answer()
+            seen[one["request"]].append(one)
+        assert seen[7][0]["object"] == "chat.completion.chunk"
+        assert 0 < len(seen["long"]) < 1500
+        socket.ask({"id": "bad", "prompt": ""})
+        assert socket.answer()["request"] == "bad"
+        socket.ask([])
+        assert "JSON object" in socket.answer()["error"]["message"]
+    finally:
+        socket.close()
+
+
+def test_websocket_of_another_page_is_refused(gateway: RunningGateway) -> None:
+    socket = Socket(gateway.url, Origin="https://elsewhere.example")
+    assert not socket.accepted
+    socket.close()
+
+
+def test_the_openapi_document_describes_what_is_served(gateway: RunningGateway) -> None:
+    document = gateway.http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    refs = re.findall(r"#/components/schemas/(\w+)", json.dumps(document))
+    assert set(refs) <= document["components"]["schemas"].keys()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            status = gateway.http.request(method, path.replace("{name}", NAME), json={}).status_code
+            assert status in (200, 400), path
+
+
+def test_the_command(swarm: LocalSwarm) -> None:
+    arguments = ["--model", embedded_model_path(), "--initial_peers", *swarm.initial_peers, "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swarmllm", "gateway", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        match = re.fullmatch(rf"swarmllm: gateway of {NAME} at (http://127\.0\.0\.1:\d+/)\n", process.stdout.readline())
+        assert match is not None
+        assert httpx.get(f"{match[1]}v1/models").json()["data"][0]["id"] == NAME
+        with httpx.stream(
+            "POST", f"{match[1]}v1/completions", json={"prompt": "Once", "max_tokens": 1500, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2:] != []  # the stream is ended, not cut
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "99999"], "port must be"),
+        (["--max_length", "0"], "max_length must be at least 1"),
+        (["--api_keys_file", os.devnull], "holds no keys"),
+    ],
+)
+def test_unusable_flags_end_with_one_sentence(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from swarmllm.gateway.__main__ import main
+
+    assert main(["--model", "m", *flags]) == 2
+    captured = capfd.readouterr().err
+    assert words in captured
+    assert captured.count("\n") == 1

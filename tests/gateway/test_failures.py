@@ -1,0 +1,108 @@
+"""Servers that die while a gateway streams, swarms that can't be repaired, and what the gateway says about it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
+
+from swarmllm import LocalSwarm, embedded_model_path
+
+PROMPT = "Once upon a time"
+LONG: dict[str, Any] = {
+    "prompt": PROMPT,
+    "max_tokens": 100,
+    "temperature": 0,
+    "logit_bias": {"2": -100},
+    "stream": True,
+    "swarm_events": True,
+}
+
+
+@pytest.fixture
+def mortal() -> Iterator[LocalSwarm]:
+    """Two servers for the second half of the blocks."""
+    with local_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        yield swarm
+
+
+def chunks_of(gateway: RunningGateway, **more: Any) -> Iterator[dict[str, Any]]:
+    """The chunks of a stream, as they come."""
+    with gateway.http.stream("POST", "/v1/completions", json={**LONG, **more}) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.slow
+def test_servers_die_while_it_streams(mortal: LocalSwarm) -> None:
+    """One dies: the other takes over with the same text. Both are gone: the local model goes on, with the same text."""
+    settings: dict[str, Any] = {"fallback_to_local": embedded_model_path()}
+    with running_gateway(mortal.initial_peers, **settings) as gateway:
+        gateway.wait_until_seen(3)
+        undisturbed = text_of(list(chunks_of(gateway)))
+
+        chunks: list[dict[str, Any]] = []
+        for chunk in chunks_of(gateway):
+            chunks.append(chunk)
+            if len(chunks) == 20:
+                (used,) = [
+                    server for server in mortal.servers if server.peer_id == chunks[0]["swarm"]["route"][1]["peer_id"]
+                ]
+                used.kill()
+        assert text_of(chunks) == undisturbed
+        events = [chunk["swarm"] for chunk in chunks if "swarm" in chunk]
+        first, *failures, failover = events
+        assert (first["event"], failover["event"]) == ("route", "shard_failover")
+        assert failures
+        assert {(event["event"], event["peer_id"]) for event in failures} == {("shard_status", used.peer_id)}
+        assert [hop["peer_id"] for hop in failover["lost"]] == [used.peer_id]
+        (other,) = [server for server in mortal.servers[1:] if server.alive]
+        assert [hop["peer_id"] for hop in failover["replaced_by"]] == [other.peer_id]
+
+        wait_until(
+            lambda: any(
+                (event["kind"], event["peer_id"]) == ("unreachable", used.peer_id)
+                for event in gateway.swarm()["events"]
+            ),
+            "the monitor saw the death",
+        )
+
+        chunks.clear()
+        for chunk in chunks_of(gateway):
+            chunks.append(chunk)
+            if len(chunks) == 20:
+                other.kill()
+        events = [chunk["swarm"] for chunk in chunks if "swarm" in chunk]
+        assert events[-1]["event"] == "pipeline_aborted"
+        assert events[-1]["fallback_to_local"] is True
+        assert text_of(chunks) == undisturbed
+        wait_until(lambda: gateway.swarm()["missing_blocks"] == [4, 5, 6, 7], "the monitor saw the gap")
+        assert gateway.http.get("/health").json()["status"] == "degraded"
+        metrics = gateway.http.get("/metrics").text
+        assert "swarmllm_failovers_total 1.0" in metrics
+        assert "swarmllm_fallback_to_local_total 1.0" in metrics
+
+
+@pytest.mark.slow
+def test_without_a_local_model_the_stream_ends_with_an_error(mortal: LocalSwarm) -> None:
+    with running_gateway(mortal.initial_peers) as gateway:
+        gateway.wait_until_seen(3)
+        chunks: list[dict[str, Any]] = []
+        for chunk in chunks_of(gateway):
+            chunks.append(chunk)
+            if len(chunks) == 20:
+                for server in mortal.servers[1:]:
+                    server.kill()
+        assert chunks[-2]["swarm"]["event"] == "pipeline_aborted"
+        assert chunks[-1]["error"]["type"] == "server_error"
+        response = gateway.http.post("/v1/completions", json={"prompt": PROMPT, "model": NAME})
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        assert gateway.http.get("/health").status_code == 503

@@ -1,0 +1,309 @@
+"""The `openai` package and plain HTTP against a gateway, unchanged: what it answers, and what it says when it can't."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from web_gateway import NAME, RunningGateway, server_metrics, wait_until
+
+from swarmllm import LocalSwarm
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
+PROMPT = "Once upon a time"
+
+
+def test_completion_is_what_the_local_model_writes(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    ids = tokenizer(PROMPT).input_ids
+    answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
+    assert answer.choices[0].text == greedy(ids, 24)
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 24)
+
+
+def test_chat_uses_the_chat_template(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = gateway.openai.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content == greedy(ids, 24)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_prompts_may_be_tokens_and_several(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    prompts = [tokenizer(text).input_ids for text in (PROMPT, "The sun", "A fox and a hen")]
+    answer = gateway.openai.completions.create(model=NAME, prompt=prompts, max_tokens=6, temperature=0)
+    assert [choice.text for choice in answer.choices] == [greedy(ids, 6) for ids in prompts]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 18
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_brings_the_same_as_a_whole_answer(gateway: RunningGateway, n: int) -> None:
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 20, "seed": 5, "n": n, "temperature": 0.8}
+    whole = gateway.openai.chat.completions.create(**asked)
+    chunks = list(gateway.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for choice in whole.choices:
+        mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.delta.content or "" for part in mine) == choice.message.content
+        assert mine[0].delta.role == "assistant"
+        assert [part.finish_reason for part in mine if part.finish_reason] == [choice.finish_reason]
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > 20
+
+
+def test_a_seed_gives_the_same_text_whatever_happens_beside_it(gateway: RunningGateway) -> None:
+    def ask(seed: int) -> list[str]:
+        answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, seed=seed, n=2)
+        return [choice.text for choice in answer.choices]
+
+    alone = {seed: ask(seed) for seed in range(3)}
+    with ThreadPoolExecutor(9) as threads:
+        together = list(threads.map(ask, [0, 1, 2] * 3))
+    assert together == [alone[seed] for seed in [0, 1, 2] * 3]
+    assert len({text for texts in alone.values() for text in texts}) == 6
+
+
+def test_32_requests_at_once(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    starts = ["Once", "The fox", "A red hen", "In the house"] * 8
+    expected = {start: greedy(tokenizer(start).input_ids, 12) for start in set(starts)}
+
+    def ask(start: str) -> str:
+        stream = gateway.openai.completions.create(model=NAME, prompt=start, max_tokens=12, temperature=0, stream=True)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with ThreadPoolExecutor(32) as threads:
+        assert list(threads.map(ask, starts)) == [expected[start] for start in starts]
+
+
+def test_stop_strings_end_the_text_before_them(gateway: RunningGateway) -> None:
+    asked: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    text = gateway.openai.completions.create(**asked).choices[0].text
+    middle = text[12:16]
+    expected = text[: text.index(middle)]
+    answer = gateway.openai.completions.create(**asked, stop=["never seen", middle]).choices[0]
+    assert (answer.text, answer.finish_reason) == (expected, "stop")
+    streamed = list(gateway.openai.completions.create(**asked, stop=middle, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+    assert streamed[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_end_of_text_ends_the_answer(gateway: RunningGateway) -> None:
+    chat = gateway.openai.chat.completions.create(model=NAME, messages=MESSAGES, seed=1, temperature=0.2)
+    assert chat.choices[0].finish_reason == "stop"
+    assert "</s>" not in (chat.choices[0].message.content or "")
+
+
+def test_logprobs_are_those_of_the_local_model(gateway: RunningGateway, local: Any, tokenizer: Any) -> None:
+    import torch
+
+    ids = tokenizer(PROMPT).input_ids
+    answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=0, echo=True, logprobs=2)
+    found = answer.choices[0].logprobs
+    with torch.no_grad():
+        expected = local(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    assert found.token_logprobs[0] is None
+    for position, logprob in enumerate(found.token_logprobs[1:]):
+        assert logprob == pytest.approx(float(expected[position, ids[position + 1]]), abs=0.02)
+    assert answer.choices[0].text == PROMPT
+    assert answer.usage.completion_tokens == 0
+
+    chat = gateway.openai.chat.completions.create(
+        model=NAME, messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=4, temperature=0
+    )
+    for token in chat.choices[0].logprobs.content:
+        assert token.logprob == max(top.logprob for top in token.top_logprobs)
+        assert len(token.top_logprobs) == 4
+        assert bytes(token.bytes).decode() == token.token
+
+
+def test_echo_brings_the_prompt_and_goes_on_from_it(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    ids = tokenizer(PROMPT).input_ids
+    asked: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 0}
+    answer = gateway.openai.completions.create(**asked).choices[0]
+    assert answer.text == PROMPT + greedy(ids, 5)
+    assert len(answer.logprobs.tokens) == len(ids) + 5
+    chunks = list(gateway.openai.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.text
+
+
+def test_logit_bias_rules_tokens_out(gateway: RunningGateway, tokenizer: Any) -> None:
+    asked: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    likeliest = gateway.openai.completions.create(**asked, logprobs=1).choices[0]
+    (token,) = tokenizer(likeliest.text, add_special_tokens=False).input_ids
+    without = gateway.openai.completions.create(**asked, logit_bias={str(token): -100}).choices[0]
+    assert without.text != likeliest.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_schema(gateway: RunningGateway, stream: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "hen"]}, "legs": {"type": "integer", "minimum": 2, "maximum": 4}},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    asked: Any = {
+        "model": NAME,
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},
+    }
+    if stream:
+        chunks = gateway.openai.chat.completions.create(**asked, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        text = gateway.openai.chat.completions.create(**asked).choices[0].message.content
+    answer = json.loads(text)
+    assert answer["animal"] in ("fox", "hen")
+    assert 2 <= answer["legs"] <= 4
+
+
+def test_models(gateway: RunningGateway) -> None:
+    assert [model.id for model in gateway.openai.models.list()] == [NAME]
+    assert gateway.openai.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        gateway.openai.models.retrieve("somebody/else")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": PROMPT, "temperature": -1}, 400, "temperature"),
+        ({"prompt": PROMPT, "n": 5}, 400, "n can be at most 4"),
+        ({"prompt": PROMPT, "max_tokens": 5000}, 400, "maximum is 2048 tokens"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [999_999_999]}, 400, "tokens"),
+        ({"prompt": PROMPT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": PROMPT, "suffix": "end"}, 400, "suffix"),
+        ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not served here"),
+        ({"prompt": PROMPT, "stop": [""]}, 400, "stop"),
+        ({"prompt": 'x"' * 600_000}, 413, "larger than"),
+        ([1], 400, "object"),
+    ],
+)
+def test_unusable_requests_get_openais_errors(gateway: RunningGateway, body: Any, status: int, words: str) -> None:
+    response = gateway.http.post("/v1/completions", json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert {"message", "type", "param", "code"} == error.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            "schema can't be used",
+        ),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_unusable_chats_get_openais_errors(gateway: RunningGateway, more: Any, words: str) -> None:
+    response = gateway.http.post("/v1/chat/completions", json={"messages": MESSAGES, **more})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_the_openai_package_raises_its_own_errors(gateway: RunningGateway) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=10**6)
+    assert raised.value.code == "context_length_exceeded"
+    assert raised.value.param == "prompt"
+
+
+def test_unknown_paths_and_methods(gateway: RunningGateway) -> None:
+    assert gateway.http.get("/v1/nothing").status_code == 404
+    assert gateway.http.get("/v1/completions").status_code == 405
+    assert gateway.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_frees_the_session_everywhere(gateway: RunningGateway, swarm: LocalSwarm, stream: bool) -> None:
+    """Also while no token comes: the request is not read any further, only dropped."""
+    metrics = gateway.gateway.metrics
+    cancelled = metrics.cancelled._value.get()
+    body = {"prompt": PROMPT, "max_tokens": 2000, "stream": stream, "logit_bias": {"2": -100}, "temperature": 0}
+    with gateway.http.stream("POST", "/v1/completions", json=body) if stream else _abandoned(gateway, body) as response:
+        if response is not None:
+            next(response.iter_lines())
+    wait_until(lambda: gateway.gateway.engine.num_under_way == 0, "the generation ended")
+    assert metrics.cancelled._value.get() == cancelled + 1
+    for server in swarm.servers:
+        wait_until(
+            lambda server=server: server_metrics(server)["swarmllm_server_sessions"] == 0, "the session was freed"
+        )
+        assert server_metrics(server)["swarmllm_server_cache_leased_bytes"] == 0
+
+
+class _abandoned:  # noqa: N801  a context manager
+    """Sends a request, and closes the connection while the answer is being computed."""
+
+    def __init__(self, gateway: RunningGateway, body: Any) -> None:
+        self._gateway, self._body = gateway, body
+
+    def __enter__(self) -> None:
+        import socket
+        from urllib.parse import urlsplit
+
+        url = urlsplit(self._gateway.url)
+        data = json.dumps(self._body).encode()
+        with socket.create_connection((url.hostname, url.port)) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {len(data)}\r\n\r\n"
+            connection.sendall(head.encode() + data)
+            wait_until(lambda: self._gateway.gateway.engine.num_under_way == 1, "the generation began")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_full_queue_says_429_and_when_to_come_back(gateway: RunningGateway) -> None:
+    engine = gateway.gateway.engine
+    many = ["word"] * 32
+    begun = threading.Event()
+
+    def hold() -> None:
+        body = {"prompt": many, "max_tokens": 1000, "stream": True, "logit_bias": {"2": -100}}
+        with gateway.http.stream("POST", "/v1/completions", json=body) as response:
+            begun.set()
+            for _ in response.iter_lines():
+                if done.is_set():
+                    return
+
+    done = threading.Event()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        wait_until(lambda: engine.num_under_way == 32, "the queue was filled")
+        response = gateway.http.post("/v1/completions", json={"prompt": ["a"] * 5})
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) > 0
+    finally:
+        done.set()
+        thread.join()
+    wait_until(lambda: engine.num_under_way == 0, "the generations ended")
+    assert gateway.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, "swarm_events": True}
+    headers = {"X-Swarm-Trace": "1"}
+    swarm = gateway.http.post("/v1/chat/completions", json=body, headers=headers).json()["swarm"]
+    (route,) = swarm["events"]
+    assert route["event"] == "route"
+    assert [hop["blocks"] for hop in route["route"]] == [[0, 4], [4, 8]]
+    (trace,) = swarm["traces"]
+    assert [hop["blocks"] for hop in trace["hops"]] == [[0, 4], [4, 8]]
+    assert all(hop["num_steps"] == 4 and hop["compute_ms"] > 0 for hop in trace["hops"])
+    assert trace["first_token_ms"] >= trace["pipeline_construct_ms"] > 0
+    plain = gateway.http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
+    assert "swarm" not in plain

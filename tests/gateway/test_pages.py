@@ -1,0 +1,175 @@
+"""The chat page and the picture of the swarm in a real browser, in front of a real swarm."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from test_parts import big_swarm
+from web_gateway import RunningGateway, local_swarm, running_gateway
+
+from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not installed here"),
+]
+
+ANSWERS = ".message.assistant"
+DONE = ".message.assistant[aria-busy=false]"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests here; each has a profile of its own in it."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails the test if its scripts fail or anything is asked of another host."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith("http://127.0.0.1:") else wrong.append(f"asked {request.url}"),
+    )
+    yield page
+    context.close()
+    assert not wrong
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def settings(page: Page, **values: str) -> None:
+    page.get_by_role("button", name="Settings").click()
+    for label, value in values.items():
+        page.get_by_label(label.replace("_", " "), exact=False).first.fill(value)
+    page.get_by_role("button", name="Done").click()
+
+
+def test_a_conversation(page: Page, gateway: RunningGateway) -> None:
+    page.goto(f"{gateway.url}/")
+    expect(page.get_by_role("heading", name="embedded")).to_be_visible()
+    expect(page.locator("#health-text")).to_have_text("2 servers")
+    settings(page, Temperature="0")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    first = page.locator(f"{ANSWERS} .body").inner_text()
+    assert len(first) > 20
+    foot = page.locator(f"{ANSWERS} .foot")
+    expect(foot).to_contain_text("tokens/s")
+    expect(foot.locator(".hop")).to_have_count(2)
+
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(first)  # the likeliest tokens are the same again
+
+    say(page, "What is the sun?")
+    expect(page.locator(DONE)).to_have_count(2)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(4)
+    expect(page.locator(f"{ANSWERS} .body").first).to_have_text(first)
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".message")).to_have_count(0)
+    page.get_by_role("button", name="Tell me a story about a fox.", exact=True).first.click()
+    expect(page.locator(".message")).to_have_count(4)
+    page.get_by_role("button", name="Delete", exact=False).click()
+    page.reload()
+    expect(page.locator("#conversations li")).to_have_count(0)
+
+
+def test_stopping_frees_the_session_and_keeps_the_text(page: Page, gateway: RunningGateway) -> None:
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="2", Seed="1")  # so hot that it rarely comes to an end
+    say(page, "Tell me a very long story.")
+    expect(page.locator(f"{ANSWERS} .body")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator(".notices")).to_have_text("Stopped.")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    text = page.locator(f"{ANSWERS} .body").inner_text()
+    page.reload()
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(text)
+
+
+def test_what_a_model_writes_can_do_no_harm(page: Page, gateway: RunningGateway) -> None:
+    text = """# Title\n\n**bold** `code` [good](https://example.com) [bad](javascript:document.title='harm')
+<img src="https://example.com/x.png" onerror="document.title='harm'"><script>document.title='harm'</script>
+<style>body { display: none }</style><form action="https://example.com"><input></form>
+
+```python\nprint("<b>")\n```\n"""
+    conversation = {"id": "one", "title": "t", "messages": [{"role": "assistant", "content": text}]}
+    page.add_init_script(f"localStorage['swarmllm.conversations'] = {json.dumps(json.dumps([conversation]))}")
+    page.goto(f"{gateway.url}/#one")
+    body = page.locator(f"{ANSWERS} .body")
+    expect(body.locator("h1")).to_have_text("Title")
+    expect(body.locator("strong")).to_have_text("bold")
+    expect(body.locator("pre code")).to_have_text('print("<b>")\n')
+    expect(body.locator("a[href]")).to_have_count(1)
+    assert body.locator("img, script, style, form, input").count() == 0
+    assert "harm" not in page.title()
+
+
+def test_a_server_dies_while_it_answers(page: Page) -> None:
+    with local_swarm((0, 4), (4, 8), (4, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
+        gateway.wait_until_seen(3)
+        page.goto(f"{gateway.url}/")
+        settings(page, Temperature="2", Seed="1")
+        say(page, "Tell me a very long story.")
+        hop = page.locator(f"{ANSWERS} .hop").nth(1)
+        expect(page.locator(f"{ANSWERS} .body")).not_to_be_empty()
+        used = (hop.get_attribute("title") or "").split(",")[0]
+        (victim,) = [server for server in swarm.servers if server.peer_id == used]
+        before = len(page.locator(f"{ANSWERS} .body").inner_text())
+        victim.kill()
+        expect(page.locator(".notices .good")).to_contain_text("took over. Nothing was lost.")
+        expect(page.locator(f"{ANSWERS} .hop.new")).to_have_count(1)
+        page.locator(DONE).or_(page.get_by_role("button", name="Stop")).first.wait_for()
+        page.keyboard.press("Escape")
+        expect(page.locator(DONE)).to_have_count(1)
+        assert len(page.locator(f"{ANSWERS} .body").inner_text()) > before
+        assert page.locator(".notices .bad").count() == 0
+
+        page.goto(f"{gateway.url}/swarm")
+        dead = page.locator(f"#picture .bar[data-peer='{used}']")
+        expect(dead).to_have_class("bar unreachable", timeout=10_000)
+        expect(page.locator("#events")).to_contain_text("can’t be reached")
+        expect(page.locator("#verdict")).to_have_text("All 8 blocks are served.")
+        for server in swarm.servers:
+            server.kill()
+        expect(page.locator("#verdict")).to_contain_text("served by nobody", timeout=10_000)
+        expect(page.locator("#picture .cell.missing")).to_have_count(8)
+
+
+def test_the_picture_of_500_servers_and_126_blocks(page: Page, gateway: RunningGateway) -> None:
+    snapshot = big_swarm()
+    picture = SwarmPicture("large/model", "f", 126)
+    picture.update(snapshot, {one.peer_id: Contact(True, 0.05) for one in snapshot.servers[:128]}, 1.0)
+    shown: dict[str, Any] = picture.as_json()
+    page.route("**/api/swarm", lambda route: route.fulfill(json=shown, headers={"etag": '"1"'}))
+    page.goto(f"{gateway.url}/swarm")
+    expect(page.locator("#picture .bar")).to_have_count(500)
+    expect(page.locator("#table tbody tr")).to_have_count(500)
+    expect(page.locator("#picture .cell.missing")).to_have_count(3)
+    expect(page.locator("#verdict")).to_have_text("3 of 126 blocks are served by nobody.")
+    page.get_by_label("Filter servers").fill("node-77")
+    expect(page.locator("#table tbody tr")).to_have_count(1)
+    page.locator("#table tbody tr").click()
+    expect(page.locator("#picture .bar.chosen")).to_have_count(1)
+    page.get_by_label("Filter servers").fill("")
+    page.get_by_role("button", name="Tokens/s").click()
+    expect(page.locator("th[aria-sort]")).to_contain_text("Tokens/s")

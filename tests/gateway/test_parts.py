@@ -1,0 +1,121 @@
+"""Parts of the gateway by themselves: text that comes token by token, sampling, the picture of a large swarm."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from swarmllm.data_structures import ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.gateway.sampling import Sampler, SamplingOptions
+from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+from swarmllm.gateway.text import TextRow
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "Zoë — ünïcode", "👩‍🚀 in 宇宙", "a\nb"])
+def test_text_comes_in_whole_characters(text: str) -> None:
+    row = TextRow(Bytes(), b"prompt: ")
+    pieces = [row.add(byte) for byte in text.encode()]
+    assert "".join(pieces) + row.end() == text
+    assert not any("�" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three", ["two"], "one "),
+        ("aaab", ["aab"], "a"),
+        ("ababac rest", ["abac"], "ab"),
+        ("no such thing", ["thong"], "no such thing"),
+        ("ends with th", ["that"], "ends with th"),
+        ("x END y", ["END", " E"], "x"),
+    ],
+)
+def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
+    row = TextRow(Bytes(), b"", stop)
+    found = ""
+    for byte in text.encode():
+        found += row.add(byte)
+        assert expected.startswith(found)
+        if row.stopped:
+            break
+    assert found + row.end() == expected
+    assert row.stopped == (expected != text)
+
+
+def choices(options: SamplingOptions, scores: torch.Tensor, steps: int = 200) -> list[int]:
+    sampler = Sampler(options, 1)
+    ids = torch.zeros((1, 1), dtype=torch.long)
+    return [int(sampler(ids, scores[None].clone()).argmax()) for _ in range(steps)]
+
+
+def test_sampling_follows_the_distribution_and_its_own_seed_only() -> None:
+    scores = torch.tensor([0.5, 0.25, 0.2, 0.05]).log()
+    first = choices(SamplingOptions(seed=1), scores, 2000)
+    torch.manual_seed(123)
+    assert choices(SamplingOptions(seed=1), scores, 2000) == first
+    assert choices(SamplingOptions(seed=2), scores, 2000) != first
+    assert first.count(0) / 2000 == pytest.approx(0.5, abs=0.05)
+    assert set(choices(SamplingOptions(seed=1, top_k=2), scores)) == {0, 1}
+    assert set(choices(SamplingOptions(seed=1, top_p=0.6), scores)) == {0, 1}
+    assert set(choices(SamplingOptions(seed=1, min_p=0.45), scores)) == {0, 1}
+    assert set(choices(SamplingOptions(seed=1, temperature=0), scores)) == {0}
+    assert set(choices(SamplingOptions(seed=1, temperature=0, logit_bias={0: -5}), scores)) == {1}
+    assert choices(SamplingOptions(seed=1, temperature=0, presence_penalty=1.9), scores, 4) == [0, 1, 2, 0]
+
+
+def server(number: int, start: int, end: int, **more: Any) -> ServerInfo:
+    return ServerInfo(peer_id=f"{number:046d}", start=start, end=end, throughput=100.0, cache_tokens_left=1000, **more)
+
+
+def test_the_picture_tells_what_changed() -> None:
+    picture = SwarmPicture("m", "f", 8)
+    first = [server(1, 0, 4), server(2, 4, 8), server(3, 4, 8)]
+    everybody = {one.peer_id: Contact(True, 0.01) for one in first}
+    assert picture.update(SwarmSnapshot(8, tuple(first)), everybody, 1.0) == []
+    assert picture.as_json()["missing_blocks"] == []
+    assert picture.as_json()["bottleneck"] == {"blocks": [0, 4], "tokens_per_s": 100.0}
+
+    second = [server(1, 0, 4), server(3, 0, 4), server(4, 4, 8, state=ServerState.JOINING)]
+    contacts = {first[0].peer_id: Contact(False), first[2].peer_id: Contact(True, 0.01)}
+    events = picture.update(SwarmSnapshot(8, tuple(second)), contacts, 2.0)
+    assert [(event["kind"], int(event["peer_id"])) for event in events] == [
+        ("moved", 3),
+        ("joined", 4),
+        ("left", 2),
+        ("unreachable", 1),
+    ]
+    shown = picture.as_json()
+    assert shown["missing_blocks"] == [4, 5, 6, 7]
+    assert [one["state"] for one in shown["servers"]] == ["unreachable", "online", "joining"]
+    assert shown["route"] == []
+    assert [event["kind"] for event in shown["events"]] == ["unreachable", "left", "joined", "moved"]
+
+
+def big_swarm(num_servers: int = 500, num_blocks: int = 126) -> SwarmSnapshot:
+    """Spans of all lengths, a gap, and every state."""
+    rng = random.Random(0)
+    servers = []
+    for number in range(num_servers):
+        length = rng.choice((4, 8, 12, 20, 40))
+        start = rng.randrange(0, num_blocks - length + 1)
+        start, end = (start, start + length) if start + length <= 60 or start >= 63 else (63, 63 + length)
+        servers.append(server(number, start, end, state=rng.choice((1, 1, 1, 1, 0, 2)), public_name=f"node-{number}"))
+    return SwarmSnapshot(num_blocks, tuple(servers))
+
+
+def test_the_picture_of_500_servers() -> None:
+    snapshot = big_swarm()
+    picture = SwarmPicture("m", "f", 126)
+    picture.update(snapshot, {one.peer_id: Contact(True, 0.05) for one in snapshot.servers[:128]}, 1.0)
+    shown = picture.as_json()
+    assert len(shown["servers"]) == 500
+    assert shown["missing_blocks"] == [60, 61, 62]
+    assert {one["reachable"] for one in shown["servers"]} == {True, None}

@@ -1,0 +1,105 @@
+"""A gateway for tests: in this process, on a port of its own, in front of a real local swarm."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.demo.local_swarm import LocalServer
+from swarmllm.gateway.__main__ import address, web_server
+from swarmllm.gateway.app import Gateway
+from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.settings import GatewayConfig
+
+TIMEOUT_S = 60.0
+OPTIONS = {"num_threads": 1, "quant_type": "none", "metrics_port": 0}
+NAME = "embedded"
+POOLS = ("generate_", "uvloop_")
+
+
+class RunningGateway:
+    """`url`, the `gateway` itself to look into, and clients."""
+
+    def __init__(self, gateway: Gateway, url: str) -> None:
+        self.gateway = gateway
+        self.url = url.rstrip("/")
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+    def swarm(self) -> dict[str, Any]:
+        """`/api/swarm`"""
+        found: dict[str, Any] = self.http.get("/api/swarm").json()
+        return found
+
+    def wait_until_seen(self, num_servers: int) -> None:
+        """Until the gateway has looked at the swarm and has a line to that many servers."""
+        wait_until(
+            lambda: sum(bool(server["reachable"]) for server in self.swarm()["servers"]) == num_servers,
+            f"{num_servers} servers were reached",
+        )
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+
+
+@contextmanager
+def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[RunningGateway]:
+    """A gateway with these settings, stopped at the end."""
+    config = GatewayConfig(
+        **{
+            "model": embedded_model_path(),
+            "initial_peers": initial_peers,
+            "port": 0,
+            "num_threads": 1,
+            **settings,
+        }
+    )
+    before = {one for one in threading.enumerate() if one.name.startswith(POOLS)}
+    model = LanguageModel.open(config)
+    try:
+        gateway = Gateway(model, config)
+        server = web_server(gateway)
+        thread = threading.Thread(target=server.run, name="gateway under test")
+        thread.start()
+        wait_until(lambda: server.started or not thread.is_alive(), "the gateway started")
+        running = RunningGateway(gateway, address(server))
+        try:
+            yield running
+        finally:
+            running.close()
+            server.should_exit = True
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+    finally:
+        model.close()
+    left = {one for one in threading.enumerate() if one.name.startswith(POOLS)} - before
+    assert not left
+
+
+def local_swarm(*spans: tuple[int, int]) -> LocalSwarm:
+    """Servers of the embedded model."""
+    return LocalSwarm(embedded_model_path(), spans=list(spans), **OPTIONS)
+
+
+def server_metrics(server: LocalServer) -> dict[str, float]:
+    """What a server tells Prometheus, without labels."""
+    match = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
+    assert match is not None
+    families = text_string_to_metric_families(httpx.get(match[1]).text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def wait_until(happened: Callable[[], object], what: str) -> None:
+    """Wait for a condition, not for a time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen in {TIMEOUT_S} s"
+        time.sleep(0.01)

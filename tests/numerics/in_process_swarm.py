@@ -1,0 +1,149 @@
+"""Two block spans and a client shell in one process: all the arithmetic of a swarm, none of its network.
+
+What crosses from one side to the other is copied tensor by tensor, as if it had been encoded: no side can lean on the
+identity, the strides or the autograd graph of the other's tensors.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.architecture import Task, task_class
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.client_shell import load_client_shell
+from swarmllm.models.remote_cache import RemoteCache
+
+Route = list[tuple[BlockSpan, Span]]
+
+
+def over_the_wire(inputs: BlockInputs) -> BlockInputs:
+    copies = {name: tensor.detach().clone() for name, tensor in inputs.tensors().items()}
+    return BlockInputs.from_tensors(copies, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
+
+
+class InProcessSession:
+    """One span cache per hop."""
+
+    def __init__(self, route: Route) -> None:
+        self.caches = [server.new_cache(span) for server, span in route]
+
+    @property
+    def position(self) -> int:
+        (position,) = {cache.length for cache in self.caches}
+        return position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        for cache in self.caches:
+            cache.rollback(value)
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        for cache in self.caches:
+            cache.select_batch(indices)
+
+    def record_past(self) -> None:
+        for cache in self.caches:
+            cache.record_past()
+
+
+class _Remote(torch.autograd.Function):
+    """Forward and backward of one hop; the server recomputes its forward in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hop: Any, inputs: BlockInputs, hidden: Tensor, embeds: Tensor | None) -> Tensor:
+        server, span = hop
+        ctx.hop, ctx.inputs = hop, inputs
+        return server.forward(over_the_wire(inputs), span).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        server, span = ctx.hop
+        inputs = over_the_wire(ctx.inputs)
+        wanted = [tensor for tensor in (inputs.hidden_states, inputs.inputs_embeds) if tensor is not None]
+        with torch.enable_grad():
+            for tensor in wanted:
+                tensor.requires_grad_()
+            output = server.forward(inputs, span)
+        grads = torch.autograd.grad(output, wanted, grad.clone(), allow_unused=True)
+        return None, None, grads[0], grads[1] if len(grads) > 1 else None
+
+
+class InProcessRunner:
+    """Runs the hops of a route one after the other."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+        hidden = inputs.hidden_states
+        for hop_idx, (server, span) in enumerate(self.route):
+            inputs = inputs.with_hidden(hidden)
+            if cache is None:
+                hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds)
+            else:
+                session = cache.session
+                assert isinstance(session, InProcessSession)
+                output = server.forward(over_the_wire(inputs), span, session.caches[hop_idx])
+                hidden = torch.empty(output.shape, dtype=output.dtype).copy_(output)
+        return hidden
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> InProcessSession:
+        return InProcessSession(self.route)
+
+
+class SwarmUser:
+    """Stands for the client's mixin."""
+
+
+class InProcessSwarm:
+    """A client and two servers of one checkpoint; `cut` is where the second one takes over.
+
+    The first server holds more than it is used for, the second one exactly its part.
+    """
+
+    def __init__(self, directory: str | Path, *, tolerance: float = 0.0, task: Task = Task.CAUSAL_LM) -> None:
+        self.tolerance = tolerance
+        """Relative, for comparisons that are exact for nearly all architectures."""
+        self.checkpoint: Checkpoint = open_checkpoint(str(directory))
+        blocks, dtype = self.checkpoint.num_blocks, self.checkpoint.stored_dtype()
+        first = load_block_span(self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False)
+        self.cut, second = self._second_server(first, dtype)
+        extras = sorted({*first.traits.extra_inputs, *second.traits.extra_inputs})
+        self.traits = first.traits.model_copy(
+            update={
+                "extra_inputs": tuple(extras),
+                "chunked_prefill": first.traits.chunked_prefill and second.traits.chunked_prefill,
+                "rollback": first.traits.rollback and second.traits.rollback,
+            }
+        )
+        self.route: Route = [(first, Span(0, self.cut)), (second, Span(self.cut, blocks))]
+        self.runner = InProcessRunner(self.route)
+        self.client: PreTrainedModel = load_client_shell(
+            self.checkpoint,
+            model_class=task_class(self.checkpoint.config, task),
+            mixin=SwarmUser,
+            dtype="auto",
+            runner=self.runner,
+            traits=self.traits,
+            num_blocks=blocks,
+            progress=False,
+        )
+
+    def _second_server(self, first: BlockSpan, dtype: torch.dtype) -> tuple[int, BlockSpan]:
+        """From the middle on, or as near to it as the model can be cut."""
+        blocks = self.checkpoint.num_blocks
+        allowed = [cut for cut in range(1, blocks - 1) if cut not in first.traits.forbidden_cuts]
+        for cut in sorted(allowed, key=lambda cut: abs(cut - blocks // 2)):
+            try:
+                return cut, load_block_span(self.checkpoint, Span(cut, blocks), dtype=dtype, progress=False)
+            except UnsupportedModelError:  # it needs more of the blocks before
+                continue
+        raise AssertionError(f"no cut is possible: {first.traits}")

@@ -1,0 +1,342 @@
+"""Speculation changes nothing about what is generated: the same tokens, the same scores, the same distribution.
+
+In one process: two spans and a session that takes steps ahead, but computes each when its result is asked for.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_swarm import InProcessRunner, InProcessSession, Route, over_the_wire
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from swarmllm.data_structures import Span
+from swarmllm.decoding.drafts import NGramDrafter
+from swarmllm.decoding.pace import PLAIN, Pace, Plan
+from swarmllm.decoding.speculation import Speculation
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.client_shell import load_client_shell
+from swarmllm.models.remote_cache import RemoteCache
+
+VOCABULARY = 12
+
+
+class AheadSession(InProcessSession):
+    """Steps ahead, each computed when its result is asked for."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self.route = route
+        self.under_way: deque[tuple[BlockInputs, int]] = deque()
+        self.max_length = 10_000
+        self.timings = ((0, 0, 1000), (2, 0, 1000))
+        self.step_s = 0.1
+        self.most_under_way = self.num_abandoned = 0
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        hidden = inputs.hidden_states
+        for (server, span), cache in zip(self.route, self.caches, strict=True):
+            hidden = server.forward(over_the_wire(inputs.with_hidden(hidden)), span, cache).clone()
+        return hidden
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        end = self.position
+        if self.under_way:
+            end = self.under_way[-1][1] + self.under_way[-1][0].seq_len
+        assert position == end
+        self.under_way.append((inputs, position))
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+
+    def receive(self) -> Tensor:
+        inputs, position = self.under_way.popleft()
+        assert position == self.position
+        return self.run(inputs)
+
+    def abandon(self) -> None:
+        self.num_abandoned += len(self.under_way)
+        self.under_way.clear()
+
+
+class AheadRunner(InProcessRunner):
+    """Steps through whatever session the cache has."""
+
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+        assert cache is not None
+        return cache.session.run(inputs)
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> AheadSession:
+        return AheadSession(self.route)
+
+
+class FixedPace(Pace):
+    """The same plan whatever was seen."""
+
+    fixed = Plan(2, 3)
+    latency_pays = True
+
+    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
+        return Plan(min(self.fixed.chunk, max_tokens), self.fixed.depth) if max_tokens > 0 else PLAIN
+
+
+class Obsessed(NGramDrafter):
+    """Guesses the same token all the time."""
+
+    def begin(self) -> bool:
+        return True
+
+    def more(self, count: int) -> list[int]:
+        return [5] * count
+
+    def kinds(self, count: int) -> list[tuple[int, float]]:
+        return [(0, 0.5)] * count
+
+
+class Speculating:
+    """Stands for the client's mixin."""
+
+    drafter: type = NGramDrafter
+    pace = FixedPace()
+    session: AheadSession
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        self.session = model_kwargs["past_key_values"].session
+        speculation = Speculation(self, "past_key_values", self.session, self.drafter(), self.pace)
+        return speculation.run(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Few tokens and sharp distributions: guesses are right often enough."""
+    directory = tmp_path_factory.mktemp("speculation")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def local(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def ahead(directory: Path) -> Iterator[Any]:
+    checkpoint = open_checkpoint(str(directory))
+    spans = [Span(0, 2), Span(2, 4)]
+    blocks = [load_block_span(checkpoint, span, dtype=torch.float32, progress=False) for span in spans]
+    return load_client_shell(
+        checkpoint,
+        model_class=LlamaForCausalLM,
+        mixin=Speculating,
+        dtype="auto",
+        runner=AheadRunner(list(zip(blocks, spans, strict=True))),
+        traits=blocks[0].traits,
+        num_blocks=4,
+        progress=False,
+    )
+
+
+def generate(model: Any, **options: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        ids = torch.tensor([[1, 2, 3, 4, 1, 2]])
+        return model.generate(ids, **{"max_new_tokens": 32, "do_sample": False, **options})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "processors": {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
+    "end": {"eos_token_id": 7, "do_sample": True},
+}
+QUICK = [
+    ("greedy", NGramDrafter, Plan(2, 3)),
+    ("sampled", NGramDrafter, Plan(16, 2)),
+    ("sampled", Obsessed, Plan(1, 1)),
+    ("processors", NGramDrafter, Plan(1, 8)),
+    ("end", Obsessed, Plan(2, 3)),
+]
+PLANS = [Plan(1, 1), Plan(1, 8), Plan(2, 3), Plan(16, 2)]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]}-{case[1].__name__}-{case[2]}")
+    for case in itertools.product(OPTIONS, (NGramDrafter, Obsessed), PLANS)
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "plan"), CASES)
+def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter: type, plan: Plan) -> None:
+    ahead.drafter, ahead.pace.fixed = drafter, plan
+    expected, generated = generate(local, **OPTIONS[kind]), generate(ahead, **OPTIONS[kind])
+
+    assert generated.tolist() == expected.tolist()
+    assert ahead.session.position == generated.shape[1] - 1, "the session has seen what a plain one would have"
+    assert not ahead.session.under_way
+
+
+def test_guesses_do_run_ahead(ahead: Any) -> None:
+    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    generate(ahead)
+    assert ahead.session.most_under_way == 3
+    assert ahead.session.num_abandoned > 0
+
+
+class Seen(LogitsProcessor, BaseStreamer):
+    """Notes what processors and streamers are shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.streamed: list[list[int]] = []
+        self.ended = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.texts.append(input_ids[0].tolist())
+        return scores
+
+    def put(self, value: Tensor) -> None:
+        self.streamed.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_processors_and_streamers_see_the_same(ahead: Any, local: PreTrainedModel) -> None:
+    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    plain, fast = Seen(), Seen()
+    for model, seen in ((local, plain), (ahead, fast)):
+        generate(model, logits_processor=LogitsProcessorList([seen]), streamer=seen)
+    assert vars(plain) == vars(fast)
+
+
+def test_scores_and_logits(ahead: Any, local: PreTrainedModel) -> None:
+    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.7}
+    expected, got = generate(local, **options, do_sample=True), generate(ahead, **options, do_sample=True)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.stack(got.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+class MarkovChain:
+    """A "model" whose next token depends on the last one by a table: quick, and its distribution is known exactly."""
+
+    config = LlamaConfig(num_hidden_layers=1)
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def get_decoder(self) -> "MarkovChain":
+        return self
+
+    def forward(self, input_ids: Tensor, past_key_values: RemoteCache, **_: Any) -> CausalLMOutputWithPast:
+        inputs = BlockInputs(hidden_states=input_ids[..., None], batch_size=1, seq_len=input_ids.shape[1])
+        last = past_key_values.session.run(inputs)[..., 0]
+        return CausalLMOutputWithPast(logits=self.table[last], past_key_values=past_key_values)
+
+    __call__ = forward
+
+    def _prefill(self, input_ids: Tensor, _: Any, kwargs: dict[str, Any], **__: Any) -> CausalLMOutputWithPast:
+        return self.forward(input_ids, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, next_sequence_length: int, **kwargs: Any
+    ) -> dict[str, Any]:
+        return {"input_ids": input_ids[:, -next_sequence_length:], **kwargs}
+
+    def _update_model_kwargs_for_generation(self, _: Any, kwargs: dict[str, Any], **__: Any) -> dict[str, Any]:
+        return kwargs
+
+
+class EchoSession(AheadSession):
+    """Its blocks change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.length = 0
+
+    @property
+    def position(self) -> int:
+        return self.length
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.length = value
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        self.length += inputs.seq_len
+        return inputs.hidden_states
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("drafter", [NGramDrafter, Obsessed])
+def test_samples_follow_the_distribution(drafter: type) -> None:
+    """Chi-square of the transitions in 24 000 sampled tokens against the table that they were drawn from."""
+    num_texts, num_tokens = 40, 600
+    table = 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    pace, seen, right = FixedPace(), torch.zeros(VOCABULARY, VOCABULARY), 0.0
+    pace.fixed = Plan(2, 2)
+    config = GenerationConfig(do_sample=True, max_length=num_tokens + 1)
+    stop = StoppingCriteriaList([MaxLengthCriteria(num_tokens + 1)])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2026)
+        for first in range(num_texts):
+            session = EchoSession()
+            speculation = Speculation(MarkovChain(table), "past_key_values", session, drafter(), pace)
+            cache = RemoteCache(MarkovChain.config, session, 1)
+            prompt = torch.tensor([[first % VOCABULARY]])
+            text = speculation.run(prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache})[0]
+            assert len(text) == num_tokens + 1
+            seen.index_put_((text[:-1], text[1:]), torch.tensor(1.0), accumulate=True)
+            right += sum(accepted.right for accepted in pace._accepted.values())
+    expected = seen.sum(1, keepdim=True) * torch.softmax(table, dim=-1)
+    assert expected.min() > 5, "cells must not be too rare for the test"
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    freedom = VOCABULARY * (VOCABULARY - 1)
+    # Wilson and Hilferty 1931: the cube root of chi-square over its degrees of freedom is nearly normal.
+    deviation = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    assert right > 0, "no guess was ever right"
+    assert abs(deviation) < 3.3, f"chi-square {statistic:.1f} with {freedom} degrees of freedom: one in a thousand"

@@ -1,0 +1,78 @@
+"""Every decoder architecture of transformers: exact through a client and two spans, or refused with a reason."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.numerics.exactness import CHECKS, assisted
+from tests.numerics.in_process_swarm import InProcessSwarm
+from tests.numerics.tiny_models import VARIANTS, save_tiny, tiny_model
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.architecture import check_supported
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
+
+ENCODER_DECODERS = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "whisper",
+    }
+)
+"""Their default configs are encoder-decoders; only parts of them have a causal head."""
+NO_DEFAULT_CONFIG = frozenset({"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"})
+"""Their default configs need further packages, or contradict themselves."""
+ROUNDS_DIFFERENTLY = {
+    # Before blocks with shared keys and values, transformers leaves out positions whose logits nobody wants.
+    "gemma4_shared_kv": 1e-6
+}
+"""Relative tolerance."""
+ARCHITECTURES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS)
+
+
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *VARIANTS])
+def test_exact(model_type: str, tmp_path: Path) -> None:
+    local = save_tiny(model_type, tmp_path)
+    swarm = InProcessSwarm(tmp_path, tolerance=ROUNDS_DIFFERENTLY.get(model_type, 0.0))
+    random_state = torch.get_rng_state()
+    failures = {check.__name__: problem for check in CHECKS if (problem := check(local, swarm)) is not None}
+    if problem := assisted(local, swarm, tiny_model(model_type, seed=5)):
+        failures["assisted"] = problem
+    assert not failures
+    assert torch.equal(random_state, torch.get_rng_state()), "a random state that is the user's was used"
+
+
+def test_as_many_as_promised() -> None:
+    assert len(ARCHITECTURES) >= 115
+
+
+@pytest.mark.parametrize("model_type", [*sorted(REFUSED_ARCHITECTURES), *sorted(ENCODER_DECODERS)])
+def test_refused_with_a_reason(model_type: str) -> None:
+    config = _named(model_type) if model_type in NO_DEFAULT_CONFIG else CONFIG_MAPPING[model_type]()
+    with pytest.raises(UnsupportedModelError, match=model_type):
+        check_supported(config)
+
+
+def test_refused_when_it_is_opened(tmp_path: Path) -> None:
+    AutoConfig.for_model("xlstm").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="recurrent states"):
+        open_checkpoint(str(tmp_path))
+
+
+def _named(model_type: str) -> object:
+    """A config of another class under this name."""
+    config = AutoConfig.for_model("llama")
+    config.model_type = model_type
+    return config

@@ -1,0 +1,163 @@
+"""Heads other than the language model's, on blocks of decoders and encoders: the local model's logits and gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.numerics.in_process_swarm import InProcessSwarm
+from tests.numerics.tiny_models import tiny_config
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.architecture import Task, causal_lm_class, check_supported, find_blocks, task_class, task_of
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
+
+ENCODER_DECODERS = frozenset({"bart", "bigbird_pegasus", "mbart", "mvp", "plbart"})
+DECODERS = sorted(
+    {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+    & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - ENCODERS - ENCODER_DECODERS - REFUSED_ARCHITECTURES.keys()
+)
+IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+RELATIVE = 1e-5
+"""Nearly all are equal bit by bit; matrix products before a trained embedding may be added up in another order."""
+
+
+def save_tiny(model_type: str, task: Task, directory: Path) -> PreTrainedModel:
+    """A tiny model with this head, saved; returned as transformers loads it, its blocks frozen."""
+    config = tiny_config(model_type)
+    config.num_labels = 3 if task != Task.QUESTION_ANSWERING else 2
+    cls = task_class(config, task)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cls(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(directory, max_shard_size="60KB")
+    local: PreTrainedModel = cls.from_pretrained(directory, dtype="auto")
+    find_blocks(local).blocks.requires_grad_(False)
+    return local
+
+
+LABELS: dict[Task, dict[str, Tensor]] = {
+    Task.SEQUENCE_CLASSIFICATION: {"labels": torch.tensor([0, 2])},
+    Task.TOKEN_CLASSIFICATION: {"labels": IDS % 3},
+    Task.QUESTION_ANSWERING: {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([4, 5])},
+}
+
+
+def results(model: PreTrainedModel, task: Task) -> dict[str, Tensor]:
+    """What the head computes without gradients, then the gradients of embeddings and head."""
+    with torch.no_grad():
+        output: Any = model(input_ids=IDS, attention_mask=MASK)
+    if task == Task.QUESTION_ANSWERING:
+        found = {"start": output.start_logits, "end": output.end_logits}
+    else:
+        found = {"output": output[0]}
+    embeddings = model.get_input_embeddings().weight
+    trained = {"embeddings": embeddings.requires_grad_(True)}
+    if task in LABELS:
+        loss = model(input_ids=IDS, attention_mask=MASK, **LABELS[task]).loss
+        trained |= {name: p for name, p in model.named_parameters() if name.startswith(("score", "classifier", "qa_"))}
+    else:
+        loss = model(input_ids=IDS, attention_mask=MASK)[0].square().sum()
+    model.zero_grad()
+    loss.backward()
+    return found | {f"gradient of {name}": p.grad for name, p in trained.items() if p.grad is not None}
+
+
+def assert_same(local: PreTrainedModel, remote: PreTrainedModel, task: Task) -> None:
+    expected, got = results(local, task), results(remote, task)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.isfinite().all()
+        error = float((got[name] - value).abs().max())
+        assert error <= RELATIVE * float(value.abs().max()), f"{name} differs by {error:.1e}"
+
+
+def check(model_type: str, task: Task, directory: Path) -> None:
+    local = save_tiny(model_type, task, directory)
+    assert_same(local, InProcessSwarm(directory, task=task).client, task)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        ("llama", Task.SEQUENCE_CLASSIFICATION),
+        ("bert", Task.SEQUENCE_CLASSIFICATION),
+        ("qwen3", Task.TOKEN_CLASSIFICATION),
+        ("roberta", Task.QUESTION_ANSWERING),
+        ("gpt2", Task.FEATURES),
+    ],
+)
+def test_heads(model_type: str, task: Task, tmp_path: Path) -> None:
+    check(model_type, task, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_decoders_classify_sequences(model_type: str, tmp_path: Path) -> None:
+    check(model_type, Task.SEQUENCE_CLASSIFICATION, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(ENCODERS))
+def test_encoders_classify_sequences(model_type: str, tmp_path: Path) -> None:
+    check(model_type, Task.SEQUENCE_CLASSIFICATION, tmp_path)
+
+
+def test_as_many_as_promised() -> None:
+    assert len(DECODERS) >= 55
+    assert len(ENCODERS) >= 8
+
+
+def test_a_new_head_is_the_one_that_transformers_would_make(tmp_path: Path) -> None:
+    """A checkpoint of a language model has no `score`; with the same seed it is the same, here and there."""
+    config = tiny_config("llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        causal_lm_class(config)(config).save_pretrained(tmp_path, max_shard_size="60KB")
+        torch.manual_seed(4)
+        local = task_class(config, Task.SEQUENCE_CLASSIFICATION).from_pretrained(tmp_path, dtype="auto")
+        torch.manual_seed(4)
+        remote = InProcessSwarm(tmp_path, task=Task.SEQUENCE_CLASSIFICATION).client
+    assert local.score.weight.std() > 0
+    assert torch.equal(remote.score.weight, local.score.weight)
+
+
+def test_the_head_follows_the_checkpoint() -> None:
+    config = tiny_config("llama")
+    assert task_of(config) == Task.CAUSAL_LM
+    config.architectures = ["LlamaForSequenceClassification"]
+    assert task_of(config) == Task.SEQUENCE_CLASSIFICATION
+    assert task_of(tiny_config("bert")) == Task.FEATURES
+
+
+@pytest.mark.parametrize("model_type", sorted(ENCODER_DECODERS))
+def test_encoder_decoders_are_refused(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        task_class(CONFIG_MAPPING[model_type](), Task.SEQUENCE_CLASSIFICATION)
+
+
+def test_encoders_do_not_generate(tmp_path: Path) -> None:
+    config = tiny_config("bert")
+    check_supported(config)
+    with pytest.raises(UnsupportedModelError, match=r"encoder.*AutoDistributedModelForSequenceClassification"):
+        causal_lm_class(config)
+    with pytest.raises(UnsupportedModelError, match="no sequence classification model for olmoe"):
+        task_class(tiny_config("olmoe"), Task.SEQUENCE_CLASSIFICATION)
+    save_tiny("bert", Task.SEQUENCE_CLASSIFICATION, tmp_path)
+    assert task_of(open_checkpoint(str(tmp_path)).config) == Task.SEQUENCE_CLASSIFICATION
+    server = InProcessSwarm(tmp_path, task=Task.SEQUENCE_CLASSIFICATION).route[0][0]
+    with pytest.raises(UnsupportedModelError, match="no sessions"):
+        server.new_cache()

@@ -1,0 +1,145 @@
+"""The log of activations is what a naive list of columns is, whatever is appended, forgotten and reordered."""
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.models.activation_log import ActivationLog
+from swarmllm.models.block_inputs import BlockInputs
+
+MAX_TOKENS = 6
+
+
+@dataclass
+class Naive:
+    """One entry per position: hidden states, positions and mask of all rows, always up to date."""
+
+    hidden: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    mask: Tensor = field(default_factory=lambda: torch.ones(0, 0, dtype=torch.int64))
+
+    def rollback(self, position: int) -> None:
+        del self.hidden[position:], self.positions[position:]
+        self.mask = self.mask[:, :position]
+
+    def select(self, rows: list[int]) -> None:
+        self.hidden = [column[rows] for column in self.hidden]
+        self.positions = [column[rows] for column in self.positions]
+        self.mask = self.mask[rows]
+
+
+class LogAgainstNaive(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = ActivationLog(BlockTraits())
+        self.naive = Naive()
+        self.counter = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.naive.hidden)
+
+    @property
+    def rows(self) -> int:
+        return len(self.naive.hidden[0]) if self.naive.hidden else 1
+
+    @rule(data=st.data(), seq_len=st.integers(1, 3), batch=st.integers(1, 3))
+    def append(self, data: st.DataObject, seq_len: int, batch: int) -> None:
+        position = data.draw(st.integers(0, self.length), label="position")
+        rows = self.rows if position else batch
+        self.naive.rollback(position)
+        if not position:
+            self.naive.mask = torch.ones(rows, 0, dtype=torch.int64)
+        numbers = torch.arange(self.counter, self.counter + rows * seq_len, dtype=torch.float32).view(rows, seq_len)
+        self.counter += rows * seq_len
+        padding = data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows), label="mask")
+        self.naive.mask = torch.cat([self.naive.mask, torch.tensor(padding)[:, None].expand(rows, seq_len)], dim=1)
+        positions = torch.arange(position, position + seq_len)[None] + 100 * torch.arange(rows)[:, None]
+        self.naive.hidden += list(numbers.T)
+        self.naive.positions += list(positions.T)
+        self.log.append(
+            position,
+            BlockInputs(
+                hidden_states=numbers[:, :, None],
+                batch_size=rows,
+                seq_len=seq_len,
+                attention_mask=self.naive.mask,
+                position_ids=positions,
+            ),
+        )
+
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        position = data.draw(st.integers(0, self.length), label="position")
+        self.naive.rollback(position)
+        self.log.rollback(position)
+
+    @precondition(lambda self: self.length > 0)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=4), label="rows")
+        self.naive.select(rows)
+        self.log.select_batch(rows)
+
+    @invariant()
+    def replays_the_same(self) -> None:
+        assert self.log.length == self.length
+        pieces = list(self.log.replay(MAX_TOKENS))
+        assert bool(pieces) == (self.length > 0)
+        if not pieces:
+            return
+        assert self.log.batch_size == self.rows
+        expected = 0
+        for start, piece in pieces:
+            end = start + piece.seq_len
+            assert start == expected
+            assert piece.seq_len == 1 or piece.seq_len * piece.batch_size <= MAX_TOKENS
+            assert torch.equal(piece.hidden_states[:, :, 0], torch.stack(self.naive.hidden[start:end], dim=1))
+            assert torch.equal(piece.position_ids, torch.stack(self.naive.positions[start:end], dim=1))
+            assert torch.equal(piece.attention_mask, self.naive.mask[:, :end])
+            expected = end
+        assert expected == self.length
+
+
+TestLogAgainstNaive = LogAgainstNaive.TestCase
+TestLogAgainstNaive.settings = settings(max_examples=60, stateful_step_count=20)
+
+
+@given(given_by_step=st.lists(st.sampled_from([None, 1, 2]), min_size=1, max_size=5))
+def test_positions_that_only_some_steps_give(given_by_step: list[int | None]) -> None:
+    log = ActivationLog(BlockTraits())
+    for position, rows in enumerate(given_by_step):
+        positions = None if rows is None else torch.full((rows, 1), position)
+        log.append(
+            position,
+            BlockInputs(hidden_states=torch.zeros(2, 1, 3), batch_size=2, seq_len=1, position_ids=positions),
+        )
+
+    ((_, whole),) = log.replay(100)
+
+    if set(given_by_step) == {None}:
+        assert whole.position_ids is None
+    else:
+        assert whole.position_ids[-1].tolist() == list(range(len(given_by_step)))
+
+
+def test_a_long_text_token_by_token_takes_memory_in_proportion() -> None:
+    log = ActivationLog(BlockTraits())
+    message = torch.zeros(1 << 20)
+    for position in range(100):
+        mask = torch.ones(1, position + 1, dtype=torch.int64)
+        positions = message.view(torch.int64)[:1].view(1, 1)
+        log.append(
+            position,
+            BlockInputs(
+                hidden_states=torch.zeros(1, 1, 3), batch_size=1, seq_len=1, attention_mask=mask, position_ids=positions
+            ),
+        )
+
+    kept = [tensor for entry in log._entries for tensor in entry.inputs.tensors().values()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 100 * (3 * 4 + 8)

@@ -1,0 +1,127 @@
+"""Commands as users start them: processes, their lines and their exit codes."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TAKE_TERMINAL = """
+import fcntl, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
+runpy.run_module("swarmllm", run_name="__main__")
+"""
+JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
+
+
+def command(
+    name: str, *args: object, stdin: str = "", timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m swarmllm NAME ARGS…` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "swarmllm", name, *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+class Running:
+    """A command that runs until it is told to stop. To be used by `with`, which kills it if it still runs."""
+
+    def __init__(self, name: str, *args: object, log: Path) -> None:
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "swarmllm", name, *map(str, args)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def lines_until_join(self) -> list[str]:
+        """All lines up to and including the one that says how to join. pytest's timeout bounds the wait."""
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        for line in self.process.stdout:
+            lines.append(line.rstrip("\n"))
+            if JOIN.match(lines[-1]):
+                return lines
+        raise AssertionError(f"it ended: {self.log.read_text()}")
+
+    def maddrs(self) -> list[str]:
+        """Where it can be joined, as its line says."""
+        match = JOIN.match(self.lines_until_join()[-1])
+        assert match is not None
+        return match[1].split()
+
+    def tell(self, line: str) -> None:
+        """A line on its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def stop(self, signum: int, timeout_s: float = 10) -> int:
+        """Send a signal; the exit code."""
+        self.process.send_signal(signum)
+        return self.process.wait(timeout_s)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def sentence(stderr: str) -> str:
+    """The one line that was said; fails if it was more or less than one."""
+    lines: Sequence[str] = stderr.strip().split("\n")
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr
+    return lines[0]
+
+
+class Terminal:
+    """A command at a terminal of its own, at which somebody types. To be used by `with`."""
+
+    def __init__(self, name: str, *args: object) -> None:
+        self.seen = ""
+        """All that was on the screen."""
+        self._read_to = 0
+        self._screen, line = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, name, *map(str, args)],
+            stdin=line,
+            stdout=line,
+            stderr=line,
+            start_new_session=True,
+        )
+        os.close(line)
+
+    def type(self, keys: str) -> None:
+        """Press keys; \\x03 is Ctrl-C."""
+        os.write(self._screen, keys.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Until it is on the screen, behind what was waited for before. pytest's timeout bounds the wait."""
+        while (found := self.seen.find(text, self._read_to)) < 0:
+            self.seen += os.read(self._screen, 4096).decode(errors="replace")
+        self._read_to = found + len(text)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._screen)

@@ -1,0 +1,87 @@
+"""Models for tests with real servers, and how a swarm's answers are compared with the local model's."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from swarmllm import AutoDistributedModel, ClientConfig
+
+NUM_BLOCKS = 8
+VOCABULARY = 128
+TIMEOUT_S = 30.0
+OPTIONS = {"num_threads": 1, "quant_type": "none"}
+"""For every server: bit for bit what the local model computes in this process."""
+
+
+def save_llama(directory: Path, *, seed: int = 0, num_blocks: int = NUM_BLOCKS, **config: Any) -> Path:
+    """A llama whose random weights are large enough to make its blocks matter; it knows no end of text."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        settings = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, **config}
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=num_blocks,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=2048,
+                bos_token_id=1,
+                eos_token_id=None,
+                pad_token_id=0,
+                **settings,
+            )
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return directory
+
+
+def load_local(directory: Path) -> PreTrainedModel:
+    """The reference: the whole model in this process, its weights frozen as those of a server are."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").requires_grad_(False)
+
+
+@contextmanager
+def connected(directory: Path, initial_peers: list[str], **config: Any) -> Iterator[Any]:
+    """A client, closed at the end."""
+    model = AutoDistributedModel.from_pretrained(
+        str(directory), initial_peers=initial_peers, client_config=ClientConfig(**config)
+    )
+    with model:
+        yield model
+
+
+def prompt(batch: int = 1, length: int = 9, seed: int = 0) -> Tensor:
+    """Token ids `[batch, length]`, none of them special."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate_seeded(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """`generate()` from the same state of the random generator each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        output = model.generate(ids, **{"do_sample": False, "use_cache": True, **options})
+    return output if isinstance(output, Tensor) else output.sequences
+
+
+def assert_same_tokens(model: Any, local: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
+    """The swarm generates what the local model generates; returns it."""
+    expected = generate_seeded(local, ids, **options)
+    generated = generate_seeded(model, ids, **options)
+    assert generated.tolist() == expected.tolist()
+    return generated
+
+
+def wait_until(happened: Callable[[], object], what: str) -> None:
+    """Wait for a condition, not for a time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen in {TIMEOUT_S} s"
+        time.sleep(0.005)

@@ -1,0 +1,294 @@
+"""Wrong models, wrong swarms, too much of everything: a sentence in bounded time, and the swarm goes on."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded, prompt, save_llama
+from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
+from swarmllm.errors import (
+    BlocksNotServedError,
+    BlockWeightsNotFoundError,
+    CacheFullError,
+    ConfigurationError,
+    CorruptWeightsError,
+    MissingBlocksError,
+    PeerUnreachableError,
+    SwarmError,
+    WeightsMismatchError,
+)
+from swarmllm.network.identity import Identity
+from swarmllm.server.__main__ import main as server_main
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+BOUND_S = 30.0
+"""Within which every error must have come."""
+CACHE_TOKENS = 400
+MAX_BATCH_TOKENS = 48
+
+
+@pytest.fixture(autouse=True)
+def _in_bounded_time() -> Iterator[None]:
+    started_at = time.monotonic()
+    yield
+    assert time.monotonic() - started_at < BOUND_S
+
+
+@pytest.fixture(scope="module")
+def small_swarm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    """One server with little room, and one that serves a single client."""
+    friend = tmp_path_factory.mktemp("client") / "identity"
+    allowed = Identity.load_or_create(friend).peer_id
+    limits = {"attn_cache_tokens": CACHE_TOKENS, "max_batch_tokens": MAX_BATCH_TOKENS}
+    with LocalSwarm(llama, spans=[(0, 8)], **OPTIONS, **limits) as swarm:
+        swarm.add_server((0, 8), allowed_clients=[allowed])
+        swarm.friend = friend
+        yield swarm
+
+
+@contextmanager
+def client(llama: Path, swarm: LocalSwarm, server: int = 0, **config: Any) -> Iterator[Any]:
+    settings = {"max_retries": 1, "allowed_servers": [swarm.servers[server].peer_id], **config}
+    with connected(llama, swarm.initial_peers, **settings) as model:
+        yield model
+
+
+# The checkpoint
+
+
+def without_a_shard(model: Path) -> None:
+    shards = sorted(model.glob("*.safetensors"))
+    shards[len(shards) // 2].unlink()
+
+
+def truncated(model: Path) -> None:
+    for shard in model.glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def scrambled(model: Path) -> None:
+    for shard in model.glob("*.safetensors"):
+        shard.write_bytes(b"\xff" * 1000)
+
+
+def without_a_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def with_another_config(model: Path) -> None:
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace('"hidden_size": 64', '"hidden_size": 32'))
+
+
+DAMAGES = {
+    without_a_shard: (BlockWeightsNotFoundError, 1),
+    truncated: (CorruptWeightsError, 1),
+    scrambled: (CorruptWeightsError, 1),
+    without_a_config: (ConfigurationError, 2),
+    with_another_config: (WeightsMismatchError, 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_server_with_a_damaged_checkpoint(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    damage(model)
+    _, exit_code = DAMAGES[damage]
+
+    # In this process: importing torch anew is what takes most of a server's start.
+    assert server_main(["--model", str(model), "--new_swarm", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]) == exit_code
+    assert_one_sentence(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("damage", [truncated, without_a_config], ids=lambda damage: damage.__name__)
+def test_a_client_with_a_damaged_checkpoint(
+    llama: Path, swarm: LocalSwarm, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    damage(model)
+
+    with pytest.raises(DAMAGES[damage][0]), connected(model, swarm.initial_peers):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "/nowhere/at-all", "--new_swarm"], "/nowhere/at-all"),
+        (["--model", "nobody/has-such-a-model", "--new_swarm"], "nobody/has-such-a-model"),
+        (["--model", "MODEL", "--new_swarm", "--block_indices", "4:9"], "0:8"),
+        (["--model", "MODEL", "--new_swarm", "--num_blocks", "9"], "8"),
+        (["--model", "MODEL", "--no_lan_discovery"], "--initial_peers"),
+        (["--model", "MODEL", "--initial_peers", "/ip4/127.0.0.1/tcp/1"], "/p2p/"),
+        (["--model", "MODEL", "--new_swarm", "--host_maddrs", "127.0.0.1"], "127.0.0.1"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,
+)
+def test_a_server_with_unusable_settings(
+    llama: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    flags = [str(llama) if flag == "MODEL" else flag for flag in flags]
+
+    assert server_main(flags) == 2
+    error = capsys.readouterr().err
+    assert_one_sentence(error)
+    assert words in error
+
+
+def test_a_server_whose_initial_peers_are_gone(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(llama), "--initial_peers", NOBODY, "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
+
+    assert server_main(flags) == 1
+    error = capsys.readouterr().err
+    assert_one_sentence(error)
+    assert NOBODY in error
+
+
+def assert_one_sentence(error: str) -> None:
+    lines = [line for line in error.splitlines() if line.startswith("swarmllm")]
+    assert len(lines) == 1
+    assert "Traceback" not in error
+
+
+# The swarm
+
+
+def test_initial_peers_that_are_gone(llama: Path) -> None:
+    with pytest.raises(PeerUnreachableError, match=NOBODY), connected(llama, [NOBODY]):
+        pass
+
+
+@pytest.mark.parametrize("peers", [[], ["/ip4/127.0.0.1/tcp/1"], ["nonsense"]], ids=str)
+def test_initial_peers_that_are_none(llama: Path, peers: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="initial"), connected(llama, peers, lan_discovery=False):
+        pass
+
+
+def test_some_dead_initial_peers_do_not_matter(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
+    with connected(llama, [NOBODY, *swarm.initial_peers]) as model:
+        assert_same_tokens(model, local, prompt(), max_new_tokens=3)
+
+
+def test_two_checkpoints_of_one_name(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    other = save_llama(tmp_path / llama.name, seed=1)
+
+    with pytest.raises(WeightsMismatchError, match="another version"), connected(other, swarm.initial_peers):
+        pass
+
+
+def test_a_model_that_nobody_serves(swarm: LocalSwarm, tmp_path: Path) -> None:
+    other = save_llama(tmp_path / "other", seed=1)
+
+    with (
+        pytest.raises(MissingBlocksError, match=r"nobody serves .*other.*this swarm serves") as caught,
+        connected(other, swarm.initial_peers, route_timeout_s=1),
+    ):
+        pass
+    assert caught.value.block_idxs == tuple(range(8))
+
+
+def test_blocks_that_nobody_serves(llama: Path, swarm: LocalSwarm) -> None:
+    only = [swarm.servers[0].peer_id]
+
+    with (
+        pytest.raises(MissingBlocksError, match="blocks 3–7") as caught,
+        connected(llama, swarm.initial_peers, allowed_servers=only, route_timeout_s=1),
+    ):
+        pass
+    assert caught.value.block_idxs == (3, 4, 5, 6, 7)
+
+
+def test_blocked_servers_are_not_used(llama: Path, swarm: LocalSwarm) -> None:
+    blocked = [swarm.servers[1].peer_id]
+
+    with (
+        pytest.raises(MissingBlocksError, match="blocks 3–7"),
+        connected(llama, swarm.initial_peers, blocked_servers=blocked, route_timeout_s=1),
+    ):
+        pass
+
+
+# Too much
+
+
+def test_a_full_cache_and_its_release(llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel) -> None:
+    # Retries, because a server hears only some moments later that a session has been closed.
+    with client(llama, small_swarm, max_retries=4) as model:
+        with model.inference_session(max_length=350) as session:
+            session.step(model.embed(prompt()))
+            with pytest.raises(CacheFullError, match="KV cache"), model.inference_session(max_length=350) as other:
+                other.step(model.embed(prompt()))
+            session.step(model.embed(prompt()))
+        assert_same_tokens(model, local, prompt(), max_new_tokens=100)
+        with pytest.raises(CacheFullError):
+            generate_seeded(model, prompt(), max_new_tokens=100, num_beams=3)
+        assert_same_tokens(model, local, prompt(), max_new_tokens=100)
+
+
+HOLDS_THE_CACHE = """
+import sys
+from swarmllm import AutoDistributedModel, ClientConfig
+model = AutoDistributedModel.from_pretrained(sys.argv[1], initial_peers=sys.argv[3:],
+    client_config=ClientConfig(allowed_servers=[sys.argv[2]]))
+session = model.inference_session(max_length=350)
+session.step(model.embed(__import__("torch").arange(5)[None]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_cache_of_a_client_that_was_killed_is_free(
+    llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel
+) -> None:
+    arguments = [str(llama), small_swarm.servers[0].peer_id, *small_swarm.initial_peers]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_THE_CACHE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with client(llama, small_swarm) as model:
+            with pytest.raises(CacheFullError):
+                generate_seeded(model, prompt(), max_new_tokens=100)
+            holder.kill()
+            holder.wait()
+        with client(llama, small_swarm, max_retries=8) as model:
+            assert_same_tokens(model, local, prompt(), max_new_tokens=100)
+
+
+def test_batches_above_the_servers_limit_are_split(
+    llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel
+) -> None:
+    ids = prompt(9, 20)
+    with client(llama, small_swarm) as model, torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, local(ids, use_cache=False).logits)
+        with pytest.raises(ConfigurationError, match=f"{MAX_BATCH_TOKENS}.*shorter"):
+            model(prompt(2, MAX_BATCH_TOKENS + 1), use_cache=False)
+
+
+def test_a_server_for_certain_clients_only(llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel) -> None:
+    with client(llama, small_swarm, 1) as model:
+        with pytest.raises(BlocksNotServedError, match="allowed_clients"):
+            generate_seeded(model, prompt(), max_new_tokens=3)
+        with pytest.raises(BlocksNotServedError, match="allowed_clients"):
+            model(prompt(), labels=prompt())
+    with client(llama, small_swarm, 1, identity_path=str(small_swarm.friend)) as model:
+        assert_same_tokens(model, local, prompt(), max_new_tokens=3)
+        model(prompt(), labels=prompt())
+
+
+def test_a_result_over_the_clients_cap(llama: Path, swarm: LocalSwarm) -> None:
+    with (
+        connected(llama, swarm.initial_peers, max_message_bytes=4096, max_retries=1) as model,
+        pytest.raises(SwarmError, match="4096"),
+    ):
+        model(prompt(1, 200), use_cache=False)

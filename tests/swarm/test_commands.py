@@ -1,0 +1,227 @@
+"""The commands as users run them: one swarm of real processes, started by them and looked at through them."""
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from commands import Running, Terminal, command, sentence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarmllm import embedded_model_path
+
+MODEL = embedded_model_path()
+LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a `swarmllm dht`."""
+    with Running("dht", "--host-maddrs", LOCAL_HOST, log=tmp_path_factory.mktemp("dht") / "log") as dht:
+        (maddr,) = dht.maddrs()
+        yield maddr
+        assert dht.stop(signal.SIGTERM) == 0
+
+
+@pytest.fixture(scope="module")
+def servers(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """What two servers said when they were ready: settings from a file, and flags on top of it."""
+    directory = tmp_path_factory.mktemp("servers")
+    settings = directory / "server.toml"
+    settings.write_text(
+        f'model = "{MODEL}"\nnum-blocks = 5\nhost_maddrs = ["{LOCAL_HOST}"]\npublic_name = "from a file"\n'
+        'dtype = "float32"\nquant_type = "none"\nnum_threads = 1\n'
+    )
+    with ExitStack() as stack:
+        file = ["--config", settings]
+        first = stack.enter_context(Running("server", *file, "--initial_peers", bootstrap, log=directory / "first.log"))
+        # Imports while the first one starts, and is told where to join when that one is online.
+        second = stack.enter_context(
+            Running("server", *file, "--initial-peers", "-", "--num-blocks=3", log=directory / "second.log")
+        )
+        lines = first.lines_until_join()
+        second.tell(bootstrap)
+        lines += second.lines_until_join()
+        yield lines
+        with ThreadPoolExecutor() as both:
+            assert list(both.map(lambda server: server.stop(signal.SIGINT), (first, second))) == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def local() -> Any:
+    """The model and its tokenizer in this process."""
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"), AutoTokenizer.from_pretrained(MODEL)
+
+
+def generate_locally(local: Any, text: str, **options: Any) -> tuple[str, str]:
+    """All of the text, and only the new one."""
+    model, tokenizer = local
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = model.generate(**inputs, **{"do_sample": False, **options})[0]
+    new = ids[inputs.input_ids.shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True), tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_servers_choose_the_weakest_blocks(servers: list[str]) -> None:
+    serving = [line for line in servers if line.startswith("swarmllm: serving")]
+    assert [line.partition(" as ")[0] for line in serving] == [
+        f"swarmllm: serving blocks [0, 5) of {MODEL}",
+        f"swarmllm: serving blocks [5, 8) of {MODEL}",
+    ]
+    assert len(servers) == 4
+
+
+def test_status_for_people(bootstrap: str, servers: list[str]) -> None:
+    done = command("status", "--initial_peers", bootstrap)
+    assert done.returncode == 0, done.stderr
+    for expected in (
+        Path(MODEL).name,
+        "█████···",
+        "·····███",
+        "0:5",
+        "5:8",
+        "online",
+        "from a file",
+        "all 8 blocks are served",
+    ):
+        assert expected in done.stdout
+    assert done.stderr == ""
+
+
+def test_status_for_programs(bootstrap: str, servers: list[str]) -> None:
+    done = command("status", "--json", "--model", Path(MODEL).name, "--initial-peers", bootstrap)
+    (model,) = json.loads(done.stdout)["models"]
+    assert (model["name"], model["num_blocks"], model["missing_blocks"]) == (Path(MODEL).name, 8, [])
+    assert model["expected_ms_per_token"] > 0
+    assert sorted((s["start"], s["end"], s["state"]) for s in model["servers"]) == [(0, 5, "online"), (5, 8, "online")]
+    assert all(server["throughput"] > 0 for server in model["servers"])
+
+
+def test_status_of_a_model_that_nobody_serves(bootstrap: str, servers: list[str]) -> None:
+    done = command("status", "--model", "some/other", "--initial_peers", bootstrap)
+    assert done.returncode == 1
+    assert sentence(done.stderr) == f"swarmllm: nobody in this swarm serves some/other; it serves {Path(MODEL).name}"
+
+
+def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: list[str], local: Any) -> None:
+    shared = ["--model", MODEL, "--dtype", "float32", "--max-new-tokens", 40, "--initial_peers", bootstrap]
+    with ThreadPoolExecutor() as both:
+        greedy = both.submit(command, "generate", *shared, PROMPT)
+        sampled = both.submit(command, "generate", *shared, "--seed", 5, "--top_p", 0.9, stdin=PROMPT)
+    assert greedy.result().stdout == generate_locally(local, PROMPT, max_new_tokens=40)[0] + "\n"
+    torch.manual_seed(5)
+    expected, _ = generate_locally(local, PROMPT, max_new_tokens=40, do_sample=True, top_p=0.9)
+    assert sampled.result().stdout == expected + "\n"
+    assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
+
+
+def test_chat(bootstrap: str, servers: list[str], local: Any) -> None:
+    questions = ["Where does a fish live?", "What does a hen eat?"]
+    done = command(
+        "chat",
+        *("--model", MODEL, "--dtype", "float32", "--max_new_tokens", 12, "--initial_peers", bootstrap),
+        stdin="\n".join([*questions, "/exit", "not this"]),
+    )
+    assert done.returncode == 0, done.stderr
+    messages: list[dict[str, str]] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        text = local[1].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = local[1](text, add_special_tokens=False, return_tensors="pt")
+        output = local[0].generate(**ids, do_sample=False, max_new_tokens=12)[0]
+        answer = local[1].decode(output[ids.input_ids.shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+    assert done.stdout == "".join(f"{m['content']}\n" for m in messages if m["role"] == "assistant")
+
+
+def test_a_server_leaves_when_it_is_told_to(bootstrap: str, servers: list[str], tmp_path: Path) -> None:
+    args = ["--model", MODEL, "--block-indices", "2:4", "--host_maddrs", LOCAL_HOST, "--initial-peers", bootstrap]
+    with Running("server", *args, "--num_threads", 1, log=tmp_path / "log") as server:
+        peer_id = server.maddrs()[0].rpartition("/")[2]
+        assert peer_id in command("status", "--json", "--initial_peers", bootstrap).stdout
+        assert server.stop(signal.SIGTERM) == 0
+    assert peer_id not in command("status", "--json", "--initial_peers", bootstrap).stdout
+
+
+def test_a_bootstrap_peer_keeps_its_address(tmp_path: Path) -> None:
+    args = ["--host_maddrs", LOCAL_HOST, "--identity_path", tmp_path / "key"]
+    with Running("dht", *args, log=tmp_path / "log") as dht:
+        (maddr,) = dht.maddrs()
+        assert dht.stop(signal.SIGINT) == 0
+    port = maddr.split("/")[4]
+    with Running("dht", *args, "--port", port, log=tmp_path / "log") as dht:
+        assert dht.maddrs() == [maddr]
+        (daemon,) = [child for child in psutil.Process(dht.process.pid).children() if "p2pd" in child.name()]
+        daemon.kill()
+        assert dht.process.wait(10) == 1
+    assert "daemon (p2pd) died" in (tmp_path / "log").read_text()
+
+
+UNUSABLE = {
+    "unknown flag": (["status", "--no_such_flag"], "--no_such_flag"),
+    "no peers": (["status", "--no_lan_discovery"], "--initial_peers"),
+    "not an address": (["status", "--initial_peers", "localhost:80"], "localhost:80"),
+    "no model": (["generate", "hello"], "--model"),
+    "temperature": (["chat", "--model", MODEL, "--temperature", "0"], "temperature"),
+    "indices": (["server", "--model", MODEL, "--new_swarm", "--block_indices", "4:2"], "4:2"),
+    "both": (["server", "--model", MODEL, "--new_swarm", "--num_blocks", "1", "--block_indices", "0:1"], "not both"),
+    "no swarm": (["server", "--model", MODEL, "--no_lan_discovery"], "--new_swarm"),
+    "no prompt": (["generate", "--model", MODEL, "--initial_peers", NOBODY], "prompt is empty"),
+    "invite": (["generate", "--initial_peers", "swarm:abc", "hello"], "swarm:abc"),
+    "no invite": (["dht", "--model", "m"], "--invite"),
+    "blocks": (["server", "--model", MODEL, "--new_swarm", "--block_indices", "4:12"], "has blocks 0:8"),
+    "file": (["dht", "--config", "no/such/file"], "no/such/file"),
+    "port": (["dht", "--port", "70000"], "70000"),
+    "story": (["demo", "--max_new_tokens", "5"], "max_new_tokens"),
+    "command": (["sing"], "sing"),
+}
+
+
+def test_unusable_arguments_are_one_sentence() -> None:
+    with ThreadPoolExecutor(4) as some:
+        all_done = {name: some.submit(command, *args) for name, (args, _) in UNUSABLE.items()}
+    for name, (_, expected) in UNUSABLE.items():
+        done = all_done[name].result()
+        assert done.returncode == 2, (name, done.stderr)
+        assert expected in sentence(done.stderr), name
+        assert done.stdout == "", name
+
+
+@pytest.mark.parametrize("args", [["status"], ["server", "--model", MODEL]], ids=["status", "server"])
+def test_peers_that_cannot_be_reached(args: list[str]) -> None:
+    done = command(*args, "--initial_peers", NOBODY, timeout_s=30)
+    assert done.returncode == 1, done.stderr
+    assert NOBODY in done.stderr.strip().split("\n")[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_generate(bootstrap: str, servers: list[str], tmp_path: Path) -> None:
+    args = ["--model", MODEL, "--max_new_tokens", 1900, "--temperature", 2.0, "--initial_peers", bootstrap, PROMPT]
+    with Running("generate", *args, log=tmp_path / "log") as generate:
+        assert generate.process.stdout is not None
+        assert generate.process.stdout.read(40).startswith(PROMPT)
+        assert generate.stop(signal.SIGINT) == 130
+    assert (tmp_path / "log").read_text() == ""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_turn_and_not_the_chat(bootstrap: str, servers: list[str]) -> None:
+    args = ["--model", MODEL, "--max_new_tokens", "1900", "--temperature", "2.0", "--initial_peers", bootstrap]
+    with Terminal("chat", *args) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("Tell me a story.\n")
+        terminal.wait_for("Tell me a story.\r\n")
+        terminal.wait_for(" ")
+        terminal.type("\x03")
+        terminal.wait_for("\n> ")
+        terminal.type("/exit\n")
+        assert terminal.process.wait(10) == 0
+    assert "Traceback" not in terminal.seen

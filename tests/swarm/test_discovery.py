@@ -1,0 +1,199 @@
+"""Peers of one local network find each other; here on the loopback interface only, or between network namespaces."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import JOIN
+
+from swarmllm import embedded_model_path
+from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.network import discovery
+from swarmllm.network.discovery import (
+    MAX_ADDRESSES,
+    SERVICE,
+    LanAnnouncement,
+    find_any_swarm,
+    find_peers,
+    find_swarm,
+    lan_addresses,
+)
+from swarmllm.network.identity import Identity
+
+LOOPBACK = ["127.0.0.1"]
+OURS, THEIRS = "a" * 32, "b" * 32
+ADDRS = ["/ip4/127.0.0.1/tcp/4000", "/ip4/192.0.2.7/tcp/4000"]
+
+
+def announcement(model: str = "ours", fingerprint: str = OURS) -> LanAnnouncement:
+    return LanAnnouncement(Identity.generate().peer_id, ADDRS, model=model, fingerprint=fingerprint)
+
+
+async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with announcement() as first, announcement("theirs", THEIRS) as second:
+        for one in (first, second):
+            one.start(LOOPBACK)
+            await one.announced()
+        (maddr,) = await find_swarm("ours", OURS, interfaces=LOOPBACK)
+        assert maddr == f"/ip4/192.0.2.7/tcp/4000/p2p/{first._peer_id}"
+        with pytest.raises(ConfigurationError, match="several swarms"):
+            await find_any_swarm(interfaces=LOOPBACK)
+        monkeypatch.setattr(discovery, "LOOK_S", 1.5)
+        with pytest.raises(MissingBlocksError, match=r"only of .*theirs"):
+            await find_swarm("third", "c" * 32, interfaces=LOOPBACK)
+        monkeypatch.undo()
+        await second.end()
+        assert await find_any_swarm(interfaces=LOOPBACK) == (maddr,)
+
+
+async def test_nonsense_of_others_is_skipped() -> None:
+    from zeroconf import IPVersion
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+    good = Identity.generate().peer_id
+    bad = {
+        "nobody": {"fingerprint": OURS, "model": "m"},  # no peer id
+        Identity.generate().peer_id: {"model": "m"},
+        Identity.generate().peer_id + ".x": {"fingerprint": "../../etc", "model": "m"},
+        good: {"fingerprint": OURS, "model": b"\x1b[2J\xff"},
+    }
+    network = AsyncZeroconf(interfaces=LOOPBACK, ip_version=IPVersion.V4Only)
+    try:
+        for name, properties in bad.items():
+            info = AsyncServiceInfo(
+                SERVICE,
+                f"{name}.{SERVICE}",
+                port=4000,
+                properties=properties,
+                server="x.local.",
+                addresses=[socket.inet_aton(f"192.0.2.{i}") for i in range(1, 10)],
+            )
+            await (await network.async_register_service(info, cooperating_responders=True))
+        (peer,) = await find_peers(lambda _: False, timeout_s=1.5, interfaces=LOOPBACK)
+    finally:
+        await network.async_close()
+    assert peer.peer_id == good
+    assert peer.model.isprintable()
+    assert len(peer.maddrs) <= MAX_ADDRESSES
+
+
+async def test_a_peer_of_this_machine_alone_announces_nothing() -> None:
+    async with LanAnnouncement(Identity.generate().peer_id, ADDRS[:1], model="m", fingerprint=OURS) as alone:
+        alone.start(LOOPBACK)
+        assert alone._task is None
+
+
+@pytest.mark.parametrize(
+    ("addrs", "expected"),
+    [
+        (ADDRS, (("192.0.2.7",), 4000)),
+        (["/ip4/0.0.0.0/tcp/1", "/ip6/::1/tcp/1", "/ip4/10.0.0.1/udp/1", "/ip4/x/tcp/1", "/dns/a/tcp/1"], ((), 0)),
+        (["/ip4/10.0.0.1/tcp/1/p2p/x", "/ip4/10.0.0.1/tcp/1"], (("10.0.0.1",), 1)),
+    ],
+)
+def test_addresses_for_others(addrs: list[str], expected: tuple[tuple[str, ...], int]) -> None:
+    assert lan_addresses(addrs) == expected
+
+
+# Two machines
+
+
+def ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them and no way out."""
+    names = (f"swarmllm-a-{os.getpid()}", f"swarmllm-b-{os.getpid()}")
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "delete", name)
+            ends = [f"swl{os.getpid()}a", f"swl{os.getpid()}b"]
+            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+            for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+                ip("link", "set", end, "netns", name)
+                for args in (
+                    ("addr", "add", f"192.0.2.{number}/24", "dev", end),
+                    ("link", "set", end, "up"),
+                    ("link", "set", "lo", "up"),
+                ):
+                    ip("-n", name, *args)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
+        yield names
+
+
+@contextlib.contextmanager
+def running(machine: str, *args: str, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command on that machine; stopped as by Ctrl-C at the end."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", machine, sys.executable, "-m", "swarmllm", *args],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0, log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def until_joinable(process: subprocess.Popen[str], log: Path) -> list[str]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := JOIN.match(line.rstrip("\n")):
+            return match[1].split()
+    raise AssertionError(log.read_text())
+
+
+def until_announced(log: Path) -> None:
+    while "others on this network find the swarm" not in log.read_text():
+        pass
+
+
+@pytest.mark.slow
+def test_two_machines_find_each_other_without_addresses(two_machines: tuple[str, str], tmp_path: Path) -> None:
+    model = embedded_model_path()
+    serve = ["server", "--model", model, "--num_threads", "1"]
+    first_log, second_log = tmp_path / "first", tmp_path / "second"
+    with running(two_machines[0], *serve, "--block_indices", "0:4", "--new_swarm", log=first_log) as first:
+        until_joinable(first, first_log)
+        until_announced(first_log)
+        with running(two_machines[1], *serve, "--block_indices", "4:8", log=second_log) as second:
+            until_joinable(second, second_log)
+
+            def at_second(*args: str) -> subprocess.CompletedProcess[str]:
+                command = ["ip", "netns", "exec", two_machines[1], sys.executable, "-m", "swarmllm", *args]
+                return subprocess.run(command, capture_output=True, text=True)
+
+            status = at_second("status", "--json")
+            assert status.returncode == 0, status.stderr
+            (swarm,) = json.loads(status.stdout)["models"]
+            assert swarm["missing_blocks"] == []
+            assert len(swarm["servers"]) == 2
+            story = at_second("generate", "--model", model, "--max_new_tokens", "5", "Once upon a time")
+            assert story.returncode == 0, story.stderr
+            assert story.stdout.startswith("Once upon a time")
+            assert "looking for a swarm" in story.stderr
+            off = at_second("status", "--no_lan_discovery")
+            assert off.returncode == 2

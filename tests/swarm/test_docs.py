@@ -1,0 +1,91 @@
+"""The documents: they build without warnings, their commands and settings exist, and their example runs."""
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from swarmllm.__main__ import COMMANDS
+from swarmllm.config import ClientConfig
+
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z_]+)\b")
+OTHERS_FLAGS = {"build-arg", "gpus", "init"}
+"""Of Docker."""
+
+
+def pages(repo_root: Path) -> dict[str, str]:
+    paths = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
+    return {path.name: path.read_text() for path in paths}
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def shell_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_commands_of_the_documents_exist(repo_root: Path) -> None:
+    known: dict[str, set[str]] = {}
+    for name, command in COMMANDS.items():
+        parser = import_module(command.module).build_parser()
+        known[name] = {flag[2:] for action in parser._actions for flag in action.option_strings if flag[:2] == "--"}
+    seen = 0
+    for page, text in pages(repo_root).items():
+        for line in re.sub(r"\\\n\s*", "", "".join(shell_blocks(text))).splitlines():
+            if match := re.match(r"^(?:\$ )?(?:swarmllm |python -m swarmllm\.)(\w+)(.*)", line):
+                assert match[1] in COMMANDS, f"{page}: {line}"
+                unknown = set(FLAG.findall(match[2].partition("#")[0])) - known[match[1]]
+                assert not unknown, f"{page}: {line}"
+                seen += 1
+    assert seen > 10
+
+
+def test_python_of_the_documents_compiles(repo_root: Path) -> None:
+    for page, text in pages(repo_root).items():
+        for block in python_blocks(text):
+            compile(block, page, "exec")
+
+
+def test_links_of_the_readme_lead_somewhere(repo_root: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", (repo_root / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert len(links) > 5
+    assert all((repo_root / link).exists() for link in links)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+@pytest.mark.slow
+def test_the_example_runs(repo_root: Path, page: str) -> None:
+    (example,) = [block for block in python_blocks((repo_root / page).read_text()) if "LocalSwarm(" in block]
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_asks_nobody_else(repo_root: Path, tmp_path: Path) -> None:
+    if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("needs the extra [docs]: make docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=repo_root,
+    )
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "reference.html").read_text()
+    assert "route_timeout_s" in html
+    assert ClientConfig.__name__ in html
+    foreign = [
+        tag
+        for path in tmp_path.rglob("*.html")
+        for tag in re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]+", path.read_text()
+        )
+    ]
+    assert not foreign

@@ -1,0 +1,173 @@
+"""Generation over real server processes gives the tokens of the local model, whatever way it takes."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, load_local, prompt, save_llama
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, embedded_model_path
+from swarmllm.data_structures import Span
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_p": 0.9, "temperature": 0.8},
+    "beam": {"num_beams": 3},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+SPANS = [(0, 8), (0, 5), (5, 8), (2, 5), *((block, block + 1) for block in range(NUM_BLOCKS))]
+SERVERS_OF = {1: [(0, 8)], 2: [(0, 5), (5, 8)], 4: [(0, 1), (1, 2), (2, 5), (5, 8)], 8: SPANS[4:]}
+"""How 12 servers form chains of 1, 2, 4 and 8."""
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"ids": prompt()},
+    "beam": {"ids": prompt(), "num_beams": 3},
+    "left_padded": {"ids": prompt(3, 8), "padding": [0, 3, 5]},
+    "long_prompt": {"ids": prompt(1, 150)},
+}
+ARCHITECTURES = ["gemma3_text", "mixtral", "bloom", "gpt2", "qwen3_next"]
+MORE_ARCHITECTURES = ["llama", "qwen3", "gemma2", "falcon", "gpt_oss"]
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that run with the slow tests only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> PreTrainedModel:
+    """The trained model that comes along, in this process."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def many_servers() -> Iterator[LocalSwarm]:
+    with LocalSwarm(embedded_model_path(), spans=SPANS, dtype="float32", **OPTIONS) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def two_servers() -> Iterator[LocalSwarm]:
+    with LocalSwarm(embedded_model_path(), spans=SERVERS_OF[2], dtype="float32", **OPTIONS) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module", params=[2, *slow(1, 4, 8)])
+def chain_model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A client of one chain of servers."""
+    swarm = request.getfixturevalue("two_servers" if request.param == 2 else "many_servers")
+    with embedded_client(swarm, SERVERS_OF[request.param]) as model:
+        assert len(model.swarm.route()) == request.param
+        yield model
+
+
+def embedded_client(swarm: LocalSwarm, spans: list[tuple[int, int]]) -> Any:
+    """A client that is allowed to use only the servers of these spans."""
+    ids = [server.peer_id for server in swarm.servers if (server.span.start, server.span.end) in spans]
+    return AutoDistributedModel.from_pretrained(
+        embedded_model_path(),
+        initial_peers=swarm.initial_peers,
+        client_config=ClientConfig(allowed_servers=ids),
+        dtype="float32",
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_200_tokens_over_1_to_8_servers(chain_model: Any, embedded: PreTrainedModel, mode: str) -> None:
+    text = AutoTokenizer.from_pretrained(embedded_model_path())("Once upon a time", return_tensors="pt").input_ids
+    options = {"min_new_tokens": 200, "max_new_tokens": 200, **MODES[mode]}
+
+    generated = assert_same_tokens(chain_model, embedded, text, **options)
+
+    assert generated.shape == (1, text.shape[1] + 200)
+
+
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *slow(*MORE_ARCHITECTURES)])
+def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A client and the local model; two servers hold two of its four blocks each."""
+    directory = tmp_path_factory.mktemp(request.param)
+    local = save_tiny(request.param, directory)
+    with (
+        LocalSwarm(directory, spans=[(0, 2), (2, 4)], **OPTIONS) as swarm,
+        connected(directory, swarm.initial_peers, prefill_chunk_tokens=40) as model,
+    ):
+        yield model, local
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_architectures_over_two_servers(architecture: tuple[Any, Any], kind: str) -> None:
+    model, local = architecture
+    options = dict(KINDS[kind])
+    ids = options.pop("ids")
+    if padding := options.pop("padding", None):
+        mask = torch.ones_like(ids)
+        for row, count in enumerate(padding):
+            ids = ids.clone()
+            ids[row, :count], mask[row, :count] = 0, 0
+        options["attention_mask"] = mask
+
+    generated = assert_same_tokens(model, local, ids, min_new_tokens=30, max_new_tokens=30, **options)
+
+    assert generated.shape[1] == ids.shape[1] + 30
+    assert [len(hop.span) for hop in model.swarm.route()] == [2, 2]
+
+
+def test_assisted_generation(model: Any, local: PreTrainedModel, tmp_path: Path) -> None:
+    assistant = load_local(save_llama(tmp_path, seed=1, num_blocks=1))
+
+    assert_same_tokens(model, local, prompt(), max_new_tokens=40, assistant_model=assistant)
+
+
+def test_a_long_prompt_flows_in_chunks(model: Any, local: PreTrainedModel) -> None:
+    assert_same_tokens(model, local, prompt(1, 700), max_new_tokens=10)
+    assert_same_tokens(model, local, prompt(3, 300), max_new_tokens=10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_relaying_through_the_client(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, mode: str) -> None:
+    with connected(llama, swarm.initial_peers, push=False) as model:
+        assert_same_tokens(model, local, prompt(1, 300), max_new_tokens=20, **MODES[mode])
+
+
+@pytest.mark.slow
+def test_a_part_of_a_span_is_used_where_spans_overlap(many_servers: LocalSwarm, embedded: PreTrainedModel) -> None:
+    ids = prompt()
+    with embedded_client(many_servers, [(0, 5), (2, 5), (5, 6), (6, 7), (7, 8)]) as model:
+        stack = embedded.model
+        hidden = expected = stack.embed_tokens(ids)
+        with torch.no_grad():
+            for block in stack.layers[1:4]:
+                positions = stack.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+                expected = block(expected, position_embeddings=positions)
+            torch.testing.assert_close(model.remote_blocks[1:4](hidden), expected)
+        assert_same_tokens(model, embedded, ids, max_new_tokens=20)
+
+
+def test_several_prompts_sampled_in_one_batch(model: Any, local: PreTrainedModel) -> None:
+    assert_same_tokens(
+        model, local, prompt(2), max_new_tokens=20, do_sample=True, num_return_sequences=3, top_k=20, num_beams=1
+    )
+    assert_same_tokens(model, local, prompt(2), max_new_tokens=20, num_beams=4, num_return_sequences=2)
+
+
+def test_threads_generate_at_the_same_time(model: Any, local: PreTrainedModel) -> None:
+    prompts = [prompt(1, 5 + index, seed=index) for index in range(6)]
+    expected = [local.generate(ids, max_new_tokens=20, do_sample=False).tolist() for ids in prompts]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        generated = threads.map(lambda ids: model.generate(ids, max_new_tokens=20, do_sample=False).tolist(), prompts)
+
+    assert list(generated) == expected
+
+
+def test_a_server_of_its_own_choice_completes_the_swarm(llama: Path, local: PreTrainedModel) -> None:
+    with LocalSwarm(llama, spans=[(0, 6)], **OPTIONS) as swarm:
+        chosen = swarm.add_server(num_blocks=2)
+        assert chosen.span == Span(6, 8)
+        with connected(llama, swarm.initial_peers) as model:
+            assert_same_tokens(model, local, prompt(), max_new_tokens=5)

@@ -1,0 +1,221 @@
+"""peft inside remote blocks: the local model's logits, gradients and text; adapters travel only when changed."""
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt, save_llama
+from tests.numerics.tiny_models import save_tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
+from swarmllm.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Position ids are not supported for parameter efficient tuning:UserWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
+)
+
+INSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
+    "LoRA": lambda names: peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
+    "rsLoRA": lambda names: peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=16, use_rslora=True, target_modules=names
+    ),
+    "IA3": lambda names: peft.IA3Config(task_type="CAUSAL_LM", target_modules=names, feedforward_modules=names[-1:]),
+    "LoHa": lambda names: peft.LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=names),
+}
+"""By the names of linear modules to change, the last of them in the feed-forward part."""
+OUTSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
+    "prompt tuning": lambda _: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p-tuning": lambda _: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),
+    "LoRA and a whole head": lambda names: peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=names, modules_to_save=["lm_head"]
+    ),
+    "trainable tokens": lambda _: peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 7, 9]),
+}
+
+
+def tuned(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
+    """The model with an adapter whose values are random, but the same for equal configs."""
+    generator = torch.Generator().manual_seed(7)  # not the global one: two threads may be here at once
+    adapted = peft.get_peft_model(model, copy.deepcopy(config))
+    for name, parameter in sorted(adapted.named_parameters()):
+        if parameter.requires_grad and "modules_to_save" not in name and "trainable_tokens" not in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + ("ia3" in name)
+    return adapted
+
+
+def results(adapted: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Logits, gradients by parameter, and a generated text."""
+    mask = torch.ones_like(ids)
+    output = adapted.train()(input_ids=ids, attention_mask=mask, labels=ids)
+    adapted.zero_grad()
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in adapted.named_parameters() if p.grad is not None}
+    text = adapted.eval().generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    return output.logits.detach(), gradients, text
+
+
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a gradient."""
+    assert got.keys() == expected.keys()
+    assert got
+    return max(
+        float((got[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)) for name, value in expected.items()
+    )
+
+
+def assert_same(remote: Any, local: Any, config: peft.PeftConfig, ids: Tensor) -> None:
+    expected, got = results(tuned(local, config), ids), results(tuned(remote, config), ids)
+    assert float((got[0] - expected[0]).abs().max()) <= 1e-5
+    assert difference(got[1], expected[1]) <= 1e-5
+    assert got[2].tolist() == expected[2].tolist()
+
+
+@pytest.mark.parametrize("method", INSIDE)
+def test_inside_remote_blocks(method: str, llama: Path, swarm: LocalSwarm) -> None:
+    config = INSIDE[method](["q_proj", "v_proj", "down_proj"])
+    with connected(llama, swarm.initial_peers, max_batch_tokens=20) as model:
+        assert_same(model, load_local(llama), config, prompt(3))
+
+
+def test_adapters_travel_only_after_they_have_changed(llama: Path, swarm: LocalSwarm) -> None:
+    ids = prompt(2)
+    with connected(llama, swarm.initial_peers) as model:
+        adapted = tuned(model, INSIDE["LoRA"]([]))
+        trained = [p for p in adapted.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for step in range(1, 3):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+            adapted.generate(input_ids=ids[:1], max_new_tokens=2)
+            assert model.swarm.adapters.num_uploads == 2 * step, "once to each of the two servers"
+            optimizer.step()
+            optimizer.zero_grad()
+        with adapted.disable_adapter():
+            torch.testing.assert_close(adapted(input_ids=ids).logits, load_local(llama)(input_ids=ids).logits)
+
+
+def trained_alone(directory: Path, peers: list[str], seed: int) -> dict[str, Tensor]:
+    ids = prompt(2, seed=seed)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2 + seed, target_modules=["q_proj", "up_proj"])
+    with connected(directory, peers) as model:
+        adapted = tuned(model, config)
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(3):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.slow
+def test_two_clients_train_different_adapters_at_once(llama: Path, swarm: LocalSwarm) -> None:
+    with connected(llama, swarm.initial_peers) as model:
+        before = model(prompt(2), use_cache=False).logits
+        alone = [trained_alone(llama, swarm.initial_peers, seed) for seed in (1, 2)]
+        together: dict[int, dict[str, Tensor]] = {}
+
+        def train(seed: int) -> None:
+            together[seed] = trained_alone(llama, swarm.initial_peers, seed)
+
+        threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(model(prompt(2), use_cache=False).logits, before), "servers update nothing"
+    for seed, expected in zip((1, 2), alone, strict=True):
+        assert together[seed].keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(together[seed][name], value)
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "reads base weights"),
+    "DoRA": (peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), "read base weights"),
+    "VeRA": (peft.VeraConfig(r=2, target_modules=["q_proj"]), "can't run on servers"),
+    "a whole module": (
+        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
+        "trained whole",
+    ),
+    "dropout": (peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1), "set it to 0"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_what_servers_cannot_compute_is_refused_in_one_sentence(method: str, model: Any, llama: Path) -> None:
+    config, reason = REFUSED[method]
+    with connected(llama, list(model.swarm.config.initial_peers)) as client:
+        with pytest.raises(ConfigurationError, match=reason):
+            peft.get_peft_model(client, config).train()(input_ids=prompt(), labels=prompt())
+        with torch.no_grad():
+            assert model(prompt(), use_cache=False).logits.isfinite().all()
+
+
+def test_only_a_head_is_trained_without_a_single_backward_call(
+    llama: Path, swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(llama, swarm.initial_peers) as model:
+        monkeypatch.setattr(type(model.remote_blocks.batches), "backward", lambda *_: pytest.fail("a backward call"))
+        model.requires_grad_(False)
+        model.lm_head.weight.requires_grad_(True)
+        model(prompt(), labels=prompt()).loss.backward()
+        assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+LINEAR = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "bloom": ["query_key_value", "dense_4h_to_h"],
+    "falcon": ["query_key_value", "dense_4h_to_h"],
+    "opt": ["q_proj", "v_proj", "fc2"],
+    "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "gemma2": ["q_proj", "v_proj", "down_proj"],
+    "phi": ["q_proj", "v_proj", "fc2"],
+    "olmo2": ["q_proj", "v_proj", "down_proj"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft has some to say about tied embeddings and Conv1D
+@pytest.mark.parametrize("model_type", LINEAR)
+def test_every_method_on_every_architecture(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    failures: dict[str, str] = {}
+    with LocalSwarm(tmp_path, spans=[(0, 2), (2, 4)], **OPTIONS) as swarm:
+        ids = prompt(2).clamp_max(99)
+        with connected(tmp_path, swarm.initial_peers) as client:
+            before = client(ids, use_cache=False).logits.detach()
+        for method, make in (INSIDE | OUTSIDE).items():
+            if model_type == "gpt2" and method == "LoHa":
+                continue  # peft has no LoHa for Conv1D
+            with connected(tmp_path, swarm.initial_peers) as client:
+                try:
+                    assert_same(client, load_local(tmp_path), make(LINEAR[model_type]), ids)
+                except (AssertionError, ValueError, RuntimeError) as error:
+                    failures[method] = f"{type(error).__name__}: {error!s:.300}"
+        with connected(tmp_path, swarm.initial_peers) as client:
+            assert torch.equal(client(ids, use_cache=False).logits.detach(), before), "servers update nothing"
+    assert not failures
+
+
+@pytest.mark.slow
+def test_one_corrupted_weight_would_be_seen(llama: Path, tmp_path: Path) -> None:
+    """The control of the matrix: it fails when the servers' weights are not the local ones."""
+    other = save_llama(tmp_path / "other")
+    local = load_local(llama)
+    with torch.no_grad():
+        local.model.layers[3].self_attn.q_proj.weight[0, 0] += 0.5
+    config = INSIDE["LoRA"]([])
+    with (
+        LocalSwarm(other, spans=[(0, NUM_BLOCKS)], **OPTIONS) as swarm,
+        connected(other, swarm.initial_peers) as model,
+        pytest.raises(AssertionError),
+    ):
+        assert_same(model, local, config, prompt(2))

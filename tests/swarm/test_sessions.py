@@ -1,0 +1,191 @@
+"""Inference sessions as users hold them: steps, rollbacks, chats, and what happens at their limits."""
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_models import NUM_BLOCKS, assert_same_tokens, connected, generate_seeded, prompt, wait_until
+from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
+from swarmllm.errors import ConfigurationError, SessionClosedError, SessionLengthExceededError
+
+
+def test_own_generation_loop_with_embed_step_and_head(model: Any, local: PreTrainedModel) -> None:
+    """Figure 2 of the paper."""
+    ids = prompt()
+    expected = generate_seeded(local, ids, max_new_tokens=12)
+
+    with model.inference_session(max_length=64) as session:
+        generated, feed = ids, ids
+        while generated.shape[1] < expected.shape[1]:
+            hidden = session.step(model.embed(feed))
+            feed = model.head(hidden)[:, -1].argmax(-1, keepdim=True)
+            generated = torch.cat([generated, feed], dim=1)
+        assert session.position == expected.shape[1] - 1
+        spans = [hop.span for hop in session.route]
+        assert (spans[0].start, spans[-1].end) == (0, NUM_BLOCKS)
+        assert len(session.timings) == len(spans)
+
+    assert generated.tolist() == expected.tolist()
+
+
+def test_rolling_back_forgets(model: Any, local: PreTrainedModel) -> None:
+    ids, other = prompt(), prompt(seed=1)
+    mixed = torch.cat([ids[:, :4], other[:, 4:]], dim=1)
+    with torch.no_grad(), model.inference_session(max_length=64) as session:
+        session.step(model.embed(ids))
+        session.position = 4
+        logits = model.head(session.step(model.embed(other[:, 4:])))
+        torch.testing.assert_close(logits, local(mixed).logits[:, 4:])
+        session.position = 0
+        logits = model.head(session.step(model.embed(other)))
+        torch.testing.assert_close(logits, local(other).logits)
+
+
+def test_position_can_only_be_set_back(model: Any) -> None:
+    with model.inference_session(max_length=64) as session:
+        session.step(model.embed(prompt()))
+        for position in (-1, 10):
+            with pytest.raises(ConfigurationError, match="set back"):
+                session.position = position
+        assert session.position == 9
+
+
+def test_a_chat_continues_on_its_session(model: Any, local: PreTrainedModel) -> None:
+    with model.inference_session(max_length=200) as session:
+        first = assert_same_tokens(model, local, prompt(), max_new_tokens=10)
+        assert session.position == first.shape[1] - 1
+
+        grown = torch.cat([first, prompt(seed=1)], dim=1)
+        second = assert_same_tokens(model, local, grown, max_new_tokens=10)
+        assert session.position == second.shape[1] - 1
+
+        changed = grown.clone()
+        changed[:, 12] = 5
+        assert_same_tokens(model, local, changed, max_new_tokens=10)
+        assert_same_tokens(model, local, prompt(seed=2), max_new_tokens=10)
+        assert_same_tokens(model, local, prompt(seed=2), max_new_tokens=10, num_beams=3)
+        assert_same_tokens(model, local, prompt(seed=2), max_new_tokens=10, prompt_lookup_num_tokens=3)
+        assert session.num_repairs == 0
+
+
+def test_only_what_is_new_is_computed(model: Any) -> None:
+    fed: list[int] = []
+    with model.inference_session(max_length=200) as session:
+        run = session.run
+
+        def counting(inputs: Any) -> Any:
+            fed.append(inputs.seq_len)
+            return run(inputs)
+
+        session.run = counting
+        first = generate_seeded(model, prompt(), max_new_tokens=5)
+        generate_seeded(model, torch.cat([first, prompt(1, 4)], dim=1), max_new_tokens=2)
+
+    assert fed == [9, 1, 1, 1, 1, 5, 1]
+
+
+def test_a_closed_session_says_so(model: Any) -> None:
+    with model.inference_session(max_length=64) as session:
+        hidden = model.embed(prompt())
+        session.step(hidden)
+    with pytest.raises(SessionClosedError):
+        session.step(hidden)
+    session.close()
+
+
+def test_a_closed_model_says_so(llama: Path, swarm: LocalSwarm) -> None:
+    with connected(llama, swarm.initial_peers) as model:
+        session = model.inference_session(max_length=64)
+        hidden = model.embed(prompt())
+        session.step(hidden)
+        model.close()
+        with pytest.raises(SessionClosedError):
+            session.step(hidden)
+        with pytest.raises(SessionClosedError):
+            generate_seeded(model, prompt(), max_new_tokens=2)
+        with pytest.raises(SessionClosedError):
+            model(prompt(), labels=prompt())
+
+
+def test_closing_a_session_ends_the_step_of_another_thread(model: Any) -> None:
+    errors: list[BaseException] = []
+    stepped = threading.Event()
+    session = model.inference_session(max_length=512)
+    hidden = model.embed(prompt(1, 256))
+
+    def step_until_closed() -> None:
+        try:
+            while True:
+                session.step(hidden)
+                session.position = 0
+                stepped.set()
+        except SessionClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=step_until_closed)
+    thread.start()
+    assert stepped.wait(30)
+    session.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_too_long_a_text_leaves_the_session_usable(model: Any, local: PreTrainedModel) -> None:
+    with torch.no_grad(), model.inference_session(max_length=12) as session:
+        session.step(model.embed(prompt()))
+        with pytest.raises(SessionLengthExceededError, match="max_length of 12"):
+            session.step(model.embed(prompt(1, 4)))
+        assert session.position == 9
+        logits = model.head(session.step(model.embed(prompt(1, 3, seed=3))))
+        expected = local(torch.cat([prompt(), prompt(1, 3, seed=3)], dim=1)).logits[:, 9:]
+        torch.testing.assert_close(logits, expected)
+
+
+def test_another_batch_size_in_the_midst_is_refused(model: Any) -> None:
+    with model.inference_session(max_length=64) as session:
+        session.step(model.embed(prompt()))
+        with pytest.raises(ConfigurationError, match="1 rows"):
+            session.step(model.embed(prompt(2)))
+        session.step(model.embed(prompt()))
+        assert session.position == 18
+
+
+def test_hidden_states_of_another_shape_are_refused(model: Any) -> None:
+    with model.inference_session(max_length=64) as session, pytest.raises(ConfigurationError, match="batch, seq"):
+        session.step(torch.zeros(3, 64))
+
+
+def test_a_text_that_is_done_leaves_no_session_behind(llama: Path, swarm: LocalSwarm) -> None:
+    """Its streams end, and with them the caches on the servers, without waiting for the garbage collector."""
+    with connected(llama, swarm.initial_peers) as model:
+        streams = model.swarm._connected_peer._streams
+        gc.disable()
+        try:
+            for options in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}):
+                generate_seeded(model, prompt(), max_new_tokens=5, **options)
+            with torch.no_grad():
+                model(prompt(), use_cache=True)
+            wait_until(lambda: not [stream for stream in list(streams) if not stream.closed], "the sessions' end")
+        finally:
+            gc.enable()
+
+
+def test_sessions_do_not_mix(model: Any, local: PreTrainedModel) -> None:
+    texts = [prompt(1, 9, seed=seed) for seed in range(4)]
+    sessions = [model.inference_session(max_length=64) for _ in texts]
+    logits: list[list[torch.Tensor]] = [[] for _ in texts]
+    with torch.no_grad():
+        embedded = [model.get_input_embeddings()(ids) for ids in texts]
+        for cut in range(0, 9, 3):
+            for session, hidden, pieces in zip(sessions, embedded, logits, strict=True):
+                pieces.append(model.head(session.step(hidden[:, cut : cut + 3])))
+        for ids, pieces in zip(texts, logits, strict=True):
+            torch.testing.assert_close(torch.cat(pieces, dim=1), local(ids).logits)
+    for session in sessions:
+        session.close()

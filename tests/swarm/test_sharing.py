@@ -1,0 +1,77 @@
+"""What a client has trained, saved and loaded elsewhere: its own parts by swarmllm, adapters by peft."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from swarm_models import connected, load_local, prompt, save_llama
+from transformers import AutoModelForCausalLM
+
+from swarmllm import AutoDistributedModelForSequenceClassification, LocalSwarm
+from swarmllm.client.saving import OWN_TENSORS
+from swarmllm.errors import BlockWeightsNotFoundError, CorruptWeightsError, WeightsMismatchError
+
+
+def classifier(llama: Path, swarm: LocalSwarm, **options: Any) -> Any:
+    return AutoDistributedModelForSequenceClassification.from_pretrained(
+        str(llama), initial_peers=swarm.initial_peers, pad_token_id=0, **options
+    )
+
+
+def test_a_trained_head_is_saved_alone_and_loaded_again(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with classifier(llama, swarm, num_labels=3) as model:
+        with torch.no_grad():
+            model.score.weight.add_(1.0)
+        expected = model(prompt(2)).logits
+        assert expected.shape == (2, 3)
+        model.save_pretrained(saved)
+    with safe_open(saved / OWN_TENSORS, "pt") as file:
+        assert sorted(file.keys()) == ["model.embed_tokens.weight", "model.norm.weight", "score.weight"]
+    assert "base_model: checkpoint" in (saved / "README.md").read_text()
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    with classifier(llama, swarm, num_labels=3) as model:
+        assert not torch.equal(model(prompt(2)).logits, expected)
+        model.load_trained(saved)
+        assert torch.equal(model(prompt(2)).logits, expected)
+    with classifier(llama, swarm, num_labels=5) as model:
+        before = model.score.weight.clone()
+        with pytest.raises(WeightsMismatchError, match=r"score\.weight doesn't fit"):
+            model.load_trained(saved)
+        with pytest.raises(BlockWeightsNotFoundError, match="lacks"):
+            model.load_trained(tmp_path)
+        (saved / OWN_TENSORS).write_bytes(b"\x80\x04 a pickle, or anything else")
+        with pytest.raises(CorruptWeightsError, match="safetensors"):
+            model.load_trained(saved)
+        assert torch.equal(model.score.weight, before)
+
+
+def test_parts_of_another_base_are_refused(model: Any, llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "mine")
+    with connected(llama, swarm.initial_peers) as other:
+        other.swarm._fingerprint = "f" * 32
+        with pytest.raises(WeightsMismatchError, match="was trained on"):
+            other.load_trained(tmp_path / "mine")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_go_from_the_swarm_to_a_local_model_and_back(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    ids = prompt(2)
+    with connected(llama, swarm.initial_peers) as client:
+        adapted = peft.get_peft_model(client, config)
+        expected = adapted(input_ids=ids).logits.detach()
+        adapted.save_pretrained(tmp_path / "from_swarm")
+    local = peft.PeftModel.from_pretrained(load_local(llama), tmp_path / "from_swarm")
+    torch.testing.assert_close(local(input_ids=ids).logits, expected)
+    local.save_pretrained(tmp_path / "from_local")
+    with connected(llama, swarm.initial_peers) as client:
+        back = peft.PeftModel.from_pretrained(client, tmp_path / "from_local")
+        assert torch.equal(back(input_ids=ids).logits, expected)
+    other = save_llama(tmp_path / "other", num_blocks=8, hidden_size=32)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(load_local(other), tmp_path / "from_swarm")

@@ -1,0 +1,135 @@
+"""The client's event loop: calls cross into it, and none of them hangs when it is closed."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import pytest
+
+from swarmllm.client.event_loop import EventLoop
+from swarmllm.errors import SessionClosedError
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+async def answer() -> int:
+    return 42
+
+
+def test_values_and_errors_cross(loop: EventLoop) -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    assert loop.run(answer()) == 42
+    with pytest.raises(ValueError, match="no"):
+        loop.run(fail())
+
+
+def test_a_closed_loop_runs_nothing(loop: EventLoop) -> None:
+    loop.close()
+    loop.close()
+    with pytest.raises(SessionClosedError):
+        loop.run(answer())
+    loop.call_soon(answer())
+
+
+def test_the_loop_does_not_wait_for_itself(loop: EventLoop) -> None:
+    async def nested() -> None:
+        loop.run(answer())
+
+    with pytest.raises(RuntimeError, match="wait for itself"):
+        loop.run(nested())
+
+
+def test_closing_ends_calls_of_other_threads(loop: EventLoop) -> None:
+    entered = threading.Event()
+    errors: list[BaseException] = []
+
+    async def for_ever() -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        try:
+            loop.run(for_ever())
+        except SessionClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert entered.wait(5)
+    loop.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_calls_while_it_is_being_closed_end_in_some_way() -> None:
+    for _ in range(20):
+        loop = EventLoop()
+        begin = threading.Barrier(3)
+
+        def call(loop: EventLoop = loop, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            try:
+                while True:
+                    assert loop.run(answer()) == 42
+            except SessionClosedError:
+                pass
+
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        begin.wait()
+        loop.close()
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_tasks_do_not_keep_the_callers_context_alive(loop: EventLoop) -> None:
+    class Owner:
+        pass
+
+    variable: ContextVar[Owner] = ContextVar("variable")
+
+    async def spawn() -> None:
+        loop.spawn(asyncio.Event().wait())
+
+    token = variable.set(owner := Owner())
+    loop.run(spawn())
+    loop.call_soon(asyncio.Event().wait())
+    loop.run(answer())
+    variable.reset(token)
+    forgotten = weakref.ref(owner)
+    del owner, token
+    assert forgotten() is None
+
+
+def test_what_is_to_be_cleaned_up_is_cleaned_up(loop: EventLoop) -> None:
+    done: list[str] = []
+
+    async def clean_up() -> None:
+        done.append("cleaned")
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            done.append("cancelled")
+
+    async def spawn() -> None:
+        loop.spawn(for_ever())
+        await asyncio.sleep(0)
+
+    loop.on_close.append(clean_up)
+    loop.run(spawn())
+    loop.close()
+    assert done == ["cancelled", "cleaned"]

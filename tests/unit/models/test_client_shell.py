@@ -1,0 +1,207 @@
+"""The model without its blocks, run through blocks that only add one."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.client_shell import embed, head, load_client_shell
+from swarmllm.models.remote_cache import RemoteCache
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, head_dim=4
+)
+IDS = torch.tensor([[3, 4, 5]])
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def select_batch(self, indices: Sequence[int]) -> None: ...
+    def record_past(self) -> None: ...
+
+
+class AddsOne:
+    """Blocks of a kind; keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[BlockInputs] = []
+        self.sessions: list[tuple[int, int | None]] = []
+
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+        self.calls.append(inputs)
+        if cache is not None:
+            cache.session.position += inputs.seq_len
+            return inputs.hidden_states.detach() + 1
+        return inputs.hidden_states + 1
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> FakeSession:
+        self.sessions.append((batch_size, max_length))
+        return FakeSession()
+
+
+class Mixin:
+    is_distributed = True
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(CONFIG).save_pretrained(directory, max_shard_size="2KB")
+    return directory
+
+
+@pytest.fixture
+def runner() -> AddsOne:
+    return AddsOne()
+
+
+def load(directory: Path, runner: AddsOne, **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "model_class": LlamaForCausalLM,
+        "mixin": Mixin,
+        "dtype": "auto",
+        "runner": runner,
+        "traits": BlockTraits(),
+        "num_blocks": 4,
+        "progress": False,
+    }
+    return load_client_shell(open_checkpoint(str(directory)), **{**arguments, **options})
+
+
+@pytest.fixture
+def model(saved: Path, runner: AddsOne) -> Any:
+    return load(saved, runner)
+
+
+def test_is_the_class_of_its_architecture(model: Any) -> None:
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.is_distributed
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert sorted(model.state_dict()) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+
+
+def test_opens_no_shard_that_holds_only_blocks(saved: Path, tmp_path: Path, runner: AddsOne) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    checkpoint = open_checkpoint(str(copy))
+    kept = {file for name, file in checkpoint.weight_map().items() if ".layers." not in name}
+    broken = [file for file in copy.glob("*.safetensors") if file.name not in kept]
+    assert broken
+    for file in broken:
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    assert load(copy, runner)
+
+
+def test_blocks_get_what_the_caller_gave(model: Any, runner: AddsOne) -> None:
+    mask, positions = torch.ones(1, 3, dtype=torch.long), torch.tensor([[5, 6, 7]])
+    model(IDS, mask, positions)
+    (inputs,) = runner.calls
+    assert (inputs.batch_size, inputs.seq_len) == (1, 3)
+    assert inputs.attention_mask is mask
+    assert inputs.position_ids is positions
+    assert inputs.input_ids is None, "these blocks don't need it"
+
+
+def test_blocks_get_the_extra_inputs_that_they_need(saved: Path, runner: AddsOne) -> None:
+    traits = BlockTraits(extra_inputs=("input_ids", "inputs_embeds"))
+    model = load(saved, runner, traits=traits)
+    model(IDS)
+    assert runner.calls[0].input_ids is IDS
+    assert torch.equal(runner.calls[0].inputs_embeds, model.model.embed_tokens(IDS))
+    with pytest.raises(ConfigurationError, match="input_ids"):
+        model(inputs_embeds=torch.zeros(1, 3, 8))
+
+
+def test_embed_and_head_are_the_two_halves(model: Any) -> None:
+    hidden = embed(model, IDS)
+    assert torch.equal(hidden, model.model.embed_tokens(IDS))
+    assert torch.equal(head(model, hidden + 1), model(IDS).logits)
+
+
+def test_the_call_of_the_stack_alone_works_too(model: Any, runner: AddsOne) -> None:
+    model.model.forward(IDS)
+    assert len(runner.calls) == 1
+
+
+def test_without_gradients_a_session_is_opened_and_returned(model: Any, runner: AddsOne) -> None:
+    with torch.no_grad():
+        cache = model(IDS).past_key_values
+        assert isinstance(cache, RemoteCache)
+        assert cache.get_seq_length() == 3
+        model(IDS[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 4
+        assert model(IDS, use_cache=False).past_key_values is None
+    assert runner.sessions == [(1, None)]
+
+
+def test_with_gradients_no_session_is_opened(model: Any, runner: AddsOne) -> None:
+    model(IDS, labels=IDS).loss.backward()
+    assert runner.sessions == []
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_gradients_through_a_session_are_refused(model: Any) -> None:
+    with torch.no_grad():
+        cache = model(IDS).past_key_values
+    logits = model(IDS[:, :1], past_key_values=cache).logits
+    with pytest.raises(ConfigurationError, match="use_cache=False"):
+        logits.sum().backward()
+
+
+def test_generate_opens_one_session_of_known_length(model: Any, runner: AddsOne) -> None:
+    model.generate(IDS.expand(2, -1), max_new_tokens=4, num_beams=3, do_sample=False)
+    assert runner.sessions[0][0] == 6
+    assert runner.sessions[0][1] is not None
+    assert runner.sessions[0][1] >= 6
+    assert len(runner.sessions) == 1
+
+
+def test_generate_continues_the_active_session(saved: Path, runner: AddsOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FakeSession()
+    monkeypatch.setattr(Mixin, "active_cache_session", lambda self: session, raising=False)
+    load(saved, runner).generate(IDS, max_new_tokens=2, do_sample=False)
+    assert runner.sessions == []
+    assert session.position == 4
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_stays_on_the_servers_is_refused(model: Any, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        model(IDS, **{name: True})
+
+
+def test_local_caches_are_refused(model: Any) -> None:
+    for call in (
+        lambda: model(IDS, past_key_values=DynamicCache()),
+        lambda: model.generate(IDS, past_key_values=DynamicCache(), max_new_tokens=2),
+    ):
+        with pytest.raises(ConfigurationError, match="past_key_values"):
+            call()
+
+
+def test_a_mask_that_is_no_tensor_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigurationError, match="attention_mask"):
+        model(IDS, attention_mask={"full_attention": None})
+
+
+def test_a_swarm_of_another_length_is_refused(saved: Path, runner: AddsOne) -> None:
+    with pytest.raises(ConfigurationError, match="4 blocks"):
+        load(saved, runner, num_blocks=8)
+
+
+def test_dtype(saved: Path, runner: AddsOne) -> None:
+    assert load(saved, runner, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+    assert load(saved, runner, dtype="float16").lm_head.weight.dtype == torch.float16
+    assert load(saved, runner).lm_head.weight.dtype == torch.float32

@@ -1,0 +1,284 @@
+"""Streams: order, liveness, backpressure, and every way to end."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from swarmllm.errors import (
+    LocalProtocolError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    SessionClosedError,
+)
+from swarmllm.network import stream as stream_module
+from swarmllm.network.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
+from swarmllm.network.stream import FrameStream
+
+BIG = 8 << 20
+Streams = tuple[FrameStream, FrameStream]
+
+
+async def wait_until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the streams tell nobody of these states
+            await asyncio.sleep(0)
+
+
+async def answer_pings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A peer that is alive and does nothing else."""
+    decoder = FrameDecoder()
+    try:
+        while data := await reader.read(1 << 16):
+            for message in decoder.feed(data):
+                if message.type is MessageType.PING:
+                    for frame in encode_message(MessageType.PONG, message.header):
+                        writer.write(frame)
+    except ConnectionError:
+        return  # the other end gave up
+
+
+async def test_messages_arrive_in_order_and_whole(streams: Streams) -> None:
+    client, server = streams
+    payloads = [b"", b"x", bytes(CHUNK_BYTES), bytes(range(256)) * 8192, b"end"]
+
+    async def send_all() -> None:
+        for idx, payload in enumerate(payloads):
+            await client.send(MessageType.STEP, {"id": idx}, [payload[:7], payload[7:]])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_all())
+        for idx, payload in enumerate(payloads):
+            message = await server.receive()
+            assert (message.type, message.header, message.payload) == (MessageType.STEP, {"id": idx}, payload)
+
+
+async def test_many_senders_share_a_stream_without_mixing_their_messages(streams: Streams) -> None:
+    client, server = streams
+    async with asyncio.TaskGroup() as tasks:
+        for idx in range(8):
+            tasks.create_task(client.send(MessageType.STEP, {"id": idx}, [bytes([idx]) * (CHUNK_BYTES * 2 + idx)]))
+        received = [await server.receive() for _ in range(8)]
+    assert sorted(message.header["id"] for message in received) == list(range(8))
+    assert all(set(message.payload) == {message.header["id"]} for message in received)
+
+
+async def test_an_error_overtakes_a_long_message(streams: Streams) -> None:
+    client, server = streams
+    server._transport.pause_reading()
+    sending = asyncio.create_task(client.send(MessageType.RESULT, {"id": 1}, [bytes(BIG)]))
+    await wait_until(lambda: client._writing_paused)
+    await client.send(MessageType.ERROR, {"code": "overloaded", "message": "busy"})
+    server._transport.resume_reading()
+    assert (await server.receive()).type is MessageType.ERROR
+    assert len((await server.receive()).payload) == BIG
+    await sending
+
+
+async def test_pings_are_answered_although_nobody_receives(streams: Streams) -> None:
+    client, server = streams
+    client.start_keepalive(interval_s=0.01)
+    await wait_until(lambda: client.round_trip_s is not None)
+    assert 0 <= client.round_trip_s < 10
+    assert not client.closed
+    assert not server.closed
+
+
+async def test_both_ends_stay_alive_while_one_sends_a_long_message(streams: Streams) -> None:
+    client, server = streams
+    client.start_keepalive(interval_s=0.05)
+    server.start_keepalive(interval_s=0.05)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.send(MessageType.RESULT, {}, [bytes(BIG)]))
+        assert len((await server.receive()).payload) == BIG
+
+
+async def test_a_silent_peer_is_given_up(half_stream) -> None:
+    stream, _ = await half_stream()
+    stream.start_keepalive(interval_s=0.01, misses=3)
+    with pytest.raises(PeerTimeoutError, match="no sign of life") as caught:
+        await stream.receive()
+    assert caught.value.peer_id == stream.peer_id
+    with pytest.raises(PeerTimeoutError):
+        await stream.send(MessageType.STEP, {})
+
+
+async def test_a_peer_that_stops_within_a_message_is_given_up_though_it_answers_pings(half_stream) -> None:
+    stream, (reader, writer) = await half_stream(stall_timeout_s=0.05)
+    first, *_ = encode_message(MessageType.RESULT, {}, [bytes(BIG)])
+    writer.write(first)
+    alive = asyncio.create_task(answer_pings(reader, writer))
+    stream.start_keepalive(interval_s=0.01, misses=1000)
+    with pytest.raises(PeerTimeoutError, match="within a message"):
+        await stream.receive()
+    await alive
+
+
+async def test_an_idle_peer_that_answers_pings_is_not_given_up(half_stream) -> None:
+    stream, (reader, writer) = await half_stream(stall_timeout_s=0.02)
+    alive = asyncio.create_task(answer_pings(reader, writer))
+    stream.start_keepalive(interval_s=0.005, misses=1000)
+    await wait_until(lambda: stream._ping_idx > 20)
+    assert not stream.closed
+    stream.abort()
+    await alive
+
+
+async def test_a_stop_of_this_process_is_not_blamed_on_the_peer(streams: Streams) -> None:
+    client, server = streams
+    client.start_keepalive(interval_s=0.01, misses=3)
+    await wait_until(lambda: client.round_trip_s is not None)
+    time.sleep(0.1)  # noqa: ASYNC251 - blocks the loop, which is what this test is about
+    pings = client._ping_idx
+    await wait_until(lambda: client._ping_idx > pings + 5)
+    assert not client.closed
+    assert not server.closed
+
+
+@pytest.mark.parametrize("garbage", [b"\x00" * 64, b"SSH-2.0-OpenSSH_9.6\r\n" * 2])
+async def test_garbage_ends_the_stream_and_the_peer_is_told(half_stream, garbage: bytes) -> None:
+    stream, (reader, writer) = await half_stream()
+    writer.write(garbage)
+    with pytest.raises(RemoteProtocolError, match="begin a frame"):
+        await stream.receive()
+    (message,) = FrameDecoder().feed(await reader.read())
+    assert message.type is MessageType.ERROR
+    assert message.header["code"] == "remote_protocol"
+
+
+async def test_at_the_end_a_stream_reads_on_so_that_its_last_words_are_heard(
+    half_stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "LINGER_S", 60.0)
+    stream, (reader, writer) = await half_stream()
+    await stream.send(MessageType.ERROR, {"code": "overloaded", "message": "busy"})
+    closing = asyncio.create_task(stream.close())
+    (message,) = FrameDecoder().feed(await reader.read(1 << 16))
+    assert message.type is MessageType.ERROR
+    writer.write(b"still on its way" * 1000)
+    await writer.drain()
+    assert not stream.gone.done()  # a connection closed with unread bytes would be reset, perhaps before the error
+    writer.close()
+    await closing
+    assert stream.gone.done()
+
+
+async def test_a_message_over_the_cap_is_refused_at_its_first_bytes(half_stream) -> None:
+    stream, (_, writer) = await half_stream(max_message_bytes=1000)
+    first, *_ = encode_message(MessageType.STEP, {}, [bytes(BIG)])
+    writer.write(first[:64])
+    with pytest.raises(RemoteProtocolError, match="cap of 1000"):
+        await stream.receive()
+
+
+async def test_a_hang_up_wakes_the_receiver_and_complete_messages_come_first(streams: Streams) -> None:
+    client, server = streams
+    await server.send(MessageType.RESULT, {"id": 1})
+    await server.close()
+    await client.gone
+    assert (await client.receive()).header == {"id": 1}
+    with pytest.raises(PeerUnreachableError, match="hung up"):
+        await client.receive()
+    with pytest.raises(PeerUnreachableError):
+        await client.send(MessageType.STEP, {})
+
+
+async def test_closing_wakes_the_own_receiver(streams: Streams) -> None:
+    client, _ = streams
+    receiving = asyncio.create_task(client.receive())
+    await wait_until(lambda: client._receiver is not None)
+    await client.close()
+    with pytest.raises(SessionClosedError):
+        await receiving
+    await client.close()
+
+
+async def test_close_sends_what_is_unsent(streams: Streams) -> None:
+    client, server = streams
+    receiving = asyncio.create_task(server.receive())
+    await client.send(MessageType.RESULT, {}, [bytes(BIG)])
+    await client.close()
+    assert len((await receiving).payload) == BIG
+
+
+async def test_close_does_not_wait_for_a_peer_that_never_reads(half_stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "CLOSE_TIMEOUT_S", 0.02)
+    stream, _ = await half_stream()
+    sending = asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)]))
+    await wait_until(lambda: stream._writing_paused)
+    await stream.close()
+    assert stream.gone.done()
+    with pytest.raises(SessionClosedError):
+        await sending
+
+
+async def test_a_peer_that_does_not_read_blocks_its_own_stream_only(streams: Streams, half_stream) -> None:
+    client, server = streams
+    stuck, _ = await half_stream()
+    sending = asyncio.create_task(stuck.send(MessageType.RESULT, {}, [bytes(BIG)]))
+    await wait_until(lambda: stuck._writing_paused)
+    await client.send(MessageType.STEP, {"id": 1}, [bytes(100)])
+    assert (await server.receive()).header == {"id": 1}
+    assert not sending.done()
+    stuck.start_keepalive(interval_s=0.01)
+    with pytest.raises(PeerTimeoutError):
+        await sending
+
+
+async def test_leaving_in_the_midst_of_a_message_ends_the_stream(half_stream) -> None:
+    stream, _ = await half_stream()
+    sending = asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)]))
+    await wait_until(lambda: stream._writing_paused)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert stream.closed
+
+
+async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:
+    client, server = streams
+    receiving = asyncio.create_task(server.receive())
+    await wait_until(lambda: server._receiver is not None)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    await client.send(MessageType.STEP, {"id": 5})
+    assert (await server.receive()).header == {"id": 5}
+
+
+async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "INBOX_BYTES", 100_000)
+    client, server = streams
+
+    async def flood() -> None:
+        for idx in range(400):
+            await client.send(MessageType.STEP, {"id": idx}, [bytes(20_000)])
+
+    flooding = asyncio.create_task(flood())
+    await wait_until(lambda: server._reading_paused and client._writing_paused)
+    assert server._inbox_bytes < 1_000_000
+    for idx in range(400):
+        assert (await server.receive()).header == {"id": idx}
+    await flooding
+
+
+async def test_two_receivers_are_a_bug_of_ours(streams: Streams) -> None:
+    client, _ = streams
+    receiving = asyncio.create_task(client.receive())
+    await wait_until(lambda: client._receiver is not None)
+    with pytest.raises(LocalProtocolError, match="two tasks"):
+        await client.receive()
+    receiving.cancel()
+
+
+async def test_a_stream_takes_over_what_had_been_read_before(half_stream) -> None:
+    stream, (reader, writer) = await half_stream()
+    await stream.send(MessageType.HELLO, {"id": 1})
+    await wait_until(lambda: reader._buffer)
+    other = FrameStream.over("somebody", reader, writer)
+    assert (await other.receive()).header == {"id": 1}
+    await other.send(MessageType.WELCOME, {"id": 2})
+    assert (await stream.receive()).header == {"id": 2}
+    await other.close()

@@ -1,0 +1,193 @@
+"""The device thread: what waits goes together, the urgent first, nothing that nobody wants, and each fails alone."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import SessionLostError
+from swarmllm.models.packing import SessionCall
+from swarmllm.server import executor as module
+from swarmllm.server.executor import Executor, Priority
+
+
+@pytest.fixture
+async def helpers() -> AsyncIterator[None]:
+    """Ends the threads of asyncio.to_thread, which otherwise live as long as the loop."""
+    yield
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+@pytest.fixture
+async def executor(helpers: None) -> AsyncIterator[Executor]:
+    executor = Executor()
+    yield executor
+    await executor.close()
+
+
+class Gate:
+    """A call that waits in the device thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        self.opened.wait()
+
+
+async def blocked(executor: Executor) -> tuple[Gate, asyncio.Task[object]]:
+    gate = Gate()
+    task = asyncio.create_task(executor.run(gate, Priority.DECODE))
+    await asyncio.to_thread(gate.entered.wait)
+    return gate, task
+
+
+async def test_urgent_calls_overtake_and_equal_ones_keep_their_order(executor: Executor) -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    gate, first = await blocked(executor)
+    wanted = [("b1", Priority.BATCH), ("p1", Priority.PREFILL), ("d1", Priority.DECODE), ("b2", Priority.BATCH)]
+    wanted += [("d2", Priority.DECODE), ("p2", Priority.PREFILL)]
+    tasks = [asyncio.create_task(executor.run(call(name), priority)) for name, priority in wanted]
+    await asyncio.sleep(0)
+    assert executor.num_calls == 7
+    gate.opened.set()
+    await asyncio.gather(first, *tasks)
+
+    assert order == ["d1", "d2", "p1", "p2", "b1", "b2"]
+    assert executor.num_calls == 0
+
+
+async def test_values_times_and_errors_come_back(executor: Executor) -> None:
+    timed = await executor.run(lambda: threading.current_thread().name, Priority.DECODE)
+    assert timed.value == "swarmllm-device"
+    assert timed.queue_us >= 0
+    assert timed.compute_us >= 0
+    with pytest.raises(ZeroDivisionError):
+        await executor.run(lambda: 1 // 0, Priority.DECODE)
+    assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+
+
+async def test_a_call_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
+    ran: list[int] = []
+    gate, first = await blocked(executor)
+    second = asyncio.create_task(executor.run(lambda: ran.append(2), Priority.DECODE))
+    await asyncio.sleep(0)
+    second.cancel()
+    gate.opened.set()
+    await first
+    await executor.run(lambda: ran.append(3), Priority.DECODE)
+    assert ran == [3]
+
+
+async def test_waiting_until_idle(executor: Executor) -> None:
+    await executor.wait_until_idle()
+    gate, first = await blocked(executor)
+    idle = asyncio.create_task(executor.wait_until_idle())
+    await asyncio.sleep(0)
+    assert not idle.done()
+    gate.opened.set()
+    await first
+    await idle
+
+
+@pytest.mark.usefixtures("helpers")
+async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.02)
+    executor = Executor()
+    gate, first = await blocked(executor)
+    await executor.close()
+    gate.opened.set()
+    await first
+
+
+class Blocks:
+    """Adds one; fails where the inputs are negative. Remembers which positions of how many sessions went together."""
+
+    def __init__(self) -> None:
+        self.traits = BlockTraits()
+        self.forwards: list[list[int]] = []
+
+    def forward_many(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
+        hidden: list[Any] = [call.inputs for call in calls]
+        self.forwards.append([tensor.shape[1] for tensor in hidden])
+        return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
+
+
+class Step:
+    """A step of some positions; `value` None: it can't even begin."""
+
+    def __init__(self, blocks: Any, session: str, value: float | None, num_tokens: int = 1) -> None:
+        self.session, self.blocks, self.num_tokens, self.value = session, blocks, num_tokens, value
+        self.granule = 1
+        self.priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
+        self.taken: list[int] = []
+
+    def take(self, num_tokens: int) -> SessionCall:
+        if self.value is None:
+            raise SessionLostError("nothing to build on")
+        self.taken.append(num_tokens)
+        inputs: Any = torch.full((1, num_tokens, 2), self.value)
+        return SessionCall(inputs, None, None)  # type: ignore[arg-type]
+
+
+async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Executor) -> None:
+    blocks, others = Blocks(), Blocks()
+    gate, first = await blocked(executor)
+    steps = [Step(blocks, "a", 1), Step(blocks, "b", -1), Step(blocks, "c", None), Step(others, "d", 2)]
+    steps += [Step(blocks, "e", 3), Step(blocks, "e", 4)]
+    tasks = [asyncio.create_task(executor.step(step)) for step in steps]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await first
+    a, b, c, d, e, f = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert blocks.forwards == [[1, 1, 1], [1]]  # two steps of one session are two forwards
+    assert others.forwards == [[1]]
+    assert [timed.value[0, 0, 0] for timed in (a, d, e, f)] == [2, 3, 4, 5]
+    assert isinstance(b, ArithmeticError)
+    assert isinstance(c, SessionLostError)
+    load = executor.load
+    assert (load.num_steps, load.num_tokens, load.num_forwards) == (6, 6, 2)
+    assert 1 < load.batch_size < 5
+
+
+async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executor) -> None:
+    blocks = Blocks()
+    long = Step(blocks, "a", 1, num_tokens=100)
+    gate, first = await blocked(executor)
+    prefill = asyncio.create_task(executor.step(long))
+    decode = asyncio.create_task(executor.step(Step(blocks, "b", 1)))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await first
+    await decode
+    outputs = (await prefill).value
+    assert outputs.shape == (1, 100, 2)
+    assert (outputs == 2).all()
+    assert len(long.taken) > 1
+    assert blocks.forwards[0] == [1, long.taken[0]]
+
+
+async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
+    blocks = Blocks()
+    gate, first = await blocked(executor)
+    steps = [Step(blocks, "a", 1), Step(blocks, "b", 1)]
+    tasks = [asyncio.create_task(executor.step(step)) for step in steps]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    gate.opened.set()
+    await first
+    await tasks[1]
+    assert steps[0].taken == []
+    assert blocks.forwards == [[1]]
+    await executor.wait_until_idle()

@@ -1,0 +1,40 @@
+"""The byte budget of caches: never more than there is, and nothing is lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.errors import CacheFullError
+from swarmllm.server.kv_cache import CacheBudget
+
+
+def test_a_lease_is_refused_when_it_does_not_fit() -> None:
+    budget = CacheBudget(100)
+    first = budget.lease(60)
+    with pytest.raises(CacheFullError, match="max_length"):
+        budget.lease(41)
+    second = budget.lease(40)
+    assert budget.left_bytes == 0
+    first.release()
+    first.release()
+    assert budget.left_bytes == 60
+    second.resize(100)
+    with pytest.raises(CacheFullError):
+        second.resize(101)
+    assert budget.left_bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 120)), max_size=30))
+def test_the_books_balance(actions: list[tuple[int, int]]) -> None:
+    budget = CacheBudget(100)
+    leases = [budget.lease(0) for _ in range(4)]
+    for index, num_bytes in actions:
+        if index == 4:
+            leases[num_bytes % 4].release()
+            continue
+        before = leases[index].num_bytes
+        try:
+            leases[index].resize(num_bytes)
+        except CacheFullError:
+            assert leases[index].num_bytes == before
+        assert sum(lease.num_bytes for lease in leases) == budget.leased_bytes <= budget.capacity_bytes

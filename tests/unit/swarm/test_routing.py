@@ -1,0 +1,189 @@
+"""Routes: the cheapest there is, found as brute force finds it; and what is said when there is none."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, ServerState, Span, SwarmSnapshot
+from swarmllm.errors import MissingBlocksError
+from swarmllm.swarm.route_costs import RouteCosts
+from swarmllm.swarm.routing import describe_blocks, find_parallel_routes, find_route, route_cost_ms
+
+NUM_BLOCKS = 5
+
+
+def server(name: str, start: int, end: int, *, ms: float = 1.0, state: int = ServerState.ONLINE, cuts=()) -> ServerInfo:
+    return ServerInfo(
+        peer_id=name.ljust(46, "x"),
+        start=start,
+        end=end,
+        state=state,
+        decode_ms_per_block=ms,
+        traits=BlockTraits(forbidden_cuts=cuts),
+    )
+
+
+def spans(*servers: ServerInfo, span: Span | None = None, num_blocks: int = NUM_BLOCKS, **options) -> list[str]:
+    route = find_route(SwarmSnapshot(num_blocks, servers), span, **options)
+    return [f"{hop.server.peer_id.rstrip('x')}{hop.span}" for hop in route]
+
+
+def test_fewer_hops_are_cheaper() -> None:
+    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5)) == ["c[0, 5)"]
+
+
+def test_a_fast_pair_beats_a_slow_single_server() -> None:
+    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5, ms=2)) == ["a[0, 2)", "b[2, 5)"]
+
+
+def test_the_faster_of_two_overlapping_servers_runs_what_both_hold() -> None:
+    assert spans(server("a", 0, 4, ms=9), server("b", 2, 5)) == ["a[0, 2)", "b[2, 5)"]
+
+
+def test_a_part_of_the_model() -> None:
+    assert spans(server("a", 0, 4), server("b", 3, 5), span=Span(1, 3)) == ["a[1, 3)"]
+
+
+def test_avoided_and_leaving_and_joining_servers_are_not_used() -> None:
+    good = server("z", 0, 5, ms=50)
+    bad = server("a", 0, 5)
+    others = [server(name, 0, 5, state=state) for name, state in (("b", 0), ("c", 2), ("d", 77))]
+    assert spans(good, bad, *others, avoid={bad.peer_id}) == ["z[0, 5)"]
+
+
+def test_no_cut_where_blocks_belong_together() -> None:
+    assert spans(server("a", 0, 3, cuts=(2,)), server("b", 2, 5, cuts=(2,))) == ["a[0, 3)", "b[3, 5)"]
+    with pytest.raises(MissingBlocksError, match="can't be joined") as caught:
+        spans(server("a", 0, 3, cuts=(1, 2)), server("b", 2, 5, cuts=(3, 4)), server("c", 3, 5, cuts=(3,)))
+    assert caught.value.block_idxs == ()
+
+
+def test_missing_blocks_are_named() -> None:
+    with pytest.raises(MissingBlocksError, match=r"nobody serves blocks 0, 3–4$") as caught:
+        spans(server("a", 1, 3))
+    assert caught.value.block_idxs == (0, 3, 4)
+    assert describe_blocks([7]) == "block 7"
+
+
+servers = st.lists(
+    st.builds(
+        lambda bounds, ms, cuts, queue, distance, links: (
+            min(bounds),
+            max(bounds) + 1,
+            ms,
+            cuts,
+            queue,
+            distance,
+            links,
+        ),
+        st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_BLOCKS - 1)),
+        st.sampled_from([0.25, 1.0, 3.0]),
+        st.sets(st.integers(1, NUM_BLOCKS - 1), max_size=2),
+        st.sampled_from([0.0, 0.0, 2.0]),
+        st.sampled_from([None, 0.5, 4.0, 20.0]),
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.5, 6.0, 30.0])), max_size=2),
+    ),
+    max_size=4,
+)
+
+
+@given(servers, st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS), st.booleans())
+def test_as_cheap_as_brute_force(described: list, start: int, length: int, relayed: bool) -> None:
+    swarm = [
+        server(f"s{i}", a, b, ms=ms, cuts=tuple(cuts)).model_copy(
+            update={"queue_ms": queue, "round_trips": tuple((f"s{j}".ljust(46, "x"), way) for j, way in links)}
+        )
+        for i, (a, b, ms, cuts, queue, _, links) in enumerate(described)
+    ]
+    distances = {s.peer_id: d for s, (_, _, _, _, _, d, _) in zip(swarm, described, strict=True) if d is not None}
+    costs = RouteCosts(round_trips_ms=distances, relayed=relayed)
+    span = Span(start, min(start + length, NUM_BLOCKS))
+    cheapest = float("inf")
+    for owners in itertools.product(swarm, repeat=len(span)):  # who runs each block
+        route = [
+            RouteHop(owner, Span(run[0], run[-1] + 1))
+            for owner, run in (
+                (owner, [block for _, block in run])
+                for owner, run in itertools.groupby(zip(owners, span, strict=True), lambda pair: pair[0])
+            )
+        ]
+        if all(
+            hop.span in hop.server.span and not {hop.span.start, hop.span.end} & set(hop.server.traits.forbidden_cuts)
+            for hop in route
+        ):
+            cheapest = min(cheapest, route_cost_ms(route, costs))
+
+    try:
+        route = find_route(SwarmSnapshot(NUM_BLOCKS, tuple(swarm)), span, costs=costs)
+    except MissingBlocksError:
+        assert cheapest == float("inf")
+        return
+
+    assert route_cost_ms(route, costs) == pytest.approx(cheapest)
+    assert (route[0].span.start, route[-1].span.end) == (span.start, span.end)
+    assert all(before.span.end == after.span.start for before, after in itertools.pairwise(route))
+    assert all(hop.span in hop.server.span for hop in route)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_a_large_swarm_the_beam_misses_nothing_much(seed: int) -> None:
+    """Against the exact shortest path, which is the same search with a beam as wide as the swarm."""
+    generator = random.Random(seed)
+    swarm, num_blocks = [], 40
+    names = [f"s{i}".ljust(46, "x") for i in range(250)]
+    for name in names:
+        length = generator.randint(2, 16)
+        start = generator.randint(0, num_blocks - length)
+        links = tuple((generator.choice(names), generator.uniform(0.5, 150)) for _ in range(6))
+        info = server(name, start, start + length, ms=generator.uniform(0.2, 5))
+        swarm.append(info.model_copy(update={"queue_ms": generator.uniform(0, 20), "round_trips": links}))
+    costs = RouteCosts(round_trips_ms={name: generator.uniform(1, 200) for name in names[::2]})
+    snapshot = SwarmSnapshot(num_blocks, tuple(swarm))
+
+    found = route_cost_ms(find_route(snapshot, costs=costs), costs)
+    exact = route_cost_ms(find_route(snapshot, costs=costs, beam_width=len(swarm)), costs)
+
+    assert exact <= found <= 1.02 * exact
+
+
+def test_a_near_server_beats_a_faster_one_far_away() -> None:
+    near, far = server("near", 0, 5, ms=3), server("far", 0, 5, ms=1)
+    costs = RouteCosts(round_trips_ms={near.peer_id: 1.0, far.peer_id: 80.0})
+    assert spans(near, far, costs=costs) == ["near[0, 5)"]
+    assert spans(near, far) == ["far[0, 5)"]
+
+
+def test_two_servers_beside_each_other_beat_one_step_back_and_forth() -> None:
+    a, b, c = server("a", 0, 3), server("b", 3, 5), server("c", 3, 5)
+    beside = a.model_copy(update={"round_trips": ((c.peer_id, 1.0),)})
+    costs = RouteCosts(round_trips_ms={s.peer_id: 100.0 for s in (a, b, c)})
+    assert spans(beside, b, c, costs=costs) == ["a[0, 3)", "c[3, 5)"]
+
+
+def test_queue_context_batch_and_cache_count() -> None:
+    quick, slow = server("quick", 0, 5, ms=1), server("slow", 0, 5, ms=2)
+
+    def chosen(costs: RouteCosts | None = None, **values: object) -> list[str]:
+        return spans(quick.model_copy(update=values), slow, costs=costs)
+
+    assert chosen() == ["quick[0, 5)"]
+    assert chosen(queue_ms=6.0) == ["slow[0, 5)"]
+    assert chosen(RouteCosts(context_tokens=4000), context_ms_per_block_per_1k=0.5) == ["slow[0, 5)"]
+    assert chosen(RouteCosts(batch_size=8), decode_ms_per_block_batch8=3.0) == ["slow[0, 5)"]
+    room = {"throughput": 1.0, "cache_tokens_left": 1000}
+    assert chosen(RouteCosts(cache_tokens=500), **room) == ["quick[0, 5)"]
+    assert chosen(RouteCosts(cache_tokens=900), **room) == ["slow[0, 5)"]
+
+
+def test_work_is_shared_in_proportion_to_throughput() -> None:
+    swarm = [
+        server(name, start, end).model_copy(update={"throughput": throughput})
+        for name, start, end, throughput in (("a", 0, 5, 300.0), ("b", 0, 3, 100.0), ("c", 3, 5, 100.0))
+    ]
+    costs = RouteCosts(forward_tokens=100)
+    shares = find_parallel_routes(SwarmSnapshot(5, tuple(swarm)), Span(0, 5), costs=costs, max_routes=4)
+    assert [[str(hop.span) for hop in route] for route, _ in shares] == [["[0, 5)"], ["[0, 3)", "[3, 5)"]]
+    assert [share for _, share in shares] == pytest.approx([0.75, 0.25])

@@ -1,0 +1,175 @@
+"""The flags of the commands: both spellings, settings from a file, prompts, and what is said about unusable ones."""
+
+from argparse import SUPPRESS
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from swarmllm.__main__ import COMMANDS
+from swarmllm.client.generation import TextConfig
+from swarmllm.command_line import Parser, one_line, run_program
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.generate import parse_prompt
+from swarmllm.server.__main__ import parse_config
+from swarmllm.status import build_parser as status_parser
+
+PEER = "/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+
+
+@pytest.fixture
+def parser() -> Parser:
+    parser = Parser(prog="swarmllm test", description="A test.")
+    parser.add_argument("--num_blocks", type=int)
+    parser.add_argument("--public_name")
+    parser.add_argument("--initial_peers", nargs="+")
+    parser.add_argument("--new_swarm", action="store_true")
+    return parser
+
+
+@pytest.mark.parametrize("flag", ["--num_blocks", "--num-blocks"])
+def test_flags_have_two_spellings(parser: Parser, flag: str) -> None:
+    assert parser.parse_settings([flag, "3"]) == {"num_blocks": 3}
+    assert parser.parse_settings([f"{flag}=3"]) == {"num_blocks": 3}
+
+
+def test_values_keep_their_dashes(parser: Parser) -> None:
+    assert parser.parse_settings(["--public-name", "my-server"]) == {"public_name": "my-server"}
+    assert parser.parse_settings(["--public-name=my-server"]) == {"public_name": "my-server"}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser: Parser = import_module(COMMANDS[name].module).build_parser()
+    screen = parser.format_help()
+    lines = screen.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "example" in screen
+    assert f"swarmllm {name}" in screen
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_settings(["--help-all"])
+    assert stopped.value.code == 0
+    everything = capsys.readouterr().out
+    assert "further flags" not in everything
+    for action in parser._actions:
+        assert action.help == SUPPRESS or all(flag in everything for flag in action.option_strings)
+
+
+def test_only_what_is_given_is_reported(parser: Parser) -> None:
+    assert parser.parse_settings([]) == {}
+
+
+def test_flags_win_over_the_file(parser: Parser, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('num-blocks = 3\npublic_name = "me"\nnew_swarm = true\ninitial_peers = ["/a", "/b"]\n')
+    assert parser.parse_settings(["--config", str(path), "--num_blocks", "4"]) == {
+        "num_blocks": 4,
+        "public_name": "me",
+        "new_swarm": True,
+        "initial_peers": ["/a", "/b"],
+    }
+
+
+def test_false_in_the_file_is_a_flag_left_out(parser: Parser, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("new_swarm = false\n")
+    assert parser.parse_settings(["--config", str(path)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("num_blocks = ", "can't read --config"), ("no_such_flag = 3", "no_such_flag"), (None, "can't read --config")],
+)
+def test_a_bad_file_is_one_sentence(
+    parser: Parser, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, complaint: str
+) -> None:
+    path = tmp_path / "settings.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_settings(["--config", str(path)])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_the_prompt_may_follow_the_addresses() -> None:
+    for argv in (
+        ["--model", "m", "--initial-peers", PEER, PEER, "Once upon"],
+        ["Once upon", "--model", "m", "--initial_peers", PEER, PEER],
+        ["--initial_peers", PEER, PEER, "--model", "m", "Once upon"],
+        ["--model", "m", "--initial-peers", PEER, PEER, "--", "Once upon"],
+    ):
+        config, prompt = parse_prompt(argv)
+        assert (config.initial_peers, prompt) == ((PEER, PEER), "Once upon")
+
+
+def test_without_a_prompt_all_are_addresses() -> None:
+    config, prompt = parse_prompt(["--model", "m", "--initial-peers", PEER, PEER])
+    assert (config.initial_peers, prompt) == ((PEER, PEER), None)
+
+
+def test_the_environment_names_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMLLM_INITIAL_PEERS", f"{PEER}, {PEER}")
+    assert TextConfig(model="m").initial_peers == (PEER, PEER)
+    assert TextConfig(model="m", initial_peers=("/x",)).initial_peers == ("/x",)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"do_sample": False}),
+        ({"temperature": 0.5, "top_k": 3}, {"do_sample": True, "temperature": 0.5, "top_k": 3}),
+        ({"seed": 1}, {"do_sample": True}),
+    ],
+)
+def test_sampling_when_it_is_asked_for(options: dict[str, float], expected: dict[str, object]) -> None:
+    assert TextConfig(model="m", **options).generation_options() == {"max_new_tokens": 128, **expected}
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"max_new_tokens": 0}])
+def test_options_that_cannot_work(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(bad))):
+        TextConfig(model="m", **bad)
+
+
+def test_block_indices_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--model", "m", "--new_swarm", "--block_indices", "4:2"])
+    assert "START < END" in capsys.readouterr().err
+
+
+def test_status_takes_no_prompt() -> None:
+    with pytest.raises(SystemExit):
+        status_parser().parse_settings(["--model", "m", "hello"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigurationError("no"), 2), (PeerUnreachableError("no\n  * really"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def program() -> None:
+        raise error
+
+    assert run_program(program) == code
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_a_program_has_its_own_exit_code() -> None:
+    assert run_program(lambda: 7) == 7
+    assert run_program(lambda: None) == 0
+
+
+def test_bugs_show_their_traceback() -> None:
+    def program() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_program(program)
+
+
+def test_one_line() -> None:
+    assert one_line(PeerUnreachableError("all dials failed\n  * refused")) == "all dials failed * refused"

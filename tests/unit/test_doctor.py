@@ -1,0 +1,122 @@
+"""What `swarmllm doctor` finds, on a machine that is well and on one that isn't, and which mend it names."""
+
+import asyncio
+import fcntl
+import importlib.metadata
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmllm import doctor, embedded_model_path
+from swarmllm.doctor import DoctorConfig, Finding, Verdict, dial, lock_holder, memory_finding, wrong_versions
+from swarmllm.network.identity import Identity
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_versions() -> None:
+    installed = {"good": "1.5", "old": "0.9"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    requirements = ["good>=1,<2", "old>=1", "gone>=3", 'extra>=1; extra == "dev"']
+    old, gone = wrong_versions(requirements, version)
+    assert "old is 0.9" in old
+    assert 'pip install "old>=1"' in old
+    assert "gone is not installed" in gone
+    assert only(doctor.check_versions(DoctorConfig())).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "cuda", "verdict", "words"),
+    [
+        (False, None, Verdict.OK, "CPU"),
+        (True, None, Verdict.BAD, "without CUDA"),
+        (True, "13.0", Verdict.BAD, "driver"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, cuda: str | None, verdict: Verdict, words: str
+) -> None:
+    monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    finding = only(doctor.check_device(DoctorConfig()))
+    assert finding.verdict is verdict
+    assert words in finding.text
+
+
+def test_memory() -> None:
+    assert memory_finding([4, 5], 100, "this machine").text.startswith("2 of 2 blocks fit")
+    assert memory_finding([10] * 8, 100, "this machine").text.startswith("8 of 8")
+    tight = memory_finding([100], 100, "this machine")
+    assert tight.verdict is Verdict.BAD
+    assert "--quant_type nf4" in tight.text
+
+
+def test_model() -> None:
+    model, memory = doctor.check_model(DoctorConfig(model=embedded_model_path(), device="cpu"))
+    assert "8 blocks" in model.text
+    assert memory.verdict is Verdict.OK
+    assert only(doctor.check_model(DoctorConfig(model="/nowhere/at-all"))).verdict is Verdict.BAD
+    assert list(doctor.check_model(DoctorConfig())) == []
+
+
+def test_identity(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    made, _ = doctor.check_identity(DoctorConfig(identity_path=str(path)))
+    assert "made a new one" in made.text
+    identity = Identity.load_or_create(path)
+    free = only(doctor.check_identity(DoctorConfig(identity_path=str(path))))
+    assert free.verdict is Verdict.OK
+    assert identity.peer_id in free.text
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        taken = only(doctor.check_identity(DoctorConfig(identity_path=str(path))))
+        assert taken.verdict is Verdict.BAD
+        assert f"process {os.getpid()}" in taken.text
+    assert lock_holder(path) is None
+    path.chmod(0o644)
+    assert "chmod 600" in list(doctor.check_identity(DoctorConfig(identity_path=str(path))))[1].text
+    unwritable = list(doctor.check_identity(DoctorConfig(identity_path="/nowhere/key")))
+    assert unwritable[-1].verdict is Verdict.BAD
+    path.write_bytes(b"no key")
+    path.chmod(0o600)
+    assert only(doctor.check_identity(DoctorConfig(identity_path=str(path)))).verdict is Verdict.BAD
+
+
+async def test_ports() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert await dial(f"/ip4/127.0.0.1/tcp/{port}") is None
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        problem = await dial(f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}")
+    assert problem is not None
+    assert "nothing listens" in problem
+
+
+async def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (finding,) = await doctor.check_listening(DoctorConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",), port=port))
+    assert finding.verdict is Verdict.BAD
+    assert "choose another port" in finding.text
+
+
+async def test_initial_peers_that_are_none() -> None:
+    (finding,) = await doctor.check_swarm(DoctorConfig(initial_peers=("localhost:80",)))
+    assert finding.verdict is Verdict.BAD
+    (finding,) = await doctor.check_swarm(DoctorConfig(lan_discovery=False))
+    assert finding.verdict is Verdict.NOTE

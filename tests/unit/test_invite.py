@@ -1,0 +1,131 @@
+"""Invites: what goes in comes out, wherever initial peers go, and damaged ones are refused in one sentence."""
+
+import base64
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmllm.command_line import Parser
+from swarmllm.config import ClientConfig, ServerConfig
+from swarmllm.dht import parse_dht
+from swarmllm.errors import ConfigurationError
+from swarmllm.generate import parse_prompt
+from swarmllm.invite import MAX_ENTRIES, PREFIX, Invite, read_invite, unpack_invites
+from swarmllm.server.__main__ import parse_config
+
+PEERS = ("/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWA", "/ip4/10.0.0.2/tcp/31337/p2p/12D3KooWB")
+PRIVATE = Invite(initial_peers=PEERS, model="some/model", allowed_servers=("s1", "s2"), allowed_clients=("c1",))
+ENTRIES = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=60).filter(
+    lambda text: not text.startswith(PREFIX) and not text.endswith(".swarm")
+)
+LISTS = st.lists(ENTRIES, max_size=5).map(tuple)
+
+
+@settings(max_examples=40)
+@given(LISTS, st.none() | ENTRIES, st.none() | LISTS, st.none() | LISTS)
+def test_what_goes_in_comes_out(
+    peers: tuple[str, ...], model: str | None, servers: tuple[str, ...] | None, clients: tuple[str, ...] | None
+) -> None:
+    invite = Invite(initial_peers=peers, model=model, allowed_servers=servers, allowed_clients=clients)
+    assert read_invite(str(invite)) == invite
+
+
+def test_an_invite_is_one_word_for_any_shell() -> None:
+    assert all(letter.isalnum() or letter in ":-_" for letter in str(PRIVATE))
+
+
+@settings(max_examples=40)
+@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: base64.urlsafe_b64encode(data).decode()))
+def test_any_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="invite"):
+        read_invite(PREFIX + text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        {"initial_peers": "no list"},
+        {"initial_peers": [1]},
+        {"initial_peers": ["x"] * (MAX_ENTRIES + 1)},
+        {"initial_peers": ["x" * 300]},
+        {"initial_peers": [str(PRIVATE)[:200]]},
+        {"model": 3},
+        {"model": "\x1b[2J"},
+        {"allowed_clients": [None]},
+    ],
+    ids=str,
+)
+def test_fields_that_make_no_sense_are_refused(fields: object) -> None:
+    word = PREFIX + base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
+    with pytest.raises(ConfigurationError, match="damaged"):
+        read_invite(word)
+
+
+def test_newer_fields_are_ignored() -> None:
+    word = PREFIX + base64.urlsafe_b64encode(b'{"initial_peers": ["/a"], "colour": "blue"}').decode()
+    assert read_invite(word) == Invite(initial_peers=("/a",))
+
+
+def test_a_file_holds_one(tmp_path: Path) -> None:
+    path = tmp_path / "friends.swarm"
+    path.write_text(f"# for friends\n{PRIVATE}\n")
+    assert unpack_invites(["/ip4/1", str(path), PEERS[0]]) == (("/ip4/1", *PEERS), (PRIVATE,))
+    for text in ("", f"{PRIVATE} {PRIVATE}"):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match="one invite"):
+            read_invite(str(path))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_invite(str(tmp_path / "none.swarm"))
+
+
+def test_settings_follow_it_unless_they_say_otherwise() -> None:
+    client = ClientConfig(initial_peers=str(PRIVATE))
+    assert (client.initial_peers, client.allowed_servers) == (PEERS, ("s1", "s2"))
+    assert ClientConfig(initial_peers=[str(PRIVATE)], allowed_servers=["mine"]).allowed_servers == ("mine",)
+    server = ServerConfig(model="m", initial_peers=(str(PRIVATE),))
+    assert (server.initial_peers, server.allowed_clients) == (PEERS, ("c1",))
+    assert ServerConfig(model="m", initial_peers=PEERS).allowed_clients is None
+
+
+def test_the_environment_may_hold_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMLLM_INITIAL_PEERS", str(PRIVATE))
+    assert ClientConfig().initial_peers == PEERS
+    assert parse_prompt(["hello"])[0].model == "some/model"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--initial_peers", str(PRIVATE)], [f"--initial-peers={PRIVATE}"]], ids=["two", "one"]
+)
+def test_commands_take_the_model_from_it(argv: list[str]) -> None:
+    assert parse_config(argv).model == "some/model"
+    assert parse_config(["--model", "copies/model", *argv]).model == "copies/model"
+    config, prompt = parse_prompt(["hello", *argv])
+    assert (config.model, prompt) == ("some/model", "hello")
+    assert ClientConfig(initial_peers=config.initial_peers).allowed_servers == ("s1", "s2")
+
+
+def test_another_model_is_not_used_silently(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse_config(["--model", "another", "--initial_peers", str(PRIVATE)])
+    assert "some/model" in caplog.text
+    assert "another" in caplog.text
+
+
+def test_a_command_without_a_model_ignores_that_of_the_invite() -> None:
+    parser = Parser(prog="swarmllm test", description="A test.")
+    parser.add_argument("--initial_peers", nargs="+")
+    assert parser.parse_settings(["--initial_peers", str(PRIVATE)]) == {"initial_peers": [str(PRIVATE)]}
+
+
+def test_dht_makes_them() -> None:
+    config, invite = parse_dht(["--invite", "--model", "m", "--allowed_clients", "c1", "c2", "--initial_peers", *PEERS])
+    assert config.initial_peers == PEERS
+    assert invite == Invite(initial_peers=PEERS, model="m", allowed_clients=("c1", "c2"))
+    assert parse_dht([])[1] is None
+    with pytest.raises(ConfigurationError, match="--invite"):
+        parse_dht(["--model", "m"])

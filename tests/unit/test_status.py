@@ -1,0 +1,131 @@
+"""The table and the JSON of `status`, from servers that exist only here."""
+
+import json
+
+import pytest
+
+from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.errors import MissingBlocksError
+from swarmllm.status import ModelStatus, look_up
+from swarmllm.swarm.block_map import describe_coverage, describe_swarm, draw_blocks, printable, state_name
+
+RECORD = ModelRecord(name="some/model", fingerprint="0123456789abcdef", num_blocks=8)
+
+
+def server(name: str, start: int, end: int, state: int = ServerState.ONLINE, **values: object) -> ServerInfo:
+    return ServerInfo(
+        peer_id=name.rjust(44, "x"),
+        start=start,
+        end=end,
+        state=state,
+        **{"throughput": 100.0, "decode_ms_per_block": 0.5, **values},
+    )
+
+
+class Directory:
+    """What a BlockDirectory says about `models`: servers by record."""
+
+    def __init__(self, models: dict[ModelRecord, list[ServerInfo]]) -> None:
+        self._models = models
+
+    async def models(self) -> dict[str, ModelRecord]:
+        return {server.peer_id: record for record, servers in self._models.items() for server in servers}
+
+    async def servers(self, fingerprint: str) -> tuple[ServerInfo, ...]:
+        return tuple(next(servers for record, servers in self._models.items() if record.fingerprint == fingerprint))
+
+
+def test_a_block_is_a_character() -> None:
+    assert draw_blocks(range(2, 5), 8) == "··███···"
+    assert draw_blocks([], 3) == "···"
+
+
+@pytest.mark.parametrize("num_blocks", [64, 65, 126, 4096])
+def test_many_blocks_share_columns(num_blocks: int) -> None:
+    assert len(draw_blocks([], num_blocks)) <= 64
+    assert set(draw_blocks(range(num_blocks), num_blocks)) == {"█"}
+
+
+def test_a_column_of_which_some_is_held() -> None:
+    assert draw_blocks(range(3), 128)[:3] == "█▒·"
+
+
+def test_the_table() -> None:
+    lines = describe_swarm(SwarmSnapshot(8, (server("late1", 4, 8), server("early", 0, 4))))
+    assert len(lines) == 3
+    assert lines[1].split()[:6] == ["████····", "…xearly", "0:4", "online", "100", "2.0"]
+    assert lines[2].split()[:3] == ["····████", "…xlate1", "4:8"]
+    assert "name" not in lines[0]
+
+
+def test_public_names_get_a_column() -> None:
+    lines = describe_swarm(SwarmSnapshot(8, (server("a", 0, 8, public_name="Ada"),)))
+    assert lines[0].endswith("name")
+    assert lines[1].endswith("Ada")
+
+
+def test_a_gap_is_drawn_and_named() -> None:
+    snapshot = SwarmSnapshot(8, (server("a", 0, 3), server("b", 6, 8), server("c", 3, 6, ServerState.JOINING)))
+    assert describe_swarm(snapshot)[-1].split()[0] == "███···██"
+    assert describe_coverage(snapshot) == "missing: nobody serves blocks 3–5"
+
+
+def test_nobody() -> None:
+    assert describe_coverage(SwarmSnapshot(4)) == "missing: nobody serves blocks 0–3"
+
+
+def test_the_best_route() -> None:
+    snapshot = SwarmSnapshot(8, (server("a", 0, 4), server("b", 4, 8)))
+    lines = describe_coverage(snapshot).splitlines()
+    assert lines[0] == "all 8 blocks are served; best route: 2 servers, about 6.0 ms per token"
+    assert "network 2.0 ms, queue 0.0 ms, computing 4.0 ms" in lines[1]
+    assert [line.split()[:2] for line in lines[2:4]] == [["[0,", "4)"], ["[4,", "8)"]]
+    assert lines[4].endswith("alone would take about 5.0 ms if it held all 8 blocks (it holds [0, 4))")
+
+
+def test_strangers_cannot_steer_the_terminal() -> None:
+    evil = server("evil", 0, 8, public_name="\x1b[2Jgone\n", version="\a1")
+    assert "\x1b" not in "".join(describe_swarm(SwarmSnapshot(8, (evil,))))
+    assert printable("a\x1b[2J\nä") == "a?[2J?ä"
+
+
+def test_states_of_newer_servers() -> None:
+    assert (state_name(ServerState.LEAVING), state_name(77)) == ("leaving", "state 77")
+
+
+def test_json() -> None:
+    status = ModelStatus(RECORD, SwarmSnapshot(8, (server("a", 0, 4), server("b", 4, 7))))
+    said = json.loads(json.dumps(status.as_json()))
+    assert (said["name"], said["num_blocks"]) == ("some/model", 8)
+    assert said["missing_blocks"] == [7]
+    assert said["expected_ms_per_token"] is None
+    assert [(s["start"], s["end"], s["state"], s["throughput"]) for s in said["servers"]] == [
+        (0, 4, "online", 100.0),
+        (4, 7, "online", 100.0),
+    ]
+
+
+def test_json_of_a_complete_model() -> None:
+    said = ModelStatus(RECORD, SwarmSnapshot(8, (server("a", 0, 8),))).as_json()
+    assert (said["missing_blocks"], said["expected_ms_per_token"]) == ([], 5.0)
+
+
+def test_the_text_names_the_model() -> None:
+    text = ModelStatus(RECORD, SwarmSnapshot(8, (server("a", 0, 8),))).as_text()
+    assert text.startswith("some/model (fingerprint 0123456789ab)\n")
+
+
+async def test_all_models_or_one() -> None:
+    other = ModelRecord(name="/models/other", fingerprint="f" * 16, num_blocks=2)
+    directory = Directory({RECORD: [server("a", 0, 8)], other: [server("b", 0, 2), server("c", 1, 2)]})
+    assert [status.record.name for status in await look_up(directory)] == ["/models/other", "some/model"]
+    for name in ("/models/other", "other"):
+        assert [len(status.snapshot.servers) for status in await look_up(directory, name)] == [2]
+    with pytest.raises(MissingBlocksError, match="it serves /models/other, some/model"):
+        await look_up(directory, "another")
+
+
+async def test_a_swarm_without_models() -> None:
+    assert await look_up(Directory({})) == []
+    with pytest.raises(MissingBlocksError, match="no model at all"):
+        await look_up(Directory({}), "some/model")
