@@ -1,0 +1,98 @@
+"""One stream through 1, 2 and 4 local servers, beside local `generate()` on the same weights and threads.
+
+    python benchmarks/inference.py [--shapes 512x8 2048x16] [--servers 1 2 4] [--repeats 5]
+
+Prints tokens per second and time to first token as ratios to the local model of the same run (the runs alternate, the
+medians count), and where one step's time goes. Writes results/inference.json.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common import median, save_random_model, save_results, table, timed_generation
+from transformers import AutoModelForCausalLM
+
+from swarmllm import AutoDistributedModel, LocalSwarm
+
+PREFIX, LONG_PREFIX, NEW_TOKENS = 128, 512, 32
+
+
+def measure(path: Path, num_servers: int, repeats: int, threads: int) -> dict[str, float]:
+    """Ratios of the swarm to the local model, medians over alternating runs."""
+    local = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    options = {"quant_type": "none", "num_threads": threads}
+    with (
+        LocalSwarm(path, num_servers=num_servers, **options) as swarm,
+        AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers) as remote,
+    ):
+        runs: dict[str, list[float]] = {"rate": [], "rate_ratio": [], "first": [], "first_ratio": []}
+        for model in (local, remote):
+            timed_generation(model, LONG_PREFIX, 4)  # warm-up
+        for _ in range(repeats):
+            here, there = (timed_generation(model, PREFIX, NEW_TOKENS) for model in (local, remote))
+            runs["rate"].append(there.tokens_per_s)
+            runs["rate_ratio"].append(there.tokens_per_s / here.tokens_per_s)
+            here, there = (timed_generation(model, LONG_PREFIX, 2) for model in (local, remote))
+            runs["first"].append(there.first_token_s)
+            runs["first_ratio"].append(there.first_token_s / here.first_token_s)
+        result = {name: median(values) for name, values in runs.items()}
+        result |= break_down(remote)
+        return result
+
+
+def break_down(model: Any, steps: int = 40) -> dict[str, float]:
+    """Where one decode step goes, in ms: medians over steps of a session at position 128."""
+    parts: dict[str, list[float]] = {"step": [], "client": [], "wire": [], "queue": [], "compute": []}
+    ids = torch.randint(3, 4000, (1, PREFIX))
+    with torch.inference_mode(), model.inference_session(max_length=PREFIX + steps) as session:
+        session.step(model.embed(ids))
+        for _ in range(steps):
+            started = time.perf_counter()
+            hidden = model.embed(ids[:, :1])
+            embedded = time.perf_counter()
+            hidden = session.step(hidden)
+            stepped = time.perf_counter()
+            model.head(hidden)
+            ended = time.perf_counter()
+            queue_ms = sum(queue_us for _, queue_us, _ in session.timings) / 1e3
+            compute_ms = sum(compute_us for _, _, compute_us in session.timings) / 1e3
+            parts["step"].append((ended - started) * 1e3)
+            parts["client"].append((embedded - started + ended - stepped) * 1e3)
+            parts["queue"].append(queue_ms)
+            parts["compute"].append(compute_ms)
+            parts["wire"].append((stepped - embedded) * 1e3 - queue_ms - compute_ms)
+    return {f"{name}_ms": median(values) for name, values in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["512x8", "2048x16"])
+    parser.add_argument("--servers", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the local model and of each server")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    rows, results = [], []
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+            path = save_random_model(shape, Path(directory))
+            for num_servers in args.servers:
+                result = measure(path, num_servers, args.repeats, args.threads)
+                results.append({"shape": shape, "servers": num_servers, **result})
+                parts = (result[f"{name}_ms"] for name in ("step", "client", "wire", "queue", "compute"))
+                rows.append([shape, num_servers, *(result[n] for n in ("rate", "rate_ratio", "first_ratio")), *parts])
+                print(f"{shape}, {num_servers} servers: {result['rate_ratio']:.2f} of local", flush=True)
+    header = ["model", "servers", "tokens/s", "ratio to local", "first token of 512, ratio to local"]
+    print(table([*header, "step ms", "client ms", "wire ms", "queue ms", "compute ms"], rows))
+    print(f"written to {save_results('inference', results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""How a story is told: a teller goes through the tables of stories.py and episodes.py with one cast of words.py.
+
+Called by corpus.py. Two episodes that need more than a table, `asking` and `helpers`, are told in code.
+"""
+
+import random
+
+from episodes import ANSWERS, EPISODES, MORALS, WORKS, Step
+from stories import ENDINGS, MORNINGS, NEXT_TIME, OPENINGS, PORTRAITS, REMARKS, SAME_DAY, TRAITS
+from words import ANIMALS, TIMES, capitalized, draw_cast
+
+_ABOUT_THINGS = ("lost", "trade", "water")  # episodes about the thing that the hero owns
+_SEARCHES: Step = (
+    "{hero} wanted to know what the most beautiful thing in the world is.",
+    '{hero} asked, "What is the most beautiful thing in the world?"',
+)
+_REASONS = ("I am too tired", "I have no time", "It is too hot", "I want to sleep", "I want to play")
+_HELPERS = (  # three forms of one question: a refrain would teach greedy decoding to go round in circles
+    '{hero} wanted to make {what}. "Who will help me to {works[0]}?" asked {hero}. '
+    '"Not today," said the {animals[0]}. "{reasons[0]}." So {hero} did it alone. '
+    'Then {hero} asked, "Can you help me to {works[1]}?" The {animals[1]} looked away. "{reasons[1]}," {he} said. '
+    'At last, {hero} wanted to {works[2]}, but the {animals[0]} said, "{reasons[2]}." '
+    "When everything was ready, the {animals[0]} and the {animals[1]} came and wanted to {share}."
+)
+
+
+class Teller:
+    """Says steps with one cast; introduces the friend where the step itself does not."""
+
+    def __init__(self, rng: random.Random, cast: dict[str, str]) -> None:
+        self.rng = rng
+        self.cast = cast
+        self.friend_known = False
+        self.thing_known = False
+
+    def say(self, step: Step) -> str:
+        return self.fill(self.rng.choice(step))
+
+    def fill(self, sentence: str) -> str:
+        self.friend_known |= "{both}" in sentence.lower()
+        for key in ("{a_friend}", "{A_friend}"):
+            if self.friend_known:  # nobody is introduced twice
+                sentence = sentence.replace(key, key.replace("a_", "").replace("A_f", "F"))
+            self.friend_known |= key in sentence
+        if not self.friend_known and "{friend}" in sentence.lower():
+            name, introduced = "{friend}", "{his} friend {friend}"
+            if "{Friend}" in sentence:
+                name, introduced = "{Friend}", "{His} friend {friend}"
+            sentence = sentence.replace(name, introduced, 1)
+            self.friend_known = True
+        if self.thing_known:
+            sentence = sentence.replace("{a_thing}", "{his} {col_thing}")
+        self.thing_known |= "thing}" in sentence
+        return sentence.format_map(self.cast)
+
+    def episode(self, name: str, time: str) -> list[str]:
+        """`time` ("One day,") leads in, or nothing does."""
+        self.cast["moral"] = MORALS[name]
+        if name in ("asking", "helpers"):
+            start, *sentences = self._asking() if name == "asking" else self._helpers()
+            return [f"{time} {start}" if time else capitalized(start), *sentences]
+        first, *others = EPISODES[name]
+        start = self.say(first)
+        sentences = [f"{time} {start}" if time else capitalized(start)]
+        return sentences + [sentence for sentence in map(self.say, others) if sentence]
+
+    def _asking(self) -> list[str]:
+        """The hero asks three animals the same question."""
+        hero = self.cast["hero"]
+        sentences = [self.say(_SEARCHES)]
+        animals = self.rng.sample([animal for animal in ANSWERS if animal not in hero], 3)
+        for animal, verb in zip(animals, ["First, {he} asked", "Then {he} asked", "At last, {he} asked"], strict=True):
+            sentences.append(verb.format_map(self.cast) + f' the {animal}. "{ANSWERS[animal]}," said the {animal}.')
+        sentences.append(self.say(("{Hero} thought about it for a long time.", "Each of them had another answer.")))
+        sentences.append(
+            self.say(('"For me, it is my home," said {hero}.', '"For me, it is a good friend," said {hero}.'))
+        )
+        return sentences
+
+    def _helpers(self) -> list[str]:
+        """Two animals do not want to help with the work."""
+        hero, rng = self.cast["hero"], self.rng
+        what, *works = rng.choice(WORKS)
+        animals = rng.sample([animal for animal in ANIMALS if animal not in hero], 2)
+        reasons = rng.sample(_REASONS, 3)
+        told = _HELPERS.format(
+            hero=hero,
+            he=rng.choice(["he", "she"]),
+            what=what,
+            works=works,
+            animals=animals,
+            reasons=reasons,
+            share="sit there" if what in ("a fire", "a garden") else "have some of it",
+        )
+        ends = (
+            '"Next time, help me first," said {hero}, but {he} was not angry.',
+            '"You did not help me," said {hero}. "But you can stay if you help me tomorrow."',
+        )
+        return [told, self.say(ends)]
+
+
+def story(rng: random.Random, **fixed: str) -> str:
+    """One or two episodes with one hero; `fixed` are keys of the cast that are given."""
+    teller = Teller(rng, draw_cast(rng, **fixed))
+    if rng.random() < 0.4:
+        template = rng.choice(MORNINGS)
+        opening, time = [teller.fill(template)], teller.say(SAME_DAY)
+    else:
+        template = rng.choice(OPENINGS)
+        opening, time = [teller.fill(template)], teller.cast["time"] + ","
+        if "{Both}" not in template:  # of two, it would not be clear who is meant
+            traits = TRAITS if not teller.thing_known else tuple(one for one in TRAITS if "thing}" not in one)
+            opening += [teller.say(traits), teller.say(REMARKS) if rng.random() < 0.5 else ""]
+    names = list(_ABOUT_THINGS if "thing}" in template or "thing" in fixed else MORALS)
+    rng.shuffle(names)
+    sentences = opening + teller.episode(names[0], time)
+    if rng.random() < 0.35:
+        teller.cast["Time"] = rng.choice([time for time in TIMES if time != teller.cast["Time"]])
+        sentences += teller.episode(names[1], teller.say(NEXT_TIME))
+    sentences.append(teller.say(tuple(end for end in ENDINGS if teller.friend_known or "{friend}" not in end)))
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def portrait(rng: random.Random) -> str:
+    """Somebody or some place described in the present tense."""
+    teller = Teller(rng, draw_cast(rng))
+    teller.friend_known = True
+    return " ".join(sentence for sentence in map(teller.say, rng.choice(PORTRAITS)) if sentence)

@@ -1,0 +1,57 @@
+"""Prompt tuning: teach a model of the swarm one sentence by training a few soft prompt tokens.
+
+    python examples/prompt_tuning.py                                # a swarm of its own, on this machine
+    python examples/prompt_tuning.py --initial_peers MADDR --model M
+
+The soft prompts and the optimizer live here; the blocks run, forwards and backwards, on the servers, whose weights stay
+as they are. That is how many users can tune one model at a time.
+"""
+
+import argparse
+import contextlib
+
+import torch
+from peft import PromptTuningConfig, TaskType, get_peft_model
+from transformers import AutoTokenizer
+
+from swarmllm import AutoDistributedModelForCausalLM, LocalSwarm, embedded_model_path
+
+TEXT = "The little robot painted the moon green, because nobody had told it not to."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains soft prompts through a swarm.")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lr", type=float, default=0.3)
+    parser.add_argument("--num_virtual_tokens", type=int, default=16)
+    parser.add_argument("--model", default=None, help="default: the model that comes with swarmllm")
+    parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
+    args = parser.parse_args()
+    model_path = args.model or str(embedded_model_path())
+
+    with contextlib.ExitStack() as stack:
+        initial_peers = args.initial_peers
+        if not initial_peers:
+            swarm = stack.enter_context(LocalSwarm(model_path, num_servers=2, num_threads=1, quant_type="none"))
+            initial_peers = swarm.initial_peers
+        base = AutoDistributedModelForCausalLM.from_pretrained(model_path, initial_peers=initial_peers, dtype="float32")
+        stack.enter_context(base)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+
+        torch.manual_seed(0)
+        model = get_peft_model(
+            base, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=args.num_virtual_tokens)
+        )
+        model.print_trainable_parameters()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+        batch = tokenizer(TEXT, return_tensors="pt")
+        for step in range(args.steps):
+            loss = model(**batch, labels=batch.input_ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"step {step}  loss {loss.item():.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
