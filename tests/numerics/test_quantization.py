@@ -1,14 +1,12 @@
 """Quantized blocks compute what the model would with its dequantized weights, and lose as little as they should."""
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.numerics.loading_memory import OVERHEAD_BYTES, measure
 from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
@@ -191,8 +189,6 @@ def test_perplexity_of_the_embedded_model(dtype: torch.dtype, share: int) -> Non
 # Memory while loading
 
 SHARD_BYTES = 30_000_000
-OVERHEAD_BYTES = 40_000_000
-"""As in test_memory."""
 LARGE = {
     "llama": LlamaConfig(
         vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16
@@ -206,36 +202,6 @@ LARGE = {
         num_local_experts=8,
     ),
 }
-MEASURE = """
-import json, sys, threading
-import torch
-from swarmllm.data_structures import Span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.block_span import load_block_span
-from swarmllm.models.quantization import Quantization
-
-def memory(kind):
-    lines = open("/proc/self/smaps_rollup").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
-
-large, tiny, quant_type = sys.argv[1:]
-options = {"dtype": torch.bfloat16, "progress": False}
-load_block_span(open_checkpoint(tiny), Span(0, 1), quantization=Quantization(quant_type, smallest=0), **options)
-before, peak, done = memory("Pss:"), 0, threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, memory("Pss:"))
-
-thread = threading.Thread(target=watch)
-thread.start()
-checkpoint = open_checkpoint(large)
-blocks = load_block_span(checkpoint, Span(0, checkpoint.num_blocks), quantization=Quantization(quant_type), **options)
-done.set()
-thread.join()
-print(json.dumps({"peak": peak - before, "end": memory("Pss:") - before, "blocks": blocks.num_bytes}))
-"""
 
 
 @pytest.mark.parametrize(
@@ -256,13 +222,8 @@ def test_loading_never_holds_more_than_one_shard_beyond_the_result(
     model.save_pretrained(tmp_path / "large", max_shard_size=SHARD_BYTES)
     full = sum(open_checkpoint(str(tmp_path / "large")).block_bytes())
     assert full > 150_000_000
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "tiny"), quant_type],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    used = json.loads(run.stdout)
-    assert used["blocks"] <= share * full
-    assert used["end"] <= used["blocks"] + OVERHEAD_BYTES
-    assert used["peak"] <= used["blocks"] + SHARD_BYTES + OVERHEAD_BYTES
+    num_blocks = LARGE[name].num_hidden_layers
+    used = measure(tmp_path / "large", tmp_path / "tiny", torch.bfloat16, quant_type, num_blocks)
+    assert used.blocks <= share * full
+    assert used.end <= used.blocks + OVERHEAD_BYTES
+    assert used.peak <= used.blocks + SHARD_BYTES + OVERHEAD_BYTES

@@ -225,7 +225,7 @@ def load_block_span(
 
     def load(unused: Collection[str]) -> BlockSpan:
         cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
-        with separate_weights() if options else nullcontext():
+        with separate_weights():
             model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, **options).to(device)
             check_quantized(model.modules())
             return BlockSpan(model, span)

@@ -1,0 +1,72 @@
+"""What loading blocks takes, measured in a process of its own; run as a program by `measure`."""
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from swarmllm.data_structures import Span
+from swarmllm.models.block_span import load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.quantization import Quantization
+
+OVERHEAD_BYTES = 40_000_000
+"""Measured: up to 25 MB, of any model: threads, kernels' workspaces, modules without weights."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes, beyond what the process took before."""
+
+    peak: int
+    end: int
+    blocks: int
+    """Of the weights."""
+
+
+def measure(large: Path, tiny: Path, dtype: torch.dtype, quant_type: str, num_blocks: int) -> Memory:
+    """Load blocks [0, num_blocks) of the checkpoint `large`, after one of `tiny`, which takes the imports' part."""
+    command = [sys.executable, __file__, str(large), str(tiny), str(dtype).removeprefix("torch."), quant_type]
+    run = subprocess.run([*command, str(num_blocks)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return Memory(**json.loads(run.stdout))
+
+
+def _taken() -> int:
+    """Bytes of this process' own memory and of mapped weights; libraries count for other processes as well."""
+    mapping, num_kib = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if not name.endswith(":"):
+            mapping = line
+        elif name == "Anonymous:" or (name == "Rss:" and mapping.endswith(".safetensors")):
+            num_kib += int(value.split()[0])
+    return num_kib * 1024
+
+
+def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str) -> None:
+    options = {"dtype": getattr(torch, dtype), "progress": False}
+    load_block_span(open_checkpoint(tiny), Span(0, 1), quantization=Quantization(quant_type, smallest=0), **options)
+    before = peak = _taken()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, _taken())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    quantization = Quantization(quant_type)
+    blocks = load_block_span(open_checkpoint(large), Span(0, int(num_blocks)), quantization=quantization, **options)
+    done.set()
+    thread.join()
+    print(json.dumps(asdict(Memory(peak - before, _taken() - before, blocks.num_bytes))))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
