@@ -125,6 +125,9 @@ class ClientConfig:
     text so far; a hub id or directory names a small model of the same family that guesses; "auto" is "ngram" over links
     that are slow enough (20 ms a round trip); "off" never. Each stops by itself where it would not pay; see
     docs/speculation.md."""
+    active_adapter: str | None = None
+    """Name of an adapter that servers offer (`--adapters`): a hub id, or a directory's own name. Only servers that have
+    it are used, all with the same version of it."""
     verify_fraction: float = 0.0
     """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks."""
     max_message_bytes: int = 256 << 20
@@ -237,6 +240,9 @@ class ServerConfig(PeerConfig):
     max_batch_sessions: int = 64
     """Most sessions whose steps are computed together in one forward; 1 = one after the other. Assumed: beyond it
     batches gain little, and each step waits for all."""
+    adapters: tuple[str, ...] = ()
+    """Adapters of peft to offer to clients: hub ids, directories, or directories of such directories. Directories are
+    looked at again every `update_period`, and what is new in them is offered then."""
     public_name: str = ""
     """Shown by `status`."""
     metrics_port: int | None = None
@@ -267,6 +273,7 @@ class ServerConfig(PeerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _freeze(self, "allowed_clients", self.allowed_clients)
+        _freeze(self, "adapters", self.adapters)
         _require_positive(
             self,
             "num_blocks",

@@ -11,7 +11,7 @@ from swarmllm.command_line import Parser, add_initial_peers_flags, run_command
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError
-from swarmllm.swarm.block_map import describe_coverage, describe_swarm, printable, state_name
+from swarmllm.swarm.block_map import describe_adapters, describe_coverage, describe_swarm, printable, state_name
 from swarmllm.swarm.routing import find_route, route_cost_ms
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ModelStatus:
                 f"{printable(self.record.name)} (fingerprint {self.record.fingerprint[:12]})",
                 *(f"  {line}" for line in describe_swarm(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
+                *(f"  {line}" for line in describe_adapters(self.snapshot)),
             ]
         )
 

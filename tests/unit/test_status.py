@@ -7,7 +7,14 @@ import pytest
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
 from swarmllm.status import ModelStatus, look_up
-from swarmllm.swarm.block_map import describe_coverage, describe_swarm, draw_blocks, printable, state_name
+from swarmllm.swarm.block_map import (
+    describe_adapters,
+    describe_coverage,
+    describe_swarm,
+    draw_blocks,
+    printable,
+    state_name,
+)
 
 RECORD = ModelRecord(name="some/model", fingerprint="0123456789abcdef", num_blocks=8)
 
@@ -129,3 +136,10 @@ async def test_a_swarm_without_models() -> None:
     assert await look_up(Directory({})) == []
     with pytest.raises(MissingBlocksError, match="no model at all"):
         await look_up(Directory({}), "some/model")
+
+
+def test_adapters_and_where_they_are_missing() -> None:
+    snapshot = SwarmSnapshot(
+        8, (server("a", 0, 5, adapters=("poet@1", "clerk@2")), server("b", 5, 8, adapters=("poet@1",)))
+    )
+    assert describe_adapters(snapshot) == ["adapter clerk@2: not on blocks 5–7", "adapter poet@1: complete"]

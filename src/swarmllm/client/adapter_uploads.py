@@ -4,7 +4,9 @@ Used by batches and by sessions, before a request that names the adapter by its 
 """
 
 import asyncio
+from typing import Any
 
+from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.connection import Connection, new_request_id
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
@@ -16,10 +18,30 @@ from swarmllm.network.protocol import MessageType
 class AdapterUploads:
     """Which handle stands for which adapter on which server."""
 
-    def __init__(self) -> None:
+    def __init__(self, active: ActiveAdapter) -> None:
+        self._active = active
         self._handles: dict[tuple[str, Span], tuple[int, int]] = {}
         self._locks: dict[tuple[str, Span], asyncio.Lock] = {}
         self.num_uploads = 0
+
+    async def header_fields(
+        self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """What a request on `span` has to say about adapters: the server's, or the client's own, uploaded if need be.
+
+        Raises:
+            ConfigurationError: both, or the server can't use this adapter.
+            SwarmError: the server can't be reached.
+        """
+        served = self._active.version
+        if served is None:
+            return {"adapter": await self.handle(connection, adapter, span, timeout_s=timeout_s)}
+        if adapter is not None:
+            raise ConfigurationError(
+                f"the blocks run with the servers' adapter {served}, so they can't have one of yours as well: leave "
+                "active_adapter out, or train prompts and heads only"
+            )
+        return {"served_adapter": served}
 
     async def handle(
         self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float

@@ -25,6 +25,8 @@ class TextConfig:
     """Whether to look for the swarm on the local network if there are no initial peers."""
     identity_path: str | None = None
     """File of the key that is this client's peer id, for servers with --allowed_clients; None = a new one each time."""
+    active_adapter: str | None = None
+    """Name of an adapter that servers offer; None = the model as it is."""
     dtype: str = "auto"
     """Of the client's own part; auto = as stored."""
     max_new_tokens: int = 128
@@ -71,6 +73,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit on the hub")
     add_initial_peers_flags(parser)
     add("--identity_path", metavar="FILE", help="key that is this client's peer id, for private swarms")
+    add("--active_adapter", metavar="NAME", help="an adapter that servers offer, see `swarmllm status`")
     add("--dtype", "--torch_dtype", help="of the client's own part; auto = as stored")
     writing = parser.add_argument_group("writing")
     writing.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens to write at a time")
@@ -103,6 +106,7 @@ def open_model(config: TextConfig) -> tuple[Any, Any]:
             initial_peers=config.initial_peers,
             lan_discovery=config.lan_discovery,
             identity_path=config.identity_path,
+            active_adapter=config.active_adapter,
         ),
         progress=show_progress,
     )

@@ -62,7 +62,9 @@ class Hop:
         timeout_s = view.config.connect_timeout_s
         hop = cls(route_hop, connection, secrets.token_hex(16), secrets.token_hex(16), timeout_s)
         try:
-            handle = await view.adapters.handle(connection, adapter, hop.span, timeout_s=view.config.step_timeout_s)
+            fields = await view.adapters.header_fields(
+                connection, adapter, hop.span, timeout_s=view.config.step_timeout_s
+            )
         except BaseException:
             connection.close()
             raise
@@ -76,7 +78,7 @@ class Hop:
             max_length=max_length,
             epoch=epoch,
             record_past=record_past,
-            adapter=handle,
+            **fields,
         )
         try:
             await connection.request(MessageType.OPEN, header, timeout_s=timeout_s)

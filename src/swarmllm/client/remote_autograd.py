@@ -253,10 +253,10 @@ class BatchRunner:
             ones_mask=ones_mask,
         )
         connection = await self._connection(hop.server)
-        handle = await self._view.adapters.handle(
+        fields = await self._view.adapters.header_fields(
             connection, inputs.adapter, hop.span, timeout_s=self._view.config.step_timeout_s
         )
-        header = header.model_copy(update={"adapter": handle})
+        header = header.model_copy(update=fields)
         answer = await connection.request(kind, header, tensors, timeout_s=self._view.config.step_timeout_s)
         self._view.health.succeeded(hop.server.peer_id)
         return answer

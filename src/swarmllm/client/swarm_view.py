@@ -15,6 +15,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from swarmllm import __version__
+from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.adapter_uploads import AdapterUploads
 from swarmllm.client.connection import Connection, OnAnswer
 from swarmllm.client.event_loop import EventLoop
@@ -56,7 +57,8 @@ class SwarmView:
         self.loop = loop
         self.num_blocks = num_blocks
         self.health = PeerHealth(config.ban_s)
-        self.adapters = AdapterUploads()
+        self.active_adapter = ActiveAdapter(config.active_adapter)
+        self.adapters = AdapterUploads(self.active_adapter)
         self.counts: Counter[str] = Counter()
         """What happened so far: errors by their code, `repairs`, `spot_checks`, `spot_checks_failed`."""
         self._name = name
@@ -189,7 +191,7 @@ class SwarmView:
         while True:
             now = time.monotonic()
             try:
-                return find_route(self._snapshot, span, avoid=self.health.avoided(now), costs=costs)
+                return self._search(span, self._avoided(now), costs)
             except MissingBlocksError as error:
                 if now > deadline:
                     raise await self._explain(error) from None
@@ -198,15 +200,20 @@ class SwarmView:
             await asyncio.sleep(RETRY_LOOKUP_S)
             await self.refresh()
             try:  # better a peer that failed before than none
-                return find_route(self._snapshot, span, avoid=self.health.quarantined, costs=costs)
+                return self._search(span, self._excluded, costs)
             except MissingBlocksError as error:
                 level = logging.INFO if told else logging.WARNING  # once is enough to explain the silence
                 logger.log(level, "%s yet; looking again for %.0f s", error, max(0.0, deadline - now))
                 told = True
 
+    def _search(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
+        route = find_route(self._snapshot, span, avoid=avoid, costs=costs)
+        self.active_adapter.keep(self._snapshot)
+        return route
+
     def alternative(self, span: Span, without: Collection[str]) -> list[RouteHop] | None:
         """A route for `span` that avoids these peers, as far as is known now; None if there is none."""
-        avoid = self.health.avoided(time.monotonic()) | frozenset(without)
+        avoid = self._avoided(time.monotonic()) | frozenset(without)
         try:
             return find_route(self._snapshot, span, avoid=avoid, costs=self.costs())
         except MissingBlocksError:
@@ -220,7 +227,7 @@ class SwarmView:
         """
         costs = replace(self.costs(), forward_tokens=num_tokens)
         route = await self.find_route(span, costs)
-        avoid = self.health.avoided(time.monotonic())
+        avoid = self._avoided(time.monotonic())
         if max_routes == 1 or any(hop.server.peer_id in avoid for hop in route):
             return [(route, 1.0)]
         return find_parallel_routes(self._snapshot, span, avoid=avoid, costs=costs, max_routes=max_routes)
@@ -232,7 +239,7 @@ class SwarmView:
             return None
         latest = {server.peer_id: server for server in self._snapshot.online()}
         current = [replace(hop, server=latest.get(hop.server.peer_id, hop.server)) for hop in route]
-        avoid = self.health.avoided(time.monotonic())
+        avoid = self._avoided(time.monotonic())
         try:
             target = find_route(self._snapshot, Span(0, self.num_blocks), avoid=avoid, costs=costs)
         except MissingBlocksError:
@@ -249,6 +256,15 @@ class SwarmView:
             cache_tokens=cache_tokens,
             relayed=not self.config.push,
         )
+
+    def _avoided(self, now: float) -> frozenset[str]:
+        """Peers that no route should use now."""
+        return self.health.avoided(now) | self.active_adapter.lacked_by(self._snapshot)
+
+    @property
+    def _excluded(self) -> frozenset[str]:
+        """Peers that no route may use, even if there is no other one."""
+        return frozenset(self.health.quarantined) | self.active_adapter.lacked_by(self._snapshot)
 
     def _updated(self, costs: RouteCosts | None) -> RouteCosts | None:
         return None if costs is None else replace(costs, round_trips_ms=self._distances())
@@ -375,9 +391,11 @@ class SwarmView:
         if not isinstance(error, PeerError) or not error.blames_peer:
             return error
         try:
-            find_route(self._snapshot, span, avoid=self.health.avoided(time.monotonic()))
+            find_route(self._snapshot, span, avoid=self._avoided(time.monotonic()))
         except MissingBlocksError as missing:
-            return MissingBlocksError(f"{missing} of {self._name} any more: {error}", missing.block_idxs)
+            adapter = self.active_adapter.wanted
+            what = self._name if adapter is None else f"{self._name} with the adapter {adapter}"
+            return MissingBlocksError(f"{missing} of {what} any more: {error}", missing.block_idxs)
         return error
 
     def _may_use(self, peer_id: str) -> bool:
@@ -401,6 +419,12 @@ class SwarmView:
         if not self._snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
             return MissingBlocksError(f"nobody serves {self._name}{others}", error.block_idxs)
+        if (adapter := self.active_adapter.wanted) is not None:
+            return MissingBlocksError(
+                f"{error} of {self._name} with the adapter {adapter}: start servers with --adapters {adapter}, "
+                "or leave active_adapter out",
+                error.block_idxs,
+            )
         return MissingBlocksError(
             f"{error} of {self._name}: start a server with --block_indices for them, "
             f"or wait for one (waited {self.config.route_timeout_s:.0f} s)",

@@ -39,6 +39,8 @@ class BlockAdapter:
     """Per patch; all of one floating-point dtype."""
     version: int = 0
     """The client's: equal for equal values."""
+    name: str = ""
+    """Of one that a server offers to everybody; it isn't trained."""
 
     def part(self, span: Span) -> "BlockAdapter | None":
         """The patches of the blocks of `span`; None if there are none."""

@@ -125,14 +125,15 @@ class BlockSpan:
             if getattr(inputs, name) is None:
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
         if cache is None:
-            with self._adapted(inputs, span):
+            with self.adapted(inputs, span):
                 return self.run(inputs, span)
-        with torch.inference_mode(), self._adapted(inputs, span):
+        with torch.inference_mode(), self.adapted(inputs, span):
             output = self.run(inputs, span, cache)
             cache.advance(inputs.seq_len)
             return output
 
-    def _adapted(self, inputs: BlockInputs, span: Span) -> AbstractContextManager[None]:
+    def adapted(self, inputs: BlockInputs, span: Span) -> AbstractContextManager[None]:
+        """Within, the blocks compute with the adapter of `inputs`, if it has one."""
         return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span)
 
     def forward_many(self, calls: Sequence[SessionCall]) -> list[Outcome]:

@@ -38,7 +38,7 @@ _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 class Checkpoint:
     """Read access to one checkpoint."""
 
-    def __init__(self, source: "_Source", config: PreTrainedConfig) -> None:
+    def __init__(self, source: "Source", config: PreTrainedConfig) -> None:
         self._source = source
         self.config = config
         self.name = source.name
@@ -139,7 +139,7 @@ def open_checkpoint(
         ConfigurationError: there is no such checkpoint, or it can't be reached.
         UnsupportedModelError: transformers or swarmllm can't run this architecture.
     """
-    source = _find(str(name_or_path), revision=revision, token=token, cache_dir=cache_dir)
+    source = find_source(str(name_or_path), revision=revision, token=token, cache_dir=cache_dir)
     path = source.path(CONFIG, required=False)
     if path is None:
         raise ConfigurationError(f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers")
@@ -154,8 +154,8 @@ def open_checkpoint(
     return Checkpoint(source, config)
 
 
-class _Source:
-    """Where the files come from."""
+class Source:
+    """Where the files of a checkpoint or adapter come from."""
 
     name: str
     public_name: str
@@ -168,7 +168,7 @@ class _Source:
         raise NotImplementedError
 
 
-class _Directory(_Source):
+class _Directory(Source):
     def __init__(self, directory: Path) -> None:
         self.name = str(directory)
         self._directory = directory
@@ -189,7 +189,7 @@ class _Directory(_Source):
         return path.stat().st_size if path.is_file() else -1
 
 
-class _Hub(_Source):
+class _Hub(Source):
     def __init__(self, repo_id: str, revision: str | None, token: str | None, cache_dir: str | None) -> None:
         self.name = self.public_name = repo_id
         self._options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
@@ -231,7 +231,12 @@ class _Hub(_Source):
         return path
 
 
-def _find(name_or_path: str, *, revision: str | None, token: str | None, cache_dir: str | None) -> _Source:
+def find_source(name_or_path: str, *, revision: str | None, token: str | None, cache_dir: str | None) -> Source:
+    """A directory, or else a repository of the hub.
+
+    Raises:
+        ConfigurationError: it looks like a directory, but there is none.
+    """
     directory = Path(name_or_path).expanduser()
     if directory.is_dir():
         return _Directory(directory)

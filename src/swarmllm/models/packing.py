@@ -95,7 +95,7 @@ class Packer:
         Raises:
             Exception: whatever the model's code raises; the caches are in an undefined state then.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self._blocks.adapted(calls[0].inputs, calls[0].span):
             outputs = self._run_ragged(calls) if way == Packing.RAGGED else self._run_padded(calls)
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
@@ -143,7 +143,8 @@ class Packer:
         if shape[axis : axis + 2] != [inputs.batch_size, inputs.seq_len]:
             return None
         shape[axis : axis + 2] = []
-        same = call.span, *shape
+        # An adapter is applied to a whole forward, so calls with different ones take turns.
+        same = call.span, inputs.adapter, *shape
         if way == Packing.RAGGED:
             return same
         if inputs.seq_len > MAX_PADDED_TOKENS:
@@ -153,8 +154,6 @@ class Packer:
     def _is_plain(self, call: SessionCall) -> bool:
         """Whether nothing about the call is unusual: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self._blocks.traits
-        if getattr(inputs, "adapter", None) is not None:
-            return False
         if call.span not in self._blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
             return False
         if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:

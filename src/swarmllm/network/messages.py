@@ -38,6 +38,7 @@ Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
 SeqLen = Annotated[int, Field(ge=1, le=MAX_POSITION)]
+AdapterName = Annotated[str | None, Field(max_length=128)]
 BatchIndex = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...] | None, Field(max_length=MAX_BATCH)]
 Descriptors = Annotated[tuple[tuple[str, str, tuple[int, ...], int], ...], Field(max_length=32)]
 """What `tensor_codec.decode_tensors` needs, which checks the values."""
@@ -68,6 +69,8 @@ class OpenHeader(PeerModel):
     epoch: RequestId = 0
     adapter: RequestId | None = None
     """Handle of an ADAPTER that the session's steps run with."""
+    served_adapter: AdapterName = None
+    """Instead of it: the name of one that the server announces."""
     record_past: bool = False
     """Whether rollbacks are to be expected, for caches that must keep more for them."""
 
@@ -141,6 +144,8 @@ class BatchHeader(PeerModel):
     ones_mask: bool = False
     adapter: RequestId | None = None
     """Handle of an ADAPTER; BACKWARD then answers the gradients of its values, too."""
+    served_adapter: AdapterName = None
+    """Instead of it: the name of one that the server announces."""
 
 
 class AdapterHeader(PeerModel):

@@ -35,6 +35,7 @@ def build_parser() -> Parser:
     add("--quant_type", help="store weights as none, int8 or nf4; auto = int8")
     add("--dtype", "--torch_dtype", help="of weights and activations; auto = as stored")
     add("--device", help="torch device; auto = cuda if there is one")
+    add("--adapters", nargs="+", metavar="ADAPTER", help="offer these: hub ids or directories, safetensors only")
     add("--public_name", help="shown by `swarmllm status`")
     network = parser.add_argument_group("network")
     add_network_flags(network)

@@ -23,6 +23,7 @@ from swarmllm.errors import (
     SwarmError,
     WeightsMismatchError,
 )
+from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.network.messages import (
@@ -45,6 +46,7 @@ from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.input_checks import InputChecks
 from swarmllm.server.links import Links
 from swarmllm.server.peer_limits import PeerLimits
+from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.sessions import Session, Step, on_device, translated_errors
 
@@ -65,6 +67,7 @@ class StreamHandler:
         links: Links,
         max_batch_tokens: int,
         allowed_clients: Collection[str] | None,
+        served_adapters: ServedAdapters,
     ) -> None:
         self.links = links
         self._fingerprint = fingerprint
@@ -76,6 +79,7 @@ class StreamHandler:
         self._inputs: InputChecks | None = None
         self._sessions: SessionTable | None = None
         self.adapters = AdapterStore()
+        self._served_adapters = served_adapters
         self._takes_clients = False
 
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
@@ -162,6 +166,18 @@ class StreamHandler:
             raise BlocksNotServedError("this server serves no blocks at the moment")
         return self._inputs
 
+    def adapter_of(self, header: OpenHeader | BatchHeader, peer_id: str) -> BlockAdapter | None:
+        """The adapter that a request of that peer names: one that it has sent, or one that this server offers.
+
+        Raises:
+            BlocksNotServedError: it isn't here.
+        """
+        if header.served_adapter is None:
+            return self.adapters.get(peer_id, header.adapter)
+        if header.adapter is not None:
+            raise RemoteProtocolError("a request runs with an adapter of its own or with one of the server's, not both")
+        return self._served_adapters.get(header.served_adapter)
+
     async def take_adapter(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
         """ADAPTER: keep it for later requests of that peer.
 
@@ -186,7 +202,7 @@ class StreamHandler:
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
         inputs, grad_outputs = self.inputs.read(header, message)
-        inputs = replace(inputs, adapter=self.adapters.get(peer_id, header.adapter))
+        inputs = replace(inputs, adapter=self.adapter_of(header, peer_id))
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
         if message.type == MessageType.BACKWARD:
@@ -210,9 +226,11 @@ class StreamHandler:
             inputs = on_device(inputs, blocks)
             floats = {name: tensor for name, tensor in inputs.tensors().items() if tensor.is_floating_point()}
             wanted = {name: tensor.requires_grad_() for name, tensor in floats.items() if name != "attention_mask"}
-            adapter = None if inputs.adapter is None else inputs.adapter.leaves()
+            adapter, trained = inputs.adapter, []
+            if adapter is not None and not adapter.name:  # the client's own
+                adapter = adapter.leaves()
+                trained = adapter.tensors()
             outputs = blocks.forward(replace(inputs, adapter=adapter), span)
-            trained = [] if adapter is None else adapter.tensors()
             sources = [*wanted.values(), *trained]
             grads = torch.autograd.grad(
                 outputs, sources, grad_outputs.to(outputs), allow_unused=True, materialize_grads=True
@@ -291,7 +309,7 @@ class _Stream:
         header = parse(OpenHeader, message.header, None)
         self._handler.check_client(self._stream.peer_id)
         self._handler.check_span(header.start, header.end)
-        adapter = self._handler.adapters.get(self._stream.peer_id, header.adapter)
+        adapter = self._handler.adapter_of(header, self._stream.peer_id)
         session = self._handler.sessions.open(header, self._stream, adapter)
         self._owned[session.id] = session, tasks.create_task(session.work(), name=f"session {session.id}")
         await self._answer(ResultHeader(id=header.id), {})

@@ -47,6 +47,7 @@ from swarmllm.server.network_speed import NetworkSpeed
 from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.rebalancer import Rebalancer
 from swarmllm.server.scheduler import Budget
+from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.throughput import Throughput, ThroughputCache, dummy_inputs, measure_throughput
 from swarmllm.swarm.placement import choose_span
@@ -134,6 +135,7 @@ class _Server:
         self._state = ServerState.JOINING
         self._span = Span(0, checkpoint.num_blocks)
         self._blocks: BlockSpan | None = None
+        self._adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
         self._throughput: Throughput | None = None
         self._budget = CacheBudget(0)
         self._bytes_per_token = self._hidden_bytes = 1
@@ -171,6 +173,7 @@ class _Server:
                     links=links,
                     max_batch_tokens=self._config.max_batch_tokens,
                     allowed_clients=self._config.allowed_clients,
+                    served_adapters=self._adapters,
                 )
                 metrics = ServerMetrics(handler, executor, self._describe, lambda: self._budget)
                 reporting = tasks.create_task(
@@ -217,6 +220,7 @@ class _Server:
                 device=self._device,
                 quantization=self._quantization,
             )
+            self._adapters.load(blocks)
             self._throughput = measure_throughput(blocks, self._measurements())
             self._blocks = blocks
 
@@ -240,14 +244,22 @@ class _Server:
         print(f"swarmllm: serving blocks {self._span} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)
         self._announcement.start()
+        watching = asyncio.ensure_future(self._watch_adapters(blocks))
         moving = asyncio.ensure_future(self._rebalancer.wait_for_move(self._look, self._stake_claim))
         await _first_of(moving, stop.wait())
+        watching.cancel()
         target = moving.result() if moving.done() and not moving.cancelled() else None
         logger.info("leaving" if target is None else f"moving from blocks {self._span} to {target}")
         self._state = ServerState.LEAVING
         await _at_most(FAREWELL_S, self._announcer.announce())
         await handler.retire(DRAIN_S if target is None else HAND_OVER_S)
         return target
+
+    async def _watch_adapters(self, blocks: BlockSpan) -> None:
+        while self._adapters.watches:
+            await asyncio.sleep(self._config.update_period)
+            if await self._adapters.refresh(blocks):
+                await self._announcer.announce()
 
     def _prefix_cache(self) -> PrefixCache | None:
         num_tokens = self._config.prefix_cache_tokens
@@ -301,6 +313,7 @@ class _Server:
             quant_type=self._quantization.quant_type,
             version=__version__,
             public_name=self._config.public_name,
+            adapters=self._adapters.names,
             claim=None if self._claim is None else (self._claim.start, self._claim.end),
         )
         if blocks is None or throughput is None:

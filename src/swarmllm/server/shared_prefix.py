@@ -34,6 +34,8 @@ class SharedPrefix:
         """Of each kind of input, all positions so far."""
         self._new: list[tuple[int, bytes]] = []
         """(end, digest) of the pages that the step in hand completes."""
+        self._adapter = ""
+        """Name of the adapter that the pages are computed with, one of the server's; a client's own has no pages."""
         self._tail: Tensor | None = None
         """Outputs of the page that isn't complete yet."""
 
@@ -44,7 +46,7 @@ class SharedPrefix:
             position in (0, self._length)
             and inputs.batch_size == 1
             and inputs.seq_len >= MIN_STEP_TOKENS
-            and inputs.adapter is None
+            and (inputs.adapter is None or bool(inputs.adapter.name))
             and inputs.token_type_ids is None
             and end <= self._blocks.packer.max_equal_length
             and cache.is_pageable
@@ -59,6 +61,7 @@ class SharedPrefix:
         """Copy the pages that are known into the cache; returns the outputs of their positions, from `position` on."""
         if position == 0:
             self._hashes, self._tail = {}, None
+            self._adapter = "" if inputs.adapter is None else inputs.adapter.name
         self._read(position, inputs)
         found = self._pages.find([digest for _, digest in self._new])
         outputs: list[Tensor] = []
@@ -98,7 +101,7 @@ class SharedPrefix:
         self._length = end
 
     def _digest(self) -> bytes:
-        digest = hashlib.blake2b(f"{self._span} {self._blocks.dtype}".encode())
+        digest = hashlib.blake2b(f"{self._span} {self._blocks.dtype} {self._adapter}".encode())
         for kind in sorted(self._hashes):
             digest.update(f" {kind} ".encode() + self._hashes[kind].digest())
         return digest.digest()

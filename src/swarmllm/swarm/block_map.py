@@ -65,6 +65,19 @@ def describe_coverage(snapshot: SwarmSnapshot) -> str:
     return "\n  ".join([headline, *explained.explanation])
 
 
+def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
+    """A line for each adapter that servers offer: on all blocks, or which are missing."""
+    held: dict[str, set[int]] = {}
+    for server in snapshot.online():
+        for name in server.adapters:
+            held.setdefault(name, set()).update(server.span)
+    lines = []
+    for name, blocks in sorted(held.items()):
+        missing = [block for block in range(snapshot.num_blocks) if block not in blocks]
+        lines.append(f"adapter {printable(name)}: " + (f"not on {describe_blocks(missing)}" if missing else "complete"))
+    return lines
+
+
 def short_peer_id(peer_id: str) -> str:
     """The end of a peer id, which tells peers apart; they all begin alike."""
     return f"…{peer_id[-6:]}"
