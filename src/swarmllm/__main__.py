@@ -52,6 +52,11 @@ COMMANDS = {
         "a web API like OpenAI's, a chat page, a picture of the swarm",
         "swarmllm gateway --model DIR_OR_HUB_ID --initial_peers MADDR",
     ),
+    "adapters": Command(
+        "swarmllm.adapters",
+        "what others have trained and shared on the hub",
+        "swarmllm adapters --base HUB_ID --task text-classification",
+    ),
     "doctor": Command(
         "swarmllm.doctor",
         "checks this machine and network, and names what to mend",

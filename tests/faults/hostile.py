@@ -25,6 +25,7 @@ from swarmllm.server.executor import Executor
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
 from swarmllm.server.links import Links
+from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.throughput import dummy_inputs
 
@@ -62,6 +63,7 @@ class Server:
             links=self.links,
             max_batch_tokens=MAX_BATCH_TOKENS,
             allowed_clients=allowed_clients,
+            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
         )
         hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
         self.budget = CacheBudget((blocks.cache_bytes_per_token + hidden_bytes) * cache_tokens)

@@ -21,7 +21,7 @@ from swarmllm.client.event_loop import EventLoop
 from swarmllm.client.inference_session import InferenceSession
 from swarmllm.client.remote_autograd import BatchRunner
 from swarmllm.client.remote_blocks import RemoteBlocks
-from swarmllm.client.saving import SavedParts
+from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
@@ -210,6 +210,7 @@ class _AutoDistributed:
             loop.close()
             raise
         model.remote_blocks, model.swarm, model._sessions = blocks, view, []
+        model.model_tags = describe_origin(checkpoint, task)
         model._finalizer = weakref.finalize(model, loop.close)
         return model
 

@@ -4,10 +4,14 @@ Mixed into the distributed model. The file has a name of its own, so that transf
 the directory fails instead of making up the blocks that aren't in it. Adapters are saved by peft, as ever.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,29 +19,51 @@ from transformers import PreTrainedModel
 
 from swarmllm import __version__
 from swarmllm.client.swarm_view import SwarmView
-from swarmllm.errors import BlockWeightsNotFoundError, CorruptWeightsError, WeightsMismatchError
+from swarmllm.config import default_cache_dir, hub_token
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
+from swarmllm.models.architecture import TASK_TAGS, Task
+from swarmllm.models.checkpoint import Checkpoint, find_source
 
 OWN_TENSORS = "swarmllm_client.safetensors"
 
 MODEL_CARD = """---
 base_model: {base}
 library_name: swarmllm
+pipeline_tag: {task}
 tags:
-- swarmllm
-- "fingerprint:{fingerprint}"
-- "class:{cls}"
+{tags}
 ---
 The client's part of a {cls} on the blocks of `{base}`: everything but the blocks, which a swarm serves.
 
     model = ….from_pretrained("{base}", initial_peers=[…])
-    model.load_trained("this directory")
+    model.load_trained("this repository or directory")
 """
 
 
+def describe_origin(checkpoint: Checkpoint, task: Task) -> list[str]:
+    """Tags that say what something trained on this model belongs to; `swarmllm adapters` finds it by them."""
+    tags = ["swarmllm", f"fingerprint:{checkpoint.fingerprint}", f"task:{TASK_TAGS[task]}"]
+    if checkpoint.revision is not None:
+        tags += [f"revision:{checkpoint.revision}", f"base_model:{checkpoint.public_name}"]
+    return tags
+
+
 class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """`save_pretrained` and `load_trained`."""
+    """`save_pretrained`, `push_to_hub` and `load_trained`."""
 
     swarm: SwarmView
+    _origin: Sequence[str] = ()
+
+    @property
+    def model_tags(self) -> list[str]:
+        """For model cards: what this was trained on, and how. peft puts them into its adapters' cards as well."""
+        tuners = getattr(self, "peft_config", None) or {}
+        methods = {str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in tuners.values()}
+        return [*self._origin, *(f"method:{method}" for method in sorted(methods))]
+
+    @model_tags.setter
+    def model_tags(self, tags: Sequence[str] | None) -> None:
+        self._origin = tuple(tags or ())
 
     def save_pretrained(
         self,
@@ -62,20 +88,52 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
             save_file(own, directory / OWN_TENSORS, metadata=about)
             card = directory / "README.md"
             if not card.exists():
-                card.write_text(MODEL_CARD.format(base=name, fingerprint=fingerprint, cls=cls))
+                said = dict(tag.split(":", 1) for tag in self._origin if ":" in tag)
+                tags = "\n".join(f'- "{tag}"' for tag in [*self._origin, "method:parts", f"class:{cls}"])
+                card.write_text(MODEL_CARD.format(base=name, task=said.get("task", ""), tags=tags, cls=cls))
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", directory.name), **kwargs)
 
-    def load_trained(self, directory: str | Path) -> None:
-        """Take over what `save_pretrained` has written; if it doesn't fit, nothing changes.
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        **_: Any,
+    ) -> str:
+        """Upload what `save_pretrained` writes to a repository of the hub, made if need be; the commit's address.
 
         Raises:
-            BlockWeightsNotFoundError: there is no such file.
+            ConfigurationError: the hub doesn't take it.
+        """
+        api = HfApi(token=token or hub_token())
+        try:
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            with TemporaryDirectory() as directory:
+                self.save_pretrained(directory)
+                message = commit_message or f"Upload the client's part of {type(self).__name__}"
+                commit = api.upload_folder(
+                    repo_id=repo_id, folder_path=directory, commit_message=message, revision=revision
+                )
+        except (HTTPError, OSError) as error:
+            raise ConfigurationError(f"the hub doesn't take {repo_id}: {str(error).splitlines()[0]}") from error
+        return str(commit.commit_url)
+
+    def load_trained(self, directory: str | Path) -> None:
+        """Take over what `save_pretrained` has written, here or on the hub; if it doesn't fit, nothing changes.
+
+        Raises:
+            ConfigurationError: there is no such directory or repository.
+            BlockWeightsNotFoundError: it has no such file.
             CorruptWeightsError: it can't be read.
             WeightsMismatchError: it is of another base model, task or shape.
         """
-        path = Path(directory) / OWN_TENSORS
-        if not path.is_file():
+        source = find_source(str(directory), revision=None, token=hub_token(), cache_dir=default_cache_dir())
+        path = source.path(OWN_TENSORS, required=False)
+        if path is None:
             raise BlockWeightsNotFoundError(f"{directory} lacks {OWN_TENSORS}, which save_pretrained() writes")
         try:
             with safe_open(path, "pt") as file:

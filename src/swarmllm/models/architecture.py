@@ -32,6 +32,14 @@ class Task(Enum):
     FEATURES = "model without a head"
 
 
+TASK_TAGS = {
+    Task.CAUSAL_LM: "text-generation",
+    Task.SEQUENCE_CLASSIFICATION: "text-classification",
+    Task.TOKEN_CLASSIFICATION: "token-classification",
+    Task.QUESTION_ANSWERING: "question-answering",
+    Task.FEATURES: "feature-extraction",
+}
+"""What the hub calls them."""
 _MAPPINGS = {
     Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
     Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
