@@ -7,7 +7,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 OLDEST := .venv-oldest
 ALONE := $(wildcard tests/unit tests/properties tests/numerics)
 SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
-# A failure among real processes on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
+# A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 RERUNS := $(if $(CI),--reruns 1)
 
 .DEFAULT_GOAL := help
@@ -26,15 +26,15 @@ demo: $(INSTALLED)
 
 # Two processes for what computes alone; one for what starts swarms, whose servers need the cores themselves.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(ALONE)
+	$(BIN)/python -m pytest -q $(RERUNS) -n 2 -m "not slow" $(ALONE)
 	$(BIN)/python -m pytest -q $(RERUNS) -m "not slow" $(SWARMS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m slow $(ALONE)
+	$(BIN)/python -m pytest -q $(RERUNS) -n 2 -m slow $(ALONE)
 	$(BIN)/python -m pytest -q $(RERUNS) -m slow $(SWARMS)
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -q -n 2 -m "not slow" $(ALONE)
+	$(OLDEST)/bin/python -m pytest -q $(RERUNS) -n 2 -m "not slow" $(ALONE)
 	$(OLDEST)/bin/python -m pytest -q -m "not slow" $(SWARMS)
 
 check: $(INSTALLED)

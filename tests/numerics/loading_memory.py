@@ -7,6 +7,7 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from swarmllm.data_structures import Span
@@ -36,28 +37,17 @@ def measure(large: Path, tiny: Path, dtype: torch.dtype, quant_type: str, num_bl
     return Memory(**json.loads(run.stdout))
 
 
-def _taken() -> int:
-    """Bytes of this process' own memory and of mapped weights; libraries count for other processes as well."""
-    mapping, num_kib = "", 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if not name.endswith(":"):
-            mapping = line
-        elif name == "Anonymous:" or (name == "Rss:" and mapping.endswith(".safetensors")):
-            num_kib += int(value.split()[0])
-    return num_kib * 1024
-
-
 def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str) -> None:
     options = {"dtype": getattr(torch, dtype), "progress": False}
     load_block_span(open_checkpoint(tiny), Span(0, 1), quantization=Quantization(quant_type, smallest=0), **options)
-    before = peak = _taken()
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
     done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.002):
-            peak = max(peak, _taken())
+            peak = max(peak, process.memory_info().rss)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -65,7 +55,8 @@ def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str) -
     blocks = load_block_span(open_checkpoint(large), Span(0, int(num_blocks)), quantization=quantization, **options)
     done.set()
     thread.join()
-    print(json.dumps(asdict(Memory(peak - before, _taken() - before, blocks.num_bytes))))
+    end = process.memory_info().rss
+    print(json.dumps(asdict(Memory(max(peak, end) - before, end - before, blocks.num_bytes))))
 
 
 if __name__ == "__main__":
