@@ -15,7 +15,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from web_gateway import NAME, RunningGateway
 from wsproto import ConnectionType, WSConnection
-from wsproto.events import AcceptConnection, CloseConnection, RejectConnection, Request, TextMessage
+from wsproto.events import AcceptConnection, CloseConnection, Ping, RejectConnection, Request, TextMessage
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.errors import ConfigurationError
@@ -135,6 +135,9 @@ class Socket:
             data = self._socket.recv(65536)
             self._protocol.receive_data(data or None)
             for event in self._protocol.events():
+                if isinstance(event, Ping):
+                    self._send(event.response())
+                    continue
                 yield event
                 if isinstance(event, CloseConnection | RejectConnection):
                     return

@@ -307,3 +307,19 @@ def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
     assert trace["first_token_ms"] >= trace["pipeline_construct_ms"] > 0
     plain = gateway.http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
     assert "swarm" not in plain
+
+
+@pytest.mark.slow
+def test_langchain_uses_it_as_it_uses_openai(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+    """Not among the requirements of the tests, because it brings very much along."""
+    langchain = pytest.importorskip("langchain_openai")
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "model": NAME, "temperature": 0}
+    chat = langchain.ChatOpenAI(**asked, max_tokens=24)
+    said = [(message["role"], message["content"]) for message in MESSAGES]
+    answer = chat.invoke(said)
+    assert answer.content == greedy(ids, 24)
+    assert answer.usage_metadata["output_tokens"] == 24
+    assert "".join(chunk.content for chunk in chat.stream(said)) == answer.content
+    text = langchain.OpenAI(**asked, max_tokens=6).invoke(PROMPT)
+    assert text == greedy(tokenizer(PROMPT).input_ids, 6)

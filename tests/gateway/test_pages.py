@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from test_parts import big_swarm
 from web_gateway import RunningGateway, local_swarm, running_gateway
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not installed here"),
 ]
 
+expect.set_options(timeout=30_000)
 ANSWERS = ".message.assistant"
 DONE = ".message.assistant[aria-busy=false]"
 
@@ -90,6 +92,33 @@ def test_a_conversation(page: Page, gateway: RunningGateway) -> None:
     page.get_by_role("button", name="Delete", exact=False).click()
     page.reload()
     expect(page.locator("#conversations li")).to_have_count(0)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_pages_can_be_used_by_everybody(
+    browser: Browser, gateway: RunningGateway, theme: Literal["light", "dark"], width: int
+) -> None:
+    """axe-core finds nothing: contrast, names, roles, landmarks, order of headings."""
+    context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": 900})
+    page = context.new_page()
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="0")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    assert violations(page) == []
+    page.get_by_role("button", name="Settings").click()
+    assert violations(page) == []
+    page.goto(f"{gateway.url}/swarm")
+    expect(page.locator("#table tbody tr")).to_have_count(2)
+    assert violations(page) == []
+    context.close()
+
+
+def violations(page: Page) -> list[tuple[str, str]]:
+    """What axe-core finds, and where."""
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], node["html"]) for one in found for node in one["nodes"]]
 
 
 def test_stopping_frees_the_session_and_keeps_the_text(page: Page, gateway: RunningGateway) -> None:

@@ -27,8 +27,10 @@ POOLS = ("generate_", "uvloop_")
 class RunningGateway:
     """`url`, the `gateway` itself to look into, and clients."""
 
-    def __init__(self, gateway: Gateway, url: str) -> None:
+    def __init__(self, gateway: Gateway, url: str, listener: int) -> None:
         self.gateway = gateway
+        self.listener = listener
+        """The file descriptor of the socket that it listens on."""
         self.url = url.rstrip("/")
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
         self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
@@ -70,7 +72,7 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
         thread = threading.Thread(target=server.run, name="gateway under test")
         thread.start()
         wait_until(lambda: server.started or not thread.is_alive(), "the gateway started")
-        running = RunningGateway(gateway, address(server))
+        running = RunningGateway(gateway, address(server), server.servers[0].sockets[0].fileno())
         try:
             yield running
         finally:

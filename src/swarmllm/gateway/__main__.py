@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, run_command, stop_event
+from swarmllm.command_line import Parser, add_initial_peers_flags, run_command, stop_event
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -37,7 +37,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--model", required=True, help="hub id or local directory")
     add("--revision", help="branch, tag or commit on the hub")
-    add("--initial_peers", nargs="+", metavar="MADDR", help="any peers of the swarm")
+    add_initial_peers_flags(parser)
+    add("--identity_path", metavar="FILE", help="key that is this gateway's peer id, for private swarms")
     add("--dtype", "--torch_dtype", help="of the gateway's own part; auto = as stored")
     add("--fallback_to_local", metavar="M", help="checkpoint to run here when the swarm can't be repaired")
     add("--served_name", metavar="NAME", help="the model's name in the API")

@@ -54,6 +54,8 @@ class LanguageModel:
                 model=config.model,
                 revision=config.revision,
                 initial_peers=config.initial_peers,
+                lan_discovery=config.lan_discovery,
+                identity_path=config.identity_path,
                 dtype=config.dtype,
             )
         )

@@ -18,7 +18,11 @@ class GatewayConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     initial_peers: tuple[str, ...] = field(default_factory=default_initial_peers)
-    """Multiaddresses of any peers of the swarm."""
+    """Multiaddresses of any peers of the swarm, or an invite."""
+    lan_discovery: bool = True
+    """Whether to look for the swarm on the local network if there are no initial peers."""
+    identity_path: str | None = None
+    """File of the key that is the gateway's peer id, for servers with --allowed_clients; None = a new one each time."""
     dtype: str = "auto"
     """Of the gateway's own part of the model; auto = as stored."""
     served_name: str | None = None

@@ -117,11 +117,11 @@ class SwarmPicture:
         contact = self._contacts.get(server.peer_id)
         round_trip_s = contact.round_trip_s if contact is not None else None
         most = self._most_cache.get(server.peer_id, 0)
+        announced = server.model_dump(mode="json", exclude=_NOT_SHOWN)
         return {
-            **server.model_dump(mode="json", exclude=_NOT_SHOWN),
+            **{name: round(value, 4) if isinstance(value, float) else value for name, value in announced.items()},
             "state": self._state(server),
             "throughput": round(server.throughput, 1),
-            "decode_ms_per_block": round(server.decode_ms_per_block, 4),
             "cache_in_use": round(1 - server.cache_tokens_left / most, 3) if most else None,
             "reachable": self._reachable(server),
             "round_trip_ms": None if round_trip_s is None else round(1000 * round_trip_s, 1),

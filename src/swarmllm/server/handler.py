@@ -6,6 +6,7 @@ sentence and hurts nobody else; a stream that breaks takes its own sessions with
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -257,8 +258,10 @@ class _Stream:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     await self._dispatch(await self._stream.receive(), tasks)
-        except* SwarmError:
-            pass  # the stream has ended: its tasks are cancelled, its sessions end
+        except* SwarmError as ended:  # the stream has: its tasks are cancelled, its sessions end
+            # Python 3.11's TaskGroup leaves its error in a circle with its own frame, and so with everything that this
+            # stream had open: KV caches would wait for the garbage collector, which comes late where much lives long.
+            traceback.clear_frames(ended.__traceback__)
         finally:
             for session, _ in self._owned.values():
                 session.close()
