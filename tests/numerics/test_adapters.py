@@ -17,7 +17,7 @@ from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.server import adapters as adapter_store
 from swarmllm.server.adapters import AdapterStore
-from swarmllm.server.handler import StreamHandler
+from swarmllm.server.batches import forward, gradients
 
 LORA: dict[str, Any] = {"block": 1, "path": "self_attn.q_proj", "kind": "lora", "shapes": ((4, 64), (64, 4))}
 
@@ -51,9 +51,9 @@ def test_weights_are_the_same_before_and_after(blocks: BlockSpan) -> None:
 
     before, plain = fingerprint(blocks), blocks.forward(inputs(None))
     for _ in range(2):
-        adapted = StreamHandler._forward(blocks, inputs(adapter), blocks.span)["hidden_states"]
+        adapted = forward(blocks, inputs(adapter), blocks.span)["hidden_states"]
         assert not torch.allclose(adapted, plain)
-        grads = StreamHandler._backward(blocks, inputs(adapter), blocks.span, torch.ones_like(hidden))
+        grads = gradients(blocks, inputs(adapter), blocks.span, torch.ones_like(hidden))
         assert grads["adapter"].shape == values(patch).shape
         assert grads["adapter"].abs().sum() > 0
     cache = blocks.new_cache()

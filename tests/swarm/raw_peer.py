@@ -26,11 +26,13 @@ class RawPeer:
         self.instead: dict[str, Any] = {}
         """Header fields to send in place of the right ones."""
 
-    async def say(self, kind: MessageType, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
+    async def say(self, kind: MessageType, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> int:
+        """The id of the request."""
         descriptors, chunks = encode_tensors(dict(tensors or {}))
         self._id += 1
         fields = {"id": self._id, "tensors": descriptors, **header}
         await self.stream.send(kind, fields | self.instead, chunks)
+        return self._id
 
     async def answer(self) -> Message:
         return await self.stream.receive()

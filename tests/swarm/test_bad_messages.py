@@ -167,6 +167,21 @@ async def test_wrong_gradients(raw: RawPeer) -> None:
         assert await raw.error() == "remote_protocol"
 
 
+async def test_backwards_of_forwards_that_are_not_there(raw: RawPeer) -> None:
+    header = {"start": 0, "end": 3, "batch_size": 1, "seq_len": 4}
+    grad = {"grad_outputs": torch.zeros(1, 4, HIDDEN)}
+    forward = await raw.say(MessageType.FORWARD, {"hidden_states": torch.zeros(1, 4, HIDDEN)}, **header, keep=True)
+    assert (await raw.answer()).type is MessageType.RESULT
+    await raw.say(MessageType.BACKWARD, {}, **header, forward=forward)
+    assert await raw.error() == "remote_protocol"
+    await raw.say(MessageType.BACKWARD, grad, **header, forward=forward + 1000)
+    assert await raw.error() == "session_lost"
+    await raw.say(MessageType.BACKWARD, grad, **header, forward=forward)
+    assert (await raw.answer()).type is MessageType.RESULT
+    await raw.say(MessageType.BACKWARD, grad, **header, forward=forward)
+    assert await raw.error() == "session_lost"
+
+
 async def test_blocks_that_are_not_here(raw: RawPeer) -> None:
     for start, end in ((0, 4), (3, 8), (2, 2), (2, 1)):
         await raw.open(start=start, end=end)

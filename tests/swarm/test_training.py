@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
+from swarmllm.network.protocol import MessageType
 
 
 def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,28 @@ def test_gradients_of_a_padded_batch(model: Any, local: PreTrainedModel) -> None
 def test_micro_batches_change_nothing(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
     with connected(llama, swarm.initial_peers, max_batch_tokens=24) as model:
         assert_same_gradients(model, local, prompt(7, 12))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_backward_uses_the_forward_that_its_server_kept(
+    llama: Path, swarm: LocalSwarm, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, forgotten: bool
+) -> None:
+    with connected(llama, swarm.initial_peers) as model:
+        batches = model.remote_blocks.batches
+        request, sent = batches._request, []
+
+        async def noted(kind: MessageType, *args: Any, forward: int | None = None, **options: Any) -> Any:
+            if forward is not None and forgotten:
+                forward += 1 << 40
+            sent.append((kind, forward is not None))
+            return await request(kind, *args, forward=forward, **options)
+
+        monkeypatch.setattr(batches, "_request", noted)
+        with torch.no_grad():
+            model(prompt(), use_cache=False)
+        assert_same_gradients(model, local, prompt(1, 12))
+    of_kept, anew = (sent.count((MessageType.BACKWARD, kept)) for kept in (True, False))
+    assert (of_kept, anew) == (2, 2 if forgotten else 0)
 
 
 def test_slices_are_modules_that_compose(model: Any) -> None:

@@ -1,8 +1,9 @@
 """Batches without KV caches: forward and backward through the swarm, as one differentiable call.
 
-The batch is split into micro-batches under the token cap; they are under way at once, so that several servers work at
-the same time. The client keeps every span's inputs, and servers compute a span's outputs anew for its gradients
-(recomputation, as gradient checkpointing does): they keep nothing, and any server may take over at any moment.
+The batch is split into micro-batches that are under way at once, so that several servers work at the same time. A
+server that has room keeps what it has computed for the backward that comes. The client keeps every span's inputs, from
+which any server can compute the gradients as well (recomputation, as gradient checkpointing does): nothing is lost with
+a server.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from swarmllm.client.connection import Answer, Connection, new_request_id
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, CorruptActivationsError, SwarmError
+from swarmllm.errors import ConfigurationError, CorruptActivationsError, SessionLostError, SwarmError
 from swarmllm.models.activation_checks import MAX_ABS, checked
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.network.messages import BatchHeader
@@ -33,8 +34,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MICRO_BATCHES_PER_HOP = 2
-"""Micro-batches under way per server of the route: one is computed while the next one arrives."""
+MICRO_BATCHES_PER_HOP = 4
+"""Micro-batches per server of the route, made of a batch and under way at a time: one is computed while the others are
+on their way. The more, the sooner the last server begins, and the more often each pays for a request."""
+MIN_TOKENS = 64
+"""Smaller micro-batches are not made for the sake of many. Assumed: with fewer rows a matrix product on a CPU waits for
+the weights."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class _Stage:
 
     span: Span
     inputs: BlockInputs
+    kept: tuple[ServerInfo, int] | None = None
+    """Who may have kept this forward, and the request by which it is known there."""
 
 
 class BatchRunner:
@@ -64,7 +71,7 @@ class BatchRunner:
             SwarmError: the swarm can't do it within the retries.
         """
         outputs: Tensor = _RemoteCall.apply(  # type: ignore[no-untyped-call]
-            self, inputs, span, inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
+            self, inputs, span, torch.is_grad_enabled(), inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
         )
         return outputs
 
@@ -76,11 +83,11 @@ class BatchRunner:
 
     # ------------------------------------------------------------------ whole batches
 
-    def forward(self, inputs: BlockInputs, span: Span) -> tuple[Tensor, list[list[_Stage]]]:
-        """Outputs, and per micro-batch what each span was given."""
+    def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, list[list[_Stage]]]:
+        """Outputs, and per micro-batch what each span was given; `keep` if a backward will come."""
 
         async def run(rows: BlockInputs, route: list[RouteHop]) -> tuple[Tensor, list[_Stage]]:
-            return await self._forward_rows(rows, span, route)
+            return await self._forward_rows(rows, span, route, keep=keep)
 
         results = self._view.loop.run(self._all_rows(inputs, span, run))
         return torch.cat([outputs for outputs, _ in results], dim=self._traits.batch_axis), [s for _, s in results]
@@ -125,7 +132,9 @@ class BatchRunner:
                 continue
             cap = min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route))
             limit = asyncio.Semaphore(MICRO_BATCHES_PER_HOP * len(route))
-            of_route = self._micro_batches(inputs.rows(start, start + num_rows, self._traits), cap)
+            share = inputs.rows(start, start + num_rows, self._traits)
+            wanted = -(-share.batch_size * share.seq_len // (MICRO_BATCHES_PER_HOP * len(route)))
+            of_route = self._micro_batches(share, min(cap, max(wanted, MIN_TOKENS)))
             jobs.extend(partial(_limited, limit, partial(run, rows, route)) for rows in of_route)
             start += num_rows
         return await gather(jobs)
@@ -141,7 +150,7 @@ class BatchRunner:
     # ------------------------------------------------------------------ one micro-batch
 
     async def _forward_rows(
-        self, inputs: BlockInputs, span: Span, route: list[RouteHop] | None = None
+        self, inputs: BlockInputs, span: Span, route: list[RouteHop] | None = None, *, keep: bool = False
     ) -> tuple[Tensor, list[_Stage]]:
         """Span after span, first along `route`; when a server fails, the rest takes another one from there on."""
         stages: list[_Stage] = []
@@ -151,10 +160,10 @@ class BatchRunner:
             try:
                 hops, route = route or await self._view.find_route(Span(start, span.end)), None
                 for hop in hops:
-                    outputs = await self.run_hop(hop, inputs)
+                    outputs, kept = await self._forward_hop(hop, inputs, keep=keep)
                     if self.spot_checks.due():
                         await self.spot_checks.check_hop(hop, inputs, outputs)
-                    stages.append(_Stage(hop.span, inputs))
+                    stages.append(_Stage(hop.span, inputs, kept))
                     inputs, start = inputs.with_hidden(outputs), hop.span.end
             except SwarmError as error:
                 await self._pause(retries, error)
@@ -166,11 +175,20 @@ class BatchRunner:
         Raises:
             SwarmError: it can't or doesn't do it.
         """
+        return (await self._forward_hop(hop, inputs, keep=False))[0]
+
+    async def _forward_hop(
+        self, hop: RouteHop, inputs: BlockInputs, *, keep: bool
+    ) -> tuple[Tensor, tuple[ServerInfo, int] | None]:
+        """`run_hop`, and where its graph is kept if it is to be: not of one in pieces, which are too large."""
         outputs = []
-        for rows in self._micro_batches(inputs, hop.server.max_batch_tokens):
-            answer = await self._request(MessageType.FORWARD, hop, rows)
+        pieces = list(self._micro_batches(inputs, hop.server.max_batch_tokens))
+        keep = keep and len(pieces) == 1
+        for rows in pieces:
+            answer = await self._request(MessageType.FORWARD, hop, rows, keep=keep)
             outputs.append(self._checked(answer, rows, "hidden_states", rows.hidden_states))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis)
+        kept = (hop.server, answer.header.id) if keep else None
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis), kept
 
     async def _backward_rows(self, stages: list[_Stage], grad_outputs: Tensor) -> dict[str, Tensor]:
         grads = {"hidden_states": grad_outputs}
@@ -184,6 +202,14 @@ class BatchRunner:
     async def _backward_stage(self, stage: _Stage, grad_outputs: Tensor) -> dict[str, Tensor]:
         """The gradients of one span's inputs; if nobody holds the whole span any more, by way of its parts."""
         retries = Retries(self._view.config.max_retries)
+        if stage.kept is not None:
+            server, request = stage.kept
+            try:
+                return await self._backward_hop(RouteHop(server, stage.span), stage.inputs, grad_outputs, request)
+            except SessionLostError:
+                pass  # it has forgotten this forward
+            except SwarmError as error:
+                await self._pause(retries, error)
         while True:
             try:
                 route = await self._view.find_route(stage.span)
@@ -200,9 +226,11 @@ class BatchRunner:
             except SwarmError as error:
                 await self._pause(retries, error)
 
-    async def _backward_hop(self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor) -> dict[str, Tensor]:
-        """One server's part of a backward pass."""
-        answer = await self._request(MessageType.BACKWARD, hop, inputs, grad_outputs)
+    async def _backward_hop(
+        self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor, forward: int | None = None
+    ) -> dict[str, Tensor]:
+        """One server's part of a backward pass; of a `forward` that it has kept, if it is named."""
+        answer = await self._request(MessageType.BACKWARD, hop, inputs, grad_outputs, forward=forward)
         # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
         grads = {"hidden_states": self._checked(answer, inputs, "hidden_states", grad_outputs, math.inf)}
         if inputs.inputs_embeds is not None:
@@ -228,7 +256,14 @@ class BatchRunner:
         await asyncio.sleep(delay_s)
 
     async def _request(
-        self, kind: MessageType, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor | None = None
+        self,
+        kind: MessageType,
+        hop: RouteHop,
+        inputs: BlockInputs,
+        grad_outputs: Tensor | None = None,
+        *,
+        keep: bool = False,
+        forward: int | None = None,
     ) -> Answer:
         num_tokens = inputs.batch_size * inputs.seq_len
         if num_tokens > hop.server.max_batch_tokens:
@@ -236,8 +271,8 @@ class BatchRunner:
                 f"one sample of {num_tokens} tokens is above the servers' limit of {hop.server.max_batch_tokens}: "
                 "use shorter sequences, or servers with a larger --max_batch_tokens"
             )
-        tensors = inputs.tensors()
-        mask = inputs.attention_mask
+        tensors = inputs.tensors() if forward is None else {}
+        mask = tensors.get("attention_mask")
         ones_mask = mask is not None and mask.dtype == torch.int64 and mask.ndim == 2 and bool(mask.all())
         if ones_mask:
             del tensors["attention_mask"]
@@ -251,6 +286,8 @@ class BatchRunner:
             seq_len=inputs.seq_len,
             tensors=(),
             ones_mask=ones_mask,
+            keep=keep,
+            forward=forward,
         )
         connection = await self._connection(hop.server)
         fields = await self._view.adapters.header_fields(
@@ -310,12 +347,14 @@ class _RemoteCall(torch.autograd.Function):
         runner: BatchRunner,
         inputs: BlockInputs,
         span: Span,
+        grad_enabled: bool,
         hidden_states: Tensor,
         embeds: Tensor | None,
         *trained: Tensor,
     ) -> Tensor:
-        outputs, stages = runner.forward(_detached(inputs), span)
-        if any(ctx.needs_input_grad):
+        keep = grad_enabled and any(ctx.needs_input_grad)
+        outputs, stages = runner.forward(_detached(inputs), span, keep=keep)
+        if keep:
             ctx.runner, ctx.stages = runner, stages
             ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
         return outputs
@@ -324,13 +363,13 @@ class _RemoteCall(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
-        _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
+        _, _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
         of_adapter: list[Tensor | None] = []
         for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
             grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
             of_adapter.append(None if grad is None else grad.view(shape).to(device, dtype))
         return (
-            *(None, None, None),
+            *(None, None, None, None),
             grads["hidden_states"] if hidden else None,
             grads["inputs_embeds"] if embeds else None,
             *of_adapter,

@@ -88,7 +88,10 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
         name = cache_argument(decoder_stack(self))
         cache = model_kwargs.get(name)
         speculator = self.speculator
-        plain = synced_gpus or generation_config.is_assistant or model_kwargs.get("inputs_embeds") is not None
+        # peft's soft prompts come in here as positions that the text doesn't have.
+        foreign = getattr(self.prepare_inputs_for_generation, "__self__", self) is not self
+        embeds = model_kwargs.get("inputs_embeds") is not None
+        plain = synced_gpus or generation_config.is_assistant or embeds or foreign
         if plain or speculator is None or not self._can_speculate(cache) or not model_kwargs.get("use_cache"):
             return super()._sample(
                 input_ids,

@@ -133,7 +133,8 @@ class CloseHeader(PeerModel):
 
 
 class BatchHeader(PeerModel):
-    """FORWARD or BACKWARD of blocks [start, end) on a batch. BACKWARD brings the inputs and the outputs' gradient."""
+    """FORWARD or BACKWARD of blocks [start, end) on a batch. BACKWARD brings the inputs and the outputs' gradient, or
+    that gradient alone and the name of its `forward`."""
 
     id: RequestId
     start: BlockIndex
@@ -146,6 +147,10 @@ class BatchHeader(PeerModel):
     """Handle of an ADAPTER; BACKWARD then answers the gradients of its values, too."""
     served_adapter: AdapterName = None
     """Instead of it: the name of one that the server announces."""
+    keep: bool = False
+    """FORWARD: its BACKWARD will come soon, so what it computes should be kept."""
+    forward: RequestId | None = None
+    """BACKWARD: the id of the FORWARD that was to be kept."""
 
 
 class AdapterHeader(PeerModel):

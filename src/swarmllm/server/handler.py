@@ -25,7 +25,6 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.models.adapters import BlockAdapter
-from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.network.messages import (
     SESSION_ID_LENGTH,
@@ -43,13 +42,14 @@ from swarmllm.network.messages import (
 from swarmllm.network.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
 from swarmllm.network.tensor_codec import encode_tensors
 from swarmllm.server.adapters import AdapterStore
+from swarmllm.server.batches import Graph, KeptGraphs, forward, gradients
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.input_checks import InputChecks
 from swarmllm.server.links import Links
 from swarmllm.server.peer_limits import PeerLimits
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
-from swarmllm.server.sessions import Session, Step, on_device, translated_errors
+from swarmllm.server.sessions import Session, Step
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class StreamHandler:
         self._sessions: SessionTable | None = None
         self.adapters = AdapterStore()
         self._served_adapters = served_adapters
+        self.graphs = KeptGraphs(max_batch_tokens)
         self._takes_clients = False
 
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
@@ -99,6 +100,7 @@ class StreamHandler:
                 await self._executor.wait_until_idle()
         except TimeoutError:
             logger.warning("left %d calls unfinished after %.0f s", self._executor.num_calls, timeout_s)
+        self.graphs.clear()
         self._blocks = self._inputs = self._sessions = None
 
     async def __call__(self, stream: FrameStream) -> None:
@@ -190,7 +192,7 @@ class StreamHandler:
         return ResultHeader(id=header.id), {}
 
     async def run_batch(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
-        """FORWARD: the outputs. BACKWARD: the gradients of the inputs, computed anew from the inputs.
+        """FORWARD: the outputs. BACKWARD: the gradients of the inputs, from a kept forward or from the inputs alone.
 
         Raises:
             SwarmError: as one sentence for the client.
@@ -202,44 +204,32 @@ class StreamHandler:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
-        inputs, grad_outputs = self.inputs.read(header, message)
+        graphs = self.graphs
+        call = self._batch_call(header, message, span, peer_id)
+        timed = await self._executor.run(call, Priority.BATCH)
+        result = timed.value
+        if isinstance(result, Graph):
+            graphs.put(peer_id, header.id, result)
+            result = {"hidden_states": result.outputs.detach()}
+        timings = ((span.start, timed.queue_us, timed.compute_us),)
+        return ResultHeader(id=header.id, end=span.end, timings=timings), result
+
+    def _batch_call(
+        self, header: BatchHeader, message: Message, span: Span, peer_id: str
+    ) -> Callable[[], Graph | dict[str, Tensor]]:
+        """What the device thread is to do for that request."""
+        if header.forward is not None:
+            grad_outputs = self.inputs.read_gradient(header, message)
+            return partial(self.graphs.take(peer_id, header.forward).gradients, grad_outputs)
+        inputs, given = self.inputs.read(header, message)
         inputs = replace(inputs, adapter=self.adapter_of(header, peer_id))
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
-        if message.type == MessageType.BACKWARD:
-            if grad_outputs is None:
-                raise RemoteProtocolError("BACKWARD needs grad_outputs")
-            call = partial(self._backward, self.blocks, inputs, span, grad_outputs)
-        else:
-            call = partial(self._forward, self.blocks, inputs, span)
-        timed = await self._executor.run(call, Priority.BATCH)
-        timings = ((span.start, timed.queue_us, timed.compute_us),)
-        return ResultHeader(id=header.id, end=span.end, timings=timings), timed.value
-
-    @staticmethod
-    def _forward(blocks: BlockSpan, inputs: BlockInputs, span: Span) -> dict[str, Tensor]:
-        with torch.inference_mode(), translated_errors():
-            return {"hidden_states": blocks.forward(on_device(inputs, blocks), span)}
-
-    @staticmethod
-    def _backward(blocks: BlockSpan, inputs: BlockInputs, span: Span, grad_outputs: Tensor) -> dict[str, Tensor]:
-        with translated_errors(), torch.enable_grad():
-            inputs = on_device(inputs, blocks)
-            floats = {name: tensor for name, tensor in inputs.tensors().items() if tensor.is_floating_point()}
-            wanted = {name: tensor.requires_grad_() for name, tensor in floats.items() if name != "attention_mask"}
-            adapter, trained = inputs.adapter, []
-            if adapter is not None and not adapter.name:  # the client's own
-                adapter = adapter.leaves()
-                trained = adapter.tensors()
-            outputs = blocks.forward(replace(inputs, adapter=adapter), span)
-            sources = [*wanted.values(), *trained]
-            grads = torch.autograd.grad(
-                outputs, sources, grad_outputs.to(outputs), allow_unused=True, materialize_grads=True
-            )
-            found = dict(zip(wanted, grads, strict=False))
-            if trained:
-                found["adapter"] = torch.cat([grad.flatten() for grad in grads[len(wanted) :]])
-            return found
+        if message.type == MessageType.FORWARD:
+            return partial(Graph.record if header.keep else forward, self.blocks, inputs, span)
+        if given is None:
+            raise RemoteProtocolError("BACKWARD needs grad_outputs")
+        return partial(gradients, self.blocks, inputs, span, given)
 
 
 class _Stream:

@@ -52,6 +52,18 @@ class InputChecks:
         _check_positions(inputs.position_ids, batch, seq)
         return inputs, grad_outputs
 
+    def read_gradient(self, header: BatchHeader, message: Message) -> Tensor:
+        """The gradient of the outputs, which comes alone when the forward has been kept.
+
+        Raises:
+            RemoteProtocolError: it isn't there, or isn't what the header says.
+        """
+        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        if tensors.keys() != {"grad_outputs"}:
+            raise RemoteProtocolError("BACKWARD of a kept forward comes with grad_outputs alone")
+        _check_floats("grad_outputs", tensors["grad_outputs"], self._hidden_shape(header.batch_size, header.seq_len))
+        return tensors["grad_outputs"]
+
     def read_adapter(self, header: AdapterHeader, message: Message) -> BlockAdapter:
         """The adapter of the message, on the blocks' device.
 
