@@ -34,7 +34,7 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(RERUNS) -m slow $(SWARMS)
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -q $(RERUNS) -n 2 -m "not slow" $(ALONE)
+	$(OLDEST)/bin/python -m pytest -q -n 2 -m "not slow" $(ALONE)
 	$(OLDEST)/bin/python -m pytest -q -m "not slow" $(SWARMS)
 
 check: $(INSTALLED)

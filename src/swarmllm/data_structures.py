@@ -105,8 +105,8 @@ class ServerInfo(PeerModel):
     round_trips: Annotated[
         tuple[tuple[Annotated[str, Field(max_length=64)], Milliseconds], ...], Field(max_length=MAX_ROUND_TRIPS)
     ] = ()
-    """(peer id, ms) of servers that hold the blocks after these: likely successors in a route. Used where announced;
-    no server of this release measures them yet, so clients estimate."""
+    """(peer id, ms) of servers that hold the blocks after these: likely successors in a route. Clients estimate the
+    others."""
     cache_tokens_left: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """KV cache left, in tokens through the whole span."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192

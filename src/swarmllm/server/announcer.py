@@ -1,4 +1,4 @@
-"""Keeps the swarm informed: announces this server twice per `update_period` and whenever its state changes.
+"""Keeps the swarm informed: announces this server twice per `update_period`, and when its state or load changes.
 
 Called by `server/server`; the record's form and signature are the matter of `network/block_directory`.
 """
@@ -14,6 +14,23 @@ from swarmllm.network.block_directory import BlockDirectory
 
 logger = logging.getLogger(__name__)
 
+LOOKS_PER_RENEWAL = 6
+"""At the load: every 5 s with the usual update period."""
+NOTABLE_QUEUE_MS = 50.0
+"""A shorter wait changes few routes. Assumed: round trips through the internet are as long."""
+
+
+def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
+    """Whether clients would choose other routes if they knew: the queue or the free cache doubled or halved."""
+    for before, after, floor in (
+        (announced.queue_ms, now.queue_ms, NOTABLE_QUEUE_MS),
+        (announced.cache_tokens_left, now.cache_tokens_left, now.max_batch_tokens),
+    ):
+        low, high = sorted((max(before, floor), max(after, floor)))
+        if high > 2 * low:
+            return True
+    return False
+
 
 class Announcer:
     """`describe` gives what is to be announced at the moment."""
@@ -25,12 +42,14 @@ class Announcer:
         self._record = record
         self._describe = describe
         self._period_s = period_s
+        self._announced: ServerInfo | None = None
 
     async def announce(self) -> bool:
         """Announce once; False (and a line in the log) when the DHT didn't take it."""
+        self._announced = self._describe()
         try:
             ttl_s = RECORD_PERIODS * self._period_s
-            return await self._directory.announce(self._record, self._describe(), ttl_s=ttl_s)
+            return await self._directory.announce(self._record, self._announced, ttl_s=ttl_s)
         except SwarmError as error:
             logger.warning("could not announce this server: %s", error)
             return False
@@ -38,7 +57,10 @@ class Announcer:
     async def run(self) -> None:
         """Announce for ever."""
         while True:
-            await asyncio.sleep(RENEWAL_PERIODS * self._period_s)
+            for _ in range(LOOKS_PER_RENEWAL):
+                await asyncio.sleep(RENEWAL_PERIODS * self._period_s / LOOKS_PER_RENEWAL)
+                if self._announced is not None and changed_notably(self._announced, self._describe()):
+                    break
             await self.announce()
 
     async def withdraw(self) -> None:

@@ -49,6 +49,7 @@ from swarmllm.server.rebalancer import Rebalancer
 from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
+from swarmllm.server.successors import Successors
 from swarmllm.server.throughput import Throughput, ThroughputCache, dummy_inputs, measure_throughput
 from swarmllm.swarm.placement import choose_span
 
@@ -142,6 +143,7 @@ class _Server:
         self._claim: Span | None = None
         self._executor: Executor | None = None
         self._network = NetworkSpeed(peer.peer_id, self._look, self._open_link, config.update_period)
+        self._successors = Successors(self._look, self._open_link, config.update_period)
         self._rebalancer = Rebalancer(
             peer.peer_id,
             # Whoever was told which blocks to serve doesn't move.
@@ -166,6 +168,9 @@ class _Server:
                 watchdog = tasks.create_task(self._watch_daemon(), name="watch the daemon")
                 announcing = tasks.create_task(self._announcer.run(), name="announce")
                 measuring = tasks.create_task(self._network.run(), name="measure the network")
+                pinging = tasks.create_task(
+                    self._successors.run(self._peer.peer_id, lambda: self._span), name="ping successors"
+                )
                 links = Links(self._open_link, tasks)
                 handler = StreamHandler(
                     fingerprint=self._checkpoint.fingerprint,
@@ -186,7 +191,7 @@ class _Server:
                     if target is None:
                         break
                     self._span, self._blocks, self._claim = target, None, None
-                for task in (watchdog, announcing, measuring, reporting):
+                for task in (watchdog, announcing, measuring, pinging, reporting):
                     task.cancel()
                 await _at_most(FAREWELL_S, self._announcer.withdraw())
                 await links.close()
@@ -323,6 +328,7 @@ class _Server:
             update={
                 "throughput": self._config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
                 "network_mbps": self._network.mbps,
+                "round_trips": self._successors.announced,
                 "decode_ms_per_block": throughput.decode_ms_per_block,
                 "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
                 "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,

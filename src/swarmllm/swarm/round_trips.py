@@ -1,10 +1,11 @@
-"""How far servers are from this client, from samples that come now and then; and which servers to measure next.
+"""How far servers are from here, from samples that come now and then; and which servers to measure next.
 
-Used by the client's swarm view, which sends the pings. Pure: the time is passed in, in seconds.
+Used by the client's swarm view and by `server/successors`, which send the pings. Pure: the time is passed in,
+in seconds.
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
@@ -73,6 +74,10 @@ class RoundTrips:
         first = [hop.server for hop in hoped if hop.server.peer_id not in self._tried_at]
         chosen = {server.peer_id for server in first}
         others = [s for s in snapshot.online() if s.peer_id not in chosen and s.peer_id not in avoid]
-        generator.shuffle(others)
-        others.sort(key=lambda server: self._tried_at.get(server.peer_id, float("-inf")))
-        return list({server.peer_id: server for server in (*first, *others)}.values())[:count]
+        return list({s.peer_id: s for s in (*first, *self.oldest_first(others, generator))}.values())[:count]
+
+    def oldest_first(self, servers: Iterable[ServerInfo], generator: random.Random) -> list[ServerInfo]:
+        """Those never tried, in any order, then the others by when they were tried last."""
+        shuffled = list(servers)
+        generator.shuffle(shuffled)
+        return sorted(shuffled, key=lambda server: self._tried_at.get(server.peer_id, float("-inf")))
