@@ -53,6 +53,7 @@ def test_the_nearest_servers_are_taken_and_better_ones_moved_to(
     assert names(route) == [first_half.peer_id, second_half.peer_id]
     assert "network" in str(route)
     assert f"{route.expected_ms:.1f} ms per token" in str(route)
+    assert "this machine alone would take about" in str(route), "no network is nearer than none"
 
     ids = prompt()
     expected = generate_seeded(local, ids, max_new_tokens=240)

@@ -189,6 +189,7 @@ class _AutoDistributed:
                 num_blocks=checkpoint.num_blocks,
             )
             view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
+            view.num_bytes = lambda: sum(checkpoint.block_bytes(resolve_dtype(checkpoint, dtype)))
             with _connecting:
                 loop.run(view.connect())
             traits = loop.run(view.traits())

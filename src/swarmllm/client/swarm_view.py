@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -19,6 +19,7 @@ from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.adapter_uploads import AdapterUploads
 from swarmllm.client.connection import Connection, OnAnswer
 from swarmllm.client.event_loop import EventLoop
+from swarmllm.client.this_machine import decode_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError, WeightsMismatchError
@@ -71,6 +72,8 @@ class SwarmView:
         """Counts what a running session might change its route for: looks and rounds of pings."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: nobody knows."""
+        self.num_bytes: Callable[[], int] | None = None
+        """Of all blocks, if this machine held them; None: nobody knows."""
         self._connections: WeakSet[Connection] = WeakSet()
         self._first_pings: asyncio.Task[None] | None = None
         self._used_at = -math.inf
@@ -278,7 +281,9 @@ class SwarmView:
 
     async def _explained_route(self) -> Route:
         route = await self.find_route(Span(0, self.num_blocks))
-        return explain_route(route, self._snapshot, self.costs())
+        num_bytes = self.num_bytes
+        here_ms = None if num_bytes is None else await asyncio.to_thread(lambda: decode_ms(num_bytes()))
+        return explain_route(route, self._snapshot, self.costs(), here_ms=here_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
         return route_cost_ms(route, self.costs())

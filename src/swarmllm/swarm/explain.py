@@ -23,8 +23,14 @@ class Route(list[RouteHop]):
         return "\n".join(self.explanation)
 
 
-def explain_route(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> Route:
-    """Say what is expected of a route through all blocks."""
+def explain_route(
+    route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts, *, here_ms: float | None = None
+) -> Route:
+    """Say what is expected of a route through all blocks.
+
+    Args:
+        here_ms: what a step would take on the asker's own machine; None: it can't hold the blocks, or nobody knows.
+    """
     of_hops = costs.of_hops(route)
     total_ms = sum(hop.total_ms for hop in of_hops)
     network_ms, queue_ms = sum(hop.network_ms for hop in of_hops), sum(hop.queue_ms for hop in of_hops)
@@ -34,7 +40,10 @@ def explain_route(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: Rou
             _in_numbers(f"  {hop.span} …{hop.server.peer_id[-6:]}", cost.network_ms, cost.queue_ms, cost.compute_ms)
             for hop, cost in zip(route, of_hops, strict=True)
         ]
-    return Route(route, [*lines, *_faster_alone(route, snapshot, costs)], total_ms)
+    lines += _faster_alone(route, snapshot, costs)
+    if here_ms is not None and here_ms < total_ms:
+        lines.append(f"this machine alone would take about {here_ms:.1f} ms: it has the memory to hold all blocks")
+    return Route(route, lines, total_ms)
 
 
 def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float) -> str:

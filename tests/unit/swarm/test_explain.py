@@ -34,6 +34,12 @@ def test_announced_distance_between_servers_counts() -> None:
     assert explain_route(route, snapshot, COSTS).expected_ms == pytest.approx(estimated - 30 / 2 + 2 / 2)
 
 
+def test_this_machine_is_named_if_it_would_be_faster() -> None:
+    snapshot = SwarmSnapshot(8, (LEFT, RIGHT))
+    assert "this machine alone would take about 20.0 ms" in str(explain_route(ROUTE, snapshot, COSTS, here_ms=20.0))
+    assert "this machine" not in str(explain_route(ROUTE, snapshot, COSTS, here_ms=1000.0))
+
+
 def test_nobody_is_named_who_would_be_slower() -> None:
     whole = ServerInfo(peer_id="w" * 46, start=0, end=8)
     route = explain_route([RouteHop(whole, Span(0, 8))], SwarmSnapshot(8, (whole,)), RouteCosts())

@@ -1,0 +1,16 @@
+"""What this machine could do alone."""
+
+import pytest
+
+from swarmllm.client.this_machine import decode_ms
+
+
+def test_time_is_for_reading_the_weights_once() -> None:
+    megabyte = decode_ms(1_000_000)
+    assert megabyte is not None
+    assert megabyte > 0
+    assert decode_ms(3_000_000) == pytest.approx(3 * megabyte)
+
+
+def test_what_does_not_fit_has_no_time() -> None:
+    assert decode_ms(1 << 60) is None
