@@ -79,13 +79,16 @@ def test_weights_are_the_same_before_and_after(blocks: BlockSpan) -> None:
         ({"shapes": ((4, 64),)}, "don't fit"),
         ({"shapes": ((2000, 64), (64, 2000))}, "don't fit"),
         ({"kind": "ia3_in"}, "don't fit"),
+        ({"kind": "prompt"}, "prompts must be"),
+        ({"kind": "prompt", "path": "", "shapes": ((4, 32),)}, "prompts must be"),
+        ({"kind": "prompt", "path": "", "shapes": ((2000, 64),)}, "prompts must be"),
         ({"kind": "loha"}, "don't fit"),
     ],
 )
 def test_what_does_not_fit_is_refused(blocks: BlockSpan, change: dict[str, Any], reason: str) -> None:
     patch = Patch(**{**LORA, **change})
     with pytest.raises(RemoteProtocolError, match=reason):
-        checked((patch,), values(patch), blocks.slots)
+        checked((patch,), values(patch), blocks.slots, 64)
 
 
 def test_values_must_be_as_many_finite_floats(blocks: BlockSpan) -> None:

@@ -32,6 +32,7 @@ from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.models.client_shell import embed, head, load_client_shell
 from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.tuned_prompts import TunedPrompts
 
 _connecting = threading.Lock()
 """uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
@@ -44,6 +45,8 @@ class DistributedModel(SavedParts):
     """All blocks, as a differentiable module; slices of it are modules too."""
     swarm: SwarmView
     """`.servers()`, `.route()`."""
+    tuned_prompts: TunedPrompts | None
+    """What `tuning_mode` trains."""
     _sessions: list[InferenceSession]
     """Those entered by `with`, the innermost last."""
     _finalizer: Any
@@ -108,6 +111,8 @@ class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
         session = self.active_cache_session()
         if session is None:
             return super().generate(inputs, *args, **kwargs)
+        if self.tuned_prompts is not None:
+            raise ConfigurationError("with tuning_mode, call generate() outside of inference sessions")
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if input_ids is None:
             raise ConfigurationError(
@@ -150,6 +155,8 @@ class _AutoDistributed:
         client_config: ClientConfig | None = None,
         token: str | None = None,
         cache_dir: str | None = None,
+        tuning_mode: str | None = None,
+        pre_seq_len: int = 0,
         **hf_kwargs: Any,
     ) -> Any:
         """The model of that checkpoint, its blocks in the swarm that `initial_peers` belong to.
@@ -161,6 +168,8 @@ class _AutoDistributed:
             name_or_path: hub id or local directory; the same checkpoint as the servers'.
             initial_peers: multiaddresses of any peers of the swarm; default: `client_config`'s.
             dtype: of the local parts; "auto" = as stored.
+            tuning_mode: "ptune" = `pre_seq_len` trained vectors before each text, "deep_ptune" = in every block as
+                well (`model.tuned_prompts`); everything else that the checkpoint has is frozen.
 
         Raises:
             ConfigurationError: the arguments can't work.
@@ -203,9 +212,11 @@ class _AutoDistributed:
                 runner=blocks,
                 traits=traits,
                 num_blocks=checkpoint.num_blocks,
+                tuning_mode=tuning_mode,
+                pre_seq_len=pre_seq_len,
                 **hf_kwargs,
             )
-            if task == Task.CAUSAL_LM:
+            if task == Task.CAUSAL_LM and tuning_mode is None:  # guesses don't know of the prompts' positions
                 model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
         except BaseException:
             loop.close()

@@ -10,6 +10,7 @@ applies it by hooks while a call runs (`applied`). Gradients with respect to the
     ia3_in     l [in]                         the module on x · l
     ia3_out    l [out]                        y · l
     loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
+    prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
 """
 
 import itertools
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from swarmllm.errors import RemoteProtocolError
 from swarmllm.models.block_slots import BlockSlots
 
 MAX_RANK = 1024
+MAX_PROMPTS = 1024
+"""Positions of deep prompts. Assumed: papers use up to some hundreds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,11 @@ class BlockAdapter:
     """The client's: equal for equal values."""
     name: str = ""
     """Of one that a server offers to everybody; it isn't trained."""
+
+    @cached_property
+    def num_prompts(self) -> int:
+        """Positions at the begin of a text at which it does something else than later."""
+        return max((patch.shapes[0][0] for patch in self.patches if patch.kind == "prompt"), default=0)
 
     def part(self, span: Span) -> "BlockAdapter | None":
         """The patches of the blocks of `span`; None if there are none."""
@@ -77,15 +86,18 @@ class BlockAdapter:
         return BlockAdapter(self.patches, values, version=self.version)
 
 
-def checked(patches: Sequence[Patch], flat: Tensor, slots: BlockSlots) -> BlockAdapter:
+def checked(patches: Sequence[Patch], flat: Tensor, slots: BlockSlots, hidden_size: int | None = None) -> BlockAdapter:
     """What a client sent, as an adapter for these blocks.
+
+    Args:
+        hidden_size: of hidden states `[batch, seq, hidden]`; None: they have another form, or are not known.
 
     Raises:
         RemoteProtocolError: it doesn't fit them.
     """
     needed = 0
     for patch in patches:
-        _check_patch(patch, slots)
+        _check_patch(patch, slots, hidden_size)
         needed += sum(math.prod(shape) for shape in patch.shapes)
     if flat.ndim != 1 or not flat.is_floating_point() or len(flat) != needed:
         raise RemoteProtocolError(f"the adapter's values must be {needed} floats, got {list(flat.shape)} {flat.dtype}")
@@ -97,10 +109,17 @@ def checked(patches: Sequence[Patch], flat: Tensor, slots: BlockSlots) -> BlockA
     return BlockAdapter(tuple(patches), values)
 
 
-def _check_patch(patch: Patch, slots: BlockSlots) -> None:
+def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> None:
     where = f"{patch.kind} for {patch.path or 'the whole'} of block {patch.block}"
     if patch.block not in slots.hosted:
         raise RemoteProtocolError(f"{where}: this server holds blocks {slots.hosted}")
+    if patch.kind == "prompt":
+        num_prompts = patch.shapes[0][0] if patch.shapes else 0
+        if patch.path or patch.shapes != ((num_prompts, hidden_size),) or num_prompts > MAX_PROMPTS:
+            raise RemoteProtocolError(
+                f"{where}: prompts must be [at most {MAX_PROMPTS}, {hidden_size}], got {patch.shapes}"
+            )
+        return
     try:
         module = slots.block(patch.block).get_submodule(patch.path)
     except AttributeError:
@@ -131,13 +150,17 @@ def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
 
 
 @contextmanager
-def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span) -> Iterator[None]:
-    """Within, the blocks of `span` compute with the adapter."""
+def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0) -> Iterator[None]:
+    """Within, the blocks of `span` compute with the adapter, on positions from `past` on."""
     with ExitStack() as hooks:
         for patch, values in zip(adapter.patches, adapter.values, strict=True):
             if patch.block not in span:
                 continue
             module = slots.block(patch.block).get_submodule(patch.path)
+            if patch.kind == "prompt":
+                if past < len(values[0]):
+                    hooks.callback(_prompt(module, values[0][past:], slots).remove)
+                continue
             hooks.callback(_HOOKS[patch.kind](module, values, patch.scale).remove)
         yield
 
@@ -174,6 +197,16 @@ def _loha(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
         return (output + functional.linear(args[0].to(delta.dtype), delta)).to(output.dtype)
 
     return module.register_forward_hook(hook)
+
+
+def _prompt(block: nn.Module, values: Tensor, slots: BlockSlots) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = slots.hidden_argument(args, kwargs)
+        seq_len = hidden.shape[1]
+        added = functional.pad(values[:seq_len], (0, 0, 0, max(0, seq_len - len(values))))
+        return slots.with_hidden(args, kwargs, (hidden + added).to(hidden.dtype))
+
+    return block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

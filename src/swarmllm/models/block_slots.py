@@ -107,11 +107,13 @@ class BlockSlots(nn.ModuleList):
         found: Tensor = args[0] if args else kwargs[self._first_argument]
         return found
 
-    def with_hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a block with the hidden states of this call in their place."""
+    def with_hidden(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block with these hidden states in their place."""
         if args:
-            return (self.hidden, *args[1:]), kwargs
-        return args, {**kwargs, self._first_argument: self.hidden}
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, self._first_argument: hidden}
 
     def _list(self, span: Span, observer: Observer | None = None) -> list[Any]:
         entries: list[Any] = list(self._placeholders)
@@ -154,7 +156,7 @@ class _Entry(_Slot):
     """The first block of a call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.slots.with_hidden(args, kwargs)
+        args, kwargs = self.slots.with_hidden(args, kwargs, self.slots.hidden)
         return self.block(*args, **kwargs)
 
 

@@ -127,14 +127,14 @@ class BlockSpan:
         if cache is None:
             with self.adapted(inputs, span):
                 return self.run(inputs, span)
-        with torch.inference_mode(), self.adapted(inputs, span):
+        with torch.inference_mode(), self.adapted(inputs, span, cache.length):
             output = self.run(inputs, span, cache)
             cache.advance(inputs.seq_len)
             return output
 
-    def adapted(self, inputs: BlockInputs, span: Span) -> AbstractContextManager[None]:
-        """Within, the blocks compute with the adapter of `inputs`, if it has one."""
-        return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span)
+    def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
+        """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
+        return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span, past)
 
     def forward_many(self, calls: Sequence[SessionCall]) -> list[Outcome]:
         """Run calls of several sessions, with as little waiting for each other as the model allows.

@@ -30,6 +30,7 @@ from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks
 from swarmllm.models.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.skeleton import drop_blocks, load_pruned, on_meta, pruned
+from swarmllm.models.tuned_prompts import TunedPrompts, attach_prompts, whole_length
 
 HEAD_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id", "classifier_dropout")
 """Config fields that a caller may give to `from_pretrained`, as with transformers: they concern no block."""
@@ -132,6 +133,7 @@ class ClientShell:
     swarm_runner: BlocksRunner
     swarm_traits: BlockTraits
     config: PreTrainedConfig
+    tuned_prompts: TunedPrompts | None
 
     def active_cache_session(self) -> CacheSession | None:
         """The session that `generate()` shall continue, if the user has opened one."""
@@ -155,6 +157,7 @@ class ClientShell:
             return
         # Prompt lookup checks guesses up to, and some beyond, the last token that is wanted.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
+        room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)
         cache = self._remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -162,7 +165,9 @@ class ClientShell:
 
     def _remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
-        return RemoteCache(self.config, session, batch_size)
+        cache = RemoteCache(self.config, session, batch_size)
+        cache.num_hidden = 0 if self.tuned_prompts is None else len(self.tuned_prompts)
+        return cache
 
 
 def load_client_shell(
@@ -175,6 +180,8 @@ def load_client_shell(
     traits: BlockTraits,
     num_blocks: int,
     progress: bool = True,
+    tuning_mode: str | None = None,
+    pre_seq_len: int = 0,
     **hf_kwargs: Any,
 ) -> PreTrainedModel:
     """An instance of `type(model_class.__name__, (mixin, model_class), …)` that runs its blocks through `runner`.
@@ -194,13 +201,14 @@ def load_client_shell(
         getattr(found.owner, found.attribute).append(BlocksProxy(found.blocks[0], runner, traits))
 
     checkpoint = _with_head_settings(checkpoint, hf_kwargs)
+    new_head = _new_head(checkpoint, model_class)
     cls = pruned(model_class, prune, mixin, ClientShell)
     model = load_pruned(
         cls,
         checkpoint,
         dtype=resolve_dtype(checkpoint, dtype),
         progress=progress,
-        may_lack=_new_head(checkpoint, model_class),
+        may_lack=new_head,
         **hf_kwargs,
     )
     model.swarm_runner, model.swarm_traits = runner, traits
@@ -208,6 +216,9 @@ def load_client_shell(
     if "generation_config" not in hf_kwargs and (generation_config := checkpoint.generation_config()) is not None:
         model.generation_config = generation_config
     _hollow_out(model, model_class)
+    model.tuned_prompts = None
+    if tuning_mode is not None:
+        attach_prompts(model, tuning_mode, pre_seq_len, num_blocks, new_head)
     _adopt_stack(model)
     return model
 
@@ -297,11 +308,15 @@ def _adopt_stack(model: PreTrainedModel) -> None:
         _refuse_inner_outputs(self.config, kwargs)
         if _detour.get() is None:
             cache = _cache_of_call(shell, self.config, kwargs, name) if takes_cache else None
-            token = _call.set(_describe(shell, self, kwargs, cache))
-            try:
-                return cls.forward(self, **kwargs)
-            finally:
-                _call.reset(token)
+            prompts: TunedPrompts | None = shell.tuned_prompts
+            with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
+            with whole_length(cache):
+                token = _call.set(_describe(shell, self, kwargs, cache))
+                try:
+                    outputs = cls.forward(self, **kwargs)
+                finally:
+                    _call.reset(token)
+            return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
         return cls.forward(self, **kwargs)
 
     positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
@@ -331,7 +346,8 @@ def _describe(
     adapters: BlockAdapters = shell.swarm_adapters
     if cache is not None and cache.length:  # a session keeps the adapter that it began with
         return _Call(given.shape[0], given.shape[1], tensors, cache, adapters.last)
-    adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {})
+    deep_prompts = () if shell.tuned_prompts is None else shell.tuned_prompts.patches()
+    adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, deep_prompts)
     return _Call(given.shape[0], given.shape[1], tensors, cache, adapter, trained)
 
 

@@ -7,7 +7,7 @@ blocks. Called by `client_shell`, which asks `BlockAdapters.collect` at each for
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -74,18 +74,37 @@ class BlockAdapters:
         """What the last forward used."""
         self._flat: Tensor | None = None
 
-    def collect(self, peft_configs: dict[str, Any]) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
-        """The adapter of the active tuners, and the parameters themselves in the order of its tensors.
+    def collect(
+        self, peft_configs: dict[str, Any], deep_prompts: Iterable[tuple[Patch, list[Tensor]]] = ()
+    ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
+        """The adapter of the active tuners and the deep prompts, and the parameters in the order of its tensors.
 
         Equal values get the same version, so that nothing travels twice.
 
         Raises:
             ConfigurationError: something has been put into the blocks that servers can't compute.
         """
-        if not peft_configs or "peft" not in sys.modules:
+        found = [*deep_prompts, *self._of_tuners(peft_configs)]
+        if not found:
             self.last = None
             return None, ()
+        parameters = [value for _, values in found for value in values]
+        if len({parameter.dtype for parameter in parameters}) > 1:
+            raise ConfigurationError("all adapters inside the blocks must have the same dtype")
+        patches = tuple(patch for patch, _ in found)
+        flat = torch.cat([parameter.detach().flatten().cpu() for parameter in parameters])
+        last = self.last
+        if last is None or self._flat is None or last.patches != patches or not torch.equal(self._flat, flat):
+            parts = iter(torch.split_with_sizes(flat, [parameter.numel() for parameter in parameters]))
+            values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
+            self.last = last = BlockAdapter(patches, values, version=next(_versions))
+            self._flat = flat
+        return last, tuple(parameters)
+
+    def _of_tuners(self, peft_configs: dict[str, Any]) -> list[tuple[Patch, list[Tensor]]]:
         found: list[tuple[Patch, list[Tensor]]] = []
+        if not peft_configs or "peft" not in sys.modules:
+            return found
         for config in peft_configs.values():
             _check_config(config)
         for block_idx, block in enumerate(self._blocks.blocks()):
@@ -102,21 +121,7 @@ class BlockAdapters:
                         f"{path} of block {block_idx} shall be trained whole, but servers keep their blocks as they "
                         "are: train modules outside the blocks, or adapters of linear modules inside"
                     )
-        if not found:
-            self.last = None
-            return None, ()
-        parameters = [value for _, values in found for value in values]
-        if len({parameter.dtype for parameter in parameters}) > 1:
-            raise ConfigurationError("all adapters inside the blocks must have the same dtype")
-        patches = tuple(patch for patch, _ in found)
-        flat = torch.cat([parameter.detach().flatten().cpu() for parameter in parameters])
-        last = self.last
-        if last is None or self._flat is None or last.patches != patches or not torch.equal(self._flat, flat):
-            parts = iter(torch.split_with_sizes(flat, [parameter.numel() for parameter in parameters]))
-            values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
-            self.last = last = BlockAdapter(patches, values, version=next(_versions))
-            self._flat = flat
-        return last, tuple(parameters)
+        return found
 
 
 def _is_tuner(module: nn.Module) -> bool:

@@ -95,7 +95,8 @@ class Packer:
         Raises:
             Exception: whatever the model's code raises; the caches are in an undefined state then.
         """
-        with torch.inference_mode(), self._blocks.adapted(calls[0].inputs, calls[0].span):
+        past = min(call.cache.length for call in calls)
+        with torch.inference_mode(), self._blocks.adapted(calls[0].inputs, calls[0].span, past):
             outputs = self._run_ragged(calls) if way == Packing.RAGGED else self._run_padded(calls)
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
@@ -154,6 +155,8 @@ class Packer:
     def _is_plain(self, call: SessionCall) -> bool:
         """Whether nothing about the call is unusual: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self._blocks.traits
+        if inputs.adapter is not None and inputs.adapter.num_prompts > call.cache.length:
+            return False
         if call.span not in self._blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
             return False
         if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:

@@ -48,11 +48,13 @@ class RemoteCache(PhantomCache):
     def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
         super().__init__(config, None)
         self.session = session
+        self.num_hidden = 0
+        """Positions at the begin, if there are any, that nobody but the stack is told of (`models/tuned_prompts`)."""
         self._rows = batch_size
 
     @property
     def length(self) -> int:
-        return self.session.position
+        return max(0, self.session.position - self.num_hidden)
 
     @property
     def batch_size(self) -> int:
@@ -86,7 +88,7 @@ class RemoteCache(PhantomCache):
         if tokens_to_remove > 0:
             raise ValueError("crop takes minus the number of positions to forget")
         if tokens_to_remove:
-            self.session.position = self.length + tokens_to_remove
+            self.session.position += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_batch(beam_idx.tolist())

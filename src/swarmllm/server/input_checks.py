@@ -74,7 +74,9 @@ class InputChecks:
         if tensors.keys() != {"values"}:
             raise RemoteProtocolError("an adapter comes as one tensor named values")
         values = tensors["values"].to(self._blocks.device)
-        return checked(header.patches, values, self._blocks.slots)
+        plain = len(self._sample_shape) == 3 and self._blocks.traits.batch_axis == 0
+        hidden_size = self._sample_shape[-1] if plain else None
+        return checked(header.patches, values, self._blocks.slots, hidden_size)
 
     def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         axis = self._blocks.traits.batch_axis
