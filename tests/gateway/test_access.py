@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 from starlette.responses import PlainTextResponse
 from web_gateway import NAME, RunningGateway
@@ -210,6 +211,25 @@ def test_the_command(swarm: LocalSwarm) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.slow
+def test_a_gateway_whose_daemon_died_ends_and_says_so(swarm: LocalSwarm) -> None:
+    arguments = ["--model", embedded_model_path(), "--initial_peers", *swarm.initial_peers, "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "swarmllm", "gateway", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (daemon,) = psutil.Process(process.pid).children()
+        daemon.kill()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "start it again" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,10 @@ class SwarmView:
         self._directory = BlockDirectory(self._peer)
         self.loop.spawn(self._keep_measuring(), name="measure round trips")
 
+    async def daemon_exited(self) -> None:
+        """Return when this client's p2pd has exited; without it nobody can be found or dialled any more."""
+        await self._connected_peer.daemon_exited()
+
     async def close(self) -> None:
         """Leave the DHT and end the daemon."""
         if self._peer is not None:

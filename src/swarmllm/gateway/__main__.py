@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, add_initial_peers_flags, run_command, stop_event
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.gateway.settings import GatewayConfig
 
 if TYPE_CHECKING:
     import uvicorn
 
     from swarmllm.gateway.app import Gateway
+    from swarmllm.gateway.language_model import LanguageModel
 
 EXAMPLES = """examples:
   swarmllm gateway --model M --initial_peers /ip4/…/tcp/…/p2p/…
@@ -78,19 +79,38 @@ async def serve(config: GatewayConfig, *, stop_on_stdin_eof: bool = False) -> No
         server = web_server(gateway)
         serving = asyncio.create_task(server.serve(), name="serve HTTP")
         stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
+        lost = asyncio.create_task(_daemon_exited(model), name="watch p2pd")
         while not server.started and not serving.done():
             await asyncio.wait({serving}, timeout=0.02)
         if not serving.done():
             print(f"swarmllm: gateway of {model.name} at {address(server)}", flush=True)
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+        has_lost = lost.done() and not stop.is_set()
         stopping.cancel()
+        lost.cancel()
         server.should_exit = True
         await gateway.engine.close()
         await serving
+        if has_lost:
+            raise PeerUnreachableError(
+                "the peer-to-peer daemon (p2pd) died, so this gateway can't reach the swarm: start it again"
+            )
     except SystemExit:  # how uvicorn says that it can't listen; its log has told why
         raise ConfigurationError(f"can't listen on {config.host} port {config.port}: choose another --port") from None
     finally:
         await asyncio.to_thread(model.close)
+
+
+async def _daemon_exited(model: "LanguageModel") -> None:
+    """Return when the client's p2pd has exited, which is known in the client's own event loop."""
+    exited, loop, view = asyncio.Event(), asyncio.get_running_loop(), model.swarm.swarm
+
+    async def watch() -> None:
+        await view.daemon_exited()
+        loop.call_soon_threadsafe(exited.set)
+
+    view.loop.call_soon(watch())
+    await exited.wait()
 
 
 def web_server(gateway: "Gateway") -> "uvicorn.Server":

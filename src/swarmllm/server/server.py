@@ -11,6 +11,7 @@ Called by `server/__main__`. One event loop in the main thread, one TaskGroup he
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -224,6 +225,7 @@ class _Server:
                 dtype=self._dtype,
                 device=self._device,
                 quantization=self._quantization,
+                progress=sys.stderr.isatty(),
             )
             self._adapters.load(blocks)
             self._throughput = measure_throughput(blocks, self._measurements())
