@@ -29,6 +29,16 @@ SHAPES = {
         "intermediate": 5632,
         "dtype": torch.bfloat16,
     },
+    # as wide, and with next to nothing to compute: for what the network does
+    "thin": {
+        "hidden": 2048,
+        "blocks": 4,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "intermediate": 64,
+        "dtype": torch.bfloat16,
+    },
 }
 
 
@@ -43,6 +53,7 @@ def save_random_model(shape: str, directory: Path) -> Path:
         num_hidden_layers=sizes["blocks"],
         num_attention_heads=sizes["heads"],
         num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes.get("head_dim"),
         max_position_embeddings=8192,
         eos_token_id=None,
         bos_token_id=None,

@@ -19,6 +19,7 @@ quarters of what it could do; at 0.9 a server of a swarm in churn still moves le
 
 QUANT_TYPES = ("auto", "none", "int8", "nf4")
 """`models/quantization` knows what they mean; here because nothing heavy may be imported for --help."""
+COMPRESSIONS = ("auto", "none", "int8")
 RENEWAL_PERIODS = 0.5
 RECORD_PERIODS = 1.25
 """Update periods between announcements, and until one expires: a crash shows within 1.25 periods, and one announcement
@@ -64,6 +65,11 @@ def _require_positive(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"{name} must be greater than 0, not {value!r}")
+
+
+def _require_known(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigurationError(f"{name} {value!r} is not known; use one of {', '.join(known)}")
 
 
 def _freeze(owner: object, name: str, values: Iterable[str] | str | None) -> None:
@@ -128,6 +134,10 @@ class ClientConfig:
     active_adapter: str | None = None
     """Name of an adapter that servers offer (`--adapters`): a hub id, or a directory's own name. Only servers that have
     it are used, all with the same version of it."""
+    compression: str = "auto"
+    """How hidden states and gradients travel: "none" exactly; "int8" as 8 bits a value, half the bytes of bfloat16;
+    "auto" so where it pays, that is in messages of 256 KiB or more over links that carry less than 150 Mbit/s, and what
+    servers send as their own `--compression` says. With `verify_fraction`, "auto" is "none"."""
     verify_fraction: float = 0.0
     """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks."""
     max_message_bytes: int = 256 << 20
@@ -155,6 +165,9 @@ class ClientConfig:
             raise ConfigurationError('speculation must be "auto", "off", "ngram" or a draft model')
         if not 0 <= self.verify_fraction <= 1:
             raise ConfigurationError(f"verify_fraction must be 0 to 1, not {self.verify_fraction}")
+        _require_known("compression", self.compression, COMPRESSIONS)
+        if self.verify_fraction and self.compression == "auto":
+            object.__setattr__(self, "compression", "none")  # what is compared closely must not have been rounded
         if not 0 <= self.min_gain_to_move <= 1:
             raise ConfigurationError(f"min_gain_to_move must be 0 to 1, not {self.min_gain_to_move}")
         if self.max_retries < 0 or self.ban_s < 0:
@@ -243,6 +256,9 @@ class ServerConfig(PeerConfig):
     adapters: tuple[str, ...] = ()
     """Adapters of peft to offer to clients: hub ids, directories, or directories of such directories. Directories are
     looked at again every `update_period`, and what is new in them is offered then."""
+    compression: str = "auto"
+    """How hidden states and gradients leave this server for clients that leave it to the servers: none (exactly), int8
+    (8 bits a value), auto = int8 in messages of 256 KiB or more over links that carry less than 150 Mbit/s."""
     public_name: str = ""
     """Shown by `status`."""
     metrics_port: int | None = None
@@ -300,6 +316,5 @@ class ServerConfig(PeerConfig):
                 "name peers of the swarm to join with --initial_peers (or SWARMLLM_INITIAL_PEERS), "
                 "or start one with --new_swarm"
             )
-        if self.quant_type not in QUANT_TYPES:
-            known = ", ".join(QUANT_TYPES)
-            raise ConfigurationError(f"quant_type {self.quant_type!r} is not known; use one of {known}")
+        _require_known("quant_type", self.quant_type, QUANT_TYPES)
+        _require_known("compression", self.compression, COMPRESSIONS)

@@ -165,6 +165,28 @@ def test_death_within_a_batch(
     assert len(victims) == 1
 
 
+@places("middle")
+def test_death_with_compressed_hidden_states(
+    llama: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
+) -> None:
+    """What is replayed is what was seen: rounded to 8 bits, once."""
+    living = [server.peer_id for server in swarm.living]
+    with connected(llama, swarm.initial_peers, allowed_servers=living, compression="int8") as model:
+        ids = prompt(1, 200)
+        with torch.no_grad(), model.inference_session(max_length=300) as session:
+            undisturbed = [session.step(model.embed(part)) for part in ids.split((150, 1, 49), dim=1)]
+        with torch.no_grad(), model.inference_session(max_length=300) as session:
+            session.step(model.embed(ids[:, :150]))
+            doom(swarm.on_route(session.route, place), requests_of(session))
+            after = [session.step(model.embed(part)) for part in ids[:, 150:].split((1, 49), dim=1)]
+            assert 1 <= session.num_repairs <= 2
+        exact = local.model(ids).last_hidden_state[:, 150:]
+
+    for got, expected in zip(after, undisturbed[1:], strict=True):
+        torch.testing.assert_close(got, expected)
+    assert not torch.equal(model.head(torch.cat(after, dim=1)), local.lm_head(exact))
+
+
 def test_two_deaths_at_once(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom) -> None:
     expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
     with model.inference_session(max_length=100) as session:

@@ -23,6 +23,7 @@ from swarmllm.errors import RemoteProtocolError, SwarmError
 from swarmllm.models.block_inputs import TENSOR_NAMES
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.network import stream as stream_module
+from swarmllm.network.compression import pack
 from swarmllm.network.frames import FrameDecoder, MessageType, encode_message
 from swarmllm.network.protocol import FrameStream
 from swarmllm.network.tensor_codec import DTYPES, encode_tensors
@@ -219,8 +220,11 @@ class Conversation:
         return kind, header, tensors
 
     def _encode(self, kind: MessageType, header: dict[str, Any], tensors: dict[str, Tensor]) -> Sent:
-        descriptors, chunks = encode_tensors(tensors)
+        packed = {name: pack(tensor) for name, tensor in tensors.items() if self.random.random() < 0.3}
+        descriptors, chunks = encode_tensors({name: packed.get(name) or tensor for name, tensor in tensors.items()})
         payload = b"".join(chunks)
+        if packed and self.random.random() < 0.1:
+            payload = self.random.randbytes(len(payload))
         if header.get("tensors") == () or (tensors and "tensors" not in header):
             header = header | {"tensors": descriptors}
         match self.random.randrange(40):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
+from swarmllm.network.compression import pack
 
 MAX_PERPLEXITY = 2.05  # docs/embedded-model.md records the measured one
 PROMPTS = ["Once upon a time", "One morning, Mia", "The little fox", "Once upon a time, there was a clever owl"]
@@ -52,8 +53,7 @@ def _sentences(text: str) -> list[str]:
     return [sentence for sentence in re.split(r"(?<=[.!?])\s+", text) if sentence]
 
 
-@torch.no_grad()
-def test_held_out_perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
     loss = torch.zeros(())
     num_tokens = 0
     for text in embedded_heldout_texts():
@@ -61,7 +61,27 @@ def test_held_out_perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokeni
         predicted = ids.shape[1] - 1
         loss += model(input_ids=ids, labels=ids).loss * predicted
         num_tokens += predicted
-    assert math.exp(loss / num_tokens) < MAX_PERPLEXITY
+    return math.exp(loss / num_tokens)
+
+
+@torch.no_grad()
+def test_held_out_perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    exact = _perplexity(model, tokenizer)
+    assert exact < MAX_PERPLEXITY
+
+    # As if each block were on another server, and all hidden states went in 8 bits.
+    hooks = [block.register_forward_pre_hook(_in_8_bits) for block in model.get_decoder().layers]
+    compressed = _perplexity(model, tokenizer)
+    for hook in hooks:
+        hook.remove()
+    assert compressed != exact
+    assert compressed == pytest.approx(exact, rel=0.005)
+
+
+def _in_8_bits(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    packed = pack(args[0])
+    assert packed is not None
+    return packed.unpack(), *args[1:]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

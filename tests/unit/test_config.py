@@ -23,6 +23,7 @@ SERVER = {"model": "m", "new_swarm": True}
         {"prefill_chunk_tokens": 0},
         {"max_batch_tokens": 0},
         {"max_message_bytes": 0},
+        {"compression": "zip"},
     ],
     ids=str,
 )
@@ -44,6 +45,7 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"new_swarm": False, "host_maddrs": "/ip4/127.0.0.1/tcp/0"}, "initial_peers"),
         ({"port": 65536}, "port"),
         ({"quant_type": "int3"}, "quant_type"),
+        ({"compression": "int4"}, "compression"),
         ({"throughput": 0.0}, "throughput"),
         ({"attn_cache_tokens": 0}, "attn_cache_tokens"),
         ({"prefix_cache_tokens": -1}, "prefix_cache_tokens"),

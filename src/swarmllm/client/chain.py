@@ -54,7 +54,8 @@ class _Pending:
     """A step or replay that is under way."""
 
     inputs: BlockInputs
-    """Of the first block; what travels beside the hidden states is taken from here when the client relays."""
+    """Of the first block; once they are sent, as its server sees them. What travels beside the hidden states is taken
+    from here when the client relays."""
     position: int
     done: "asyncio.Future[Answer]"
     replay_end: Hop | None = None
@@ -251,7 +252,7 @@ class Chain:
                 request = new_request_id()
                 self._pending[request] = pending
                 steps.append((request, pending))
-                await self._hops[0].send_step(request, self._moment, pending.position, chunk)
+                pending.inputs = await self._hops[0].send_step(request, self._moment, pending.position, chunk)
                 position += chunk.seq_len
             for _, pending in steps:
                 outputs.append(await self._take_in(pending))
@@ -372,7 +373,7 @@ class Chain:
                 inputs = inputs.columns(position, end, 0, self.traits)
                 replay_hops = self._hops.index(pending.replay_end) - index + 1
             await self._hops[index].send_step(
-                request, self._moment, position, inputs.with_hidden(hidden), replay_hops=replay_hops
+                request, self._moment, position, inputs.with_hidden(hidden), replay_hops=replay_hops, exactly=True
             )
         except (SwarmError, KeyError, IndexError, ValueError) as error:
             if not pending.done.done():
@@ -553,7 +554,7 @@ class Chain:
         try:
             if before is None:
                 for position, inputs in self._log.replay(self.view.config.prefill_chunk_tokens):
-                    await run[0].send_step(request, self._moment, position, inputs, replay_hops=len(run))
+                    await run[0].send_step(request, self._moment, position, inputs, replay_hops=len(run), exactly=True)
             else:
                 await before.send_replay(request, self._moment, self.position, len(run))
             await self._answered(pending)

@@ -20,6 +20,7 @@ from swarmllm.errors import (
     SwarmError,
     error_from_code,
 )
+from swarmllm.network.compression import Outgoing, compressed
 from swarmllm.network.messages import ErrorHeader, ResultHeader, parse
 from swarmllm.network.protocol import FrameStream, Message, MessageType
 from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
@@ -39,14 +40,17 @@ class Answer:
         self.header = header
         self.peer_id = peer_id
         self._message = message
+        self._tensors: dict[str, Tensor] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Raises: RemoteProtocolError: they are not what the header says."""
-        payload = self._message.payload
-        try:
-            return decode_tensors(self.header.tensors, payload, max_bytes=len(payload))
-        except RemoteProtocolError as error:
-            raise RemoteProtocolError(str(error), self.peer_id) from None
+        if self._tensors is None:
+            payload = self._message.payload
+            try:
+                self._tensors = decode_tensors(self.header.tensors, payload, max_bytes=len(payload))
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(str(error), self.peer_id) from None
+        return self._tensors
 
 
 OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
@@ -55,8 +59,12 @@ OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
 class Connection:
     """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`."""
 
-    def __init__(self, stream: FrameStream, server: ServerInfo, on_answer: OnAnswer | None = None) -> None:
+    def __init__(
+        self, stream: FrameStream, server: ServerInfo, on_answer: OnAnswer | None = None, *, compression: str = "none"
+    ) -> None:
         self.server = server
+        self.compression = compression
+        """As in ClientConfig."""
         self._stream = stream
         self._on_answer = on_answer
         self._pending: dict[int, asyncio.Future[Answer]] = {}
@@ -79,9 +87,11 @@ class Connection:
         """
         return await self._stream.ping()
 
-    async def send(
-        self, message_type: MessageType, header: PeerModel, tensors: Mapping[str, Tensor] | None = None
-    ) -> None:
+    async def compressed(self, tensors: Mapping[str, Tensor], *, exactly: bool = False) -> Outgoing:
+        """The tensors as this connection would best send them; `exactly`: only if that doesn't change them."""
+        return await compressed(tensors, self._stream, self.compression, exactly=exactly)
+
+    async def send(self, message_type: MessageType, header: PeerModel, tensors: Outgoing | None = None) -> None:
         """Send without waiting for an answer.
 
         Raises:
@@ -91,7 +101,7 @@ class Connection:
             raise self.error
         fields = header.model_dump()
         if tensors:
-            descriptors, chunks = encode_tensors(dict(tensors))
+            descriptors, chunks = encode_tensors(tensors)
             fields["tensors"] = descriptors
             await self._stream.send(message_type, fields, chunks)
         else:
@@ -101,7 +111,7 @@ class Connection:
         self,
         message_type: MessageType,
         header: PeerModel,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Outgoing | None = None,
         *,
         timeout_s: float,
     ) -> Answer:

@@ -14,6 +14,7 @@ from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.compression import as_received
 from swarmllm.network.messages import LinkHeader, OpenHeader, ReplayHeader, StepHeader, Successor
 from swarmllm.network.protocol import MessageType
 
@@ -78,6 +79,7 @@ class Hop:
             max_length=max_length,
             epoch=epoch,
             record_past=record_past,
+            compression=view.config.compression,
             **fields,
         )
         try:
@@ -119,9 +121,18 @@ class Hop:
         return answer.header.position
 
     async def send_step(
-        self, request: int, moment: Moment, position: int, inputs: BlockInputs, *, replay_hops: int = 0
-    ) -> None:
-        """Send a step; its answer comes from the end of the chain.
+        self,
+        request: int,
+        moment: Moment,
+        position: int,
+        inputs: BlockInputs,
+        *,
+        replay_hops: int = 0,
+        exactly: bool = False,
+    ) -> BlockInputs:
+        """Send a step, whose answer comes from the end of the chain; returns the inputs as the server sees them.
+
+        `exactly`: nothing may be rounded, because somebody has seen these hidden states already.
 
         Raises:
             PeerError: the connection is broken.
@@ -150,7 +161,9 @@ class Hop:
             ones_mask=ones_mask,
             replay_hops=replay_hops,
         )
-        await self.connection.send(MessageType.STEP, header, tensors)
+        outgoing = await self.connection.compressed(tensors, exactly=exactly)
+        await self.connection.send(MessageType.STEP, header, outgoing)
+        return inputs.with_tensors(as_received(outgoing))
 
     async def send_replay(self, request: int, moment: Moment, length: int, replay_hops: int) -> None:
         """Have the kept outputs for positions [0, length) sent again, through the next `replay_hops` servers.

@@ -58,7 +58,7 @@ class PipelinedChain(Chain):
             step = self._register(inputs, position)
             if self._linked and all(hop.usable for hop in self._hops):
                 try:
-                    await self._hops[0].send_step(step[0], self._moment, position, inputs)
+                    step[1].inputs = await self._hops[0].send_step(step[0], self._moment, position, inputs)
                 except PeerError:
                     self._linked = False  # receive() repairs, and sends it again
 
@@ -120,7 +120,7 @@ class PipelinedChain(Chain):
             _forget(pending.done)
             self._register(pending.inputs, pending.position)
         for request, pending in self._ahead:
-            await self._hops[0].send_step(request, self._moment, pending.position, pending.inputs)
+            pending.inputs = await self._hops[0].send_step(request, self._moment, pending.position, pending.inputs)
 
     def _begin_epoch(self) -> None:
         self._drop_stale()

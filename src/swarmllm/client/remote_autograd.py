@@ -288,13 +288,15 @@ class BatchRunner:
             ones_mask=ones_mask,
             keep=keep,
             forward=forward,
+            compression=self._view.config.compression,
         )
         connection = await self._connection(hop.server)
         fields = await self._view.adapters.header_fields(
             connection, inputs.adapter, hop.span, timeout_s=self._view.config.step_timeout_s
         )
         header = header.model_copy(update=fields)
-        answer = await connection.request(kind, header, tensors, timeout_s=self._view.config.step_timeout_s)
+        outgoing = await connection.compressed(tensors)
+        answer = await connection.request(kind, header, outgoing, timeout_s=self._view.config.step_timeout_s)
         self._view.health.succeeded(hop.server.peer_id)
         return answer
 

@@ -380,7 +380,7 @@ class SwarmView:
             stream.abort()
             raise
         stream.start_keepalive()
-        connection = Connection(stream, server, on_answer)
+        connection = Connection(stream, server, on_answer, compression=self.config.compression)
         self._connections.add(connection)
         self.loop.spawn(connection.read(), name=f"read from {server.peer_id}")
         return connection

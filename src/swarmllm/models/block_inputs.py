@@ -54,6 +54,11 @@ class BlockInputs:
         """The same call for the next blocks."""
         return replace(self, hidden_states=hidden_states)
 
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        """The same call with these tensors instead of its own, by name; other names are ignored."""
+        known: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in TENSOR_NAMES}
+        return replace(self, **known)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """On another device, with the floating-point tensors in another dtype (masks keep theirs)."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}

@@ -14,7 +14,8 @@ A stream begins with HELLO and WELCOME (`network/protocol`). Then either side ma
     CLOSE              –                  client → server: free the session
     PROBE              –                  server → server: nothing; its payload is dropped, its way is measured
 
-Every request carries an `id` that its answer repeats. Unknown fields are ignored, so newer peers can add some.
+Every request carries an `id` that its answer repeats. Tensors of a peer that can read them may be packed
+(`network/compression`). Unknown fields are ignored, so newer peers can add some.
 """
 
 from typing import Annotated, TypeVar
@@ -42,6 +43,8 @@ AdapterName = Annotated[str | None, Field(max_length=128)]
 BatchIndex = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...] | None, Field(max_length=MAX_BATCH)]
 Descriptors = Annotated[tuple[tuple[str, str, tuple[int, ...], int], ...], Field(max_length=32)]
 """What `tensor_codec.decode_tensors` needs, which checks the values."""
+Compression = Annotated[str, Field(max_length=16)]
+"""What the client wants for tensors that servers send: "none", "int8", or "auto" for what the server finds best."""
 Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS)]
 """Per server that the step went through: first block, microseconds in the queue, microseconds of computing."""
 
@@ -71,6 +74,7 @@ class OpenHeader(PeerModel):
     """Handle of an ADAPTER that the session's steps run with."""
     served_adapter: AdapterName = None
     """Instead of it: the name of one that the server announces."""
+    compression: Compression = "auto"
     record_past: bool = False
     """Whether rollbacks are to be expected, for caches that must keep more for them."""
 
@@ -151,6 +155,7 @@ class BatchHeader(PeerModel):
     """FORWARD: its BACKWARD will come soon, so what it computes should be kept."""
     forward: RequestId | None = None
     """BACKWARD: the id of the FORWARD that was to be kept."""
+    compression: Compression = "auto"
 
 
 class AdapterHeader(PeerModel):

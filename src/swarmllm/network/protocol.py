@@ -34,6 +34,8 @@ __all__ = [
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 GREETING_TIMEOUT_S = 10.0
+ENCODINGS = ("int8",)
+"""Ways to pack tensors that are understood here (`network/compression`)."""
 
 
 async def send_error(stream: FrameStream, error: SwarmError, **ids: object) -> None:
@@ -47,6 +49,10 @@ def raise_error(header: dict[str, Any], peer_id: str | None) -> NoReturn:
     raise error_from_code(fields.code, fields.message, fields.peer_id or peer_id)
 
 
+Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(max_length=16)]
+"""Ways to pack tensors that the sender of a greeting understands; peers from before there were any name none."""
+
+
 class HelloHeader(PeerModel):
     """HELLO: the client's first message."""
 
@@ -55,6 +61,7 @@ class HelloHeader(PeerModel):
     software: Annotated[str, Field(max_length=64)] = ""
     fingerprint: Annotated[str, Field(max_length=128)] = ""
     """The checkpoint that the client wants to run; empty if it doesn't matter."""
+    encodings: Encodings = ()
 
 
 class WelcomeHeader(PeerModel):
@@ -62,6 +69,7 @@ class WelcomeHeader(PeerModel):
 
     version: Annotated[int, Field(ge=0, le=1 << 16)]
     software: Annotated[str, Field(max_length=64)] = ""
+    encodings: Encodings = ()
     info: dict[str, Any] = Field(default_factory=dict)
     """What the server tells about itself; `parse` it into the type that you expect."""
 
@@ -83,12 +91,14 @@ async def hello(
             "max_version": PROTOCOL_VERSION,
             "software": software,
             "fingerprint": fingerprint,
+            "encodings": ENCODINGS,
         },
     )
     message = await _greeting(stream, MessageType.WELCOME, timeout_s)
     header = parse(WelcomeHeader, message.header, stream.peer_id)
     if not MIN_PROTOCOL_VERSION <= header.version <= PROTOCOL_VERSION:
         raise RemoteProtocolError(f"{stream.peer_id} chose protocol version {header.version}", stream.peer_id)
+    stream.encodings = frozenset(header.encodings)
     return header
 
 
@@ -122,7 +132,9 @@ async def welcome(
     except SwarmError as error:
         await send_error(stream, error)
         raise
-    await stream.send(MessageType.WELCOME, {"version": version, "software": software, "info": dict(info or {})})
+    stream.encodings = frozenset(header.encodings)
+    fields = {"version": version, "software": software, "encodings": ENCODINGS, "info": dict(info or {})}
+    await stream.send(MessageType.WELCOME, fields)
     return header
 
 

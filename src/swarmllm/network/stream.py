@@ -41,6 +41,7 @@ from swarmllm.network.frames import (
     MessageType,
     encode_message,
 )
+from swarmllm.network.link_rate import LinkRate
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ class FrameStream(asyncio.Protocol):
         self.max_message_bytes = max_message_bytes
         self.round_trip_s: float | None = None
         """Smoothed time from PING to PONG; None before the first one."""
+        self.encodings: frozenset[str] = frozenset()
+        """Ways to pack tensors that the peer understands, as it said in its greeting."""
         self._stall_timeout_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(max_message_bytes=max_message_bytes, peer_id=peer_id)
@@ -118,6 +121,9 @@ class FrameStream(asyncio.Protocol):
         self._ping_idx = 0
         self._ping_sent_at = 0.0
         self._pong_waiter: asyncio.Future[float] | None = None
+
+        self._least_round_trip_s: float | None = None
+        self._rate = LinkRate()
 
     @classmethod
     def over(
@@ -151,6 +157,11 @@ class FrameStream(asyncio.Protocol):
         """Whether the stream has ended, for whatever reason."""
         return self._ended is not None
 
+    @property
+    def sent_mbps(self) -> float | None:
+        """Megabits per second that the link carries to the peer; None before enough large messages have gone there."""
+        return self._rate.mbps
+
     # Sending
 
     async def send(
@@ -177,6 +188,7 @@ class FrameStream(asyncio.Protocol):
                 await self._drained()
             return
         async with self._send_lock:
+            began_at = self._loop.time()
             first = next(frames)
             self._write(first)
             if len(first) < CHUNK_BYTES:
@@ -190,6 +202,8 @@ class FrameStream(asyncio.Protocol):
                     self._write(frame)
                     if self._writing_paused:
                         await self._drained()
+                if number := self._rate.sent(began_at, sum(map(len, payload_chunks))):
+                    self._write_ping(number)
             except asyncio.CancelledError:
                 self._end(SessionClosedError, "was left in the midst of a message", abort=True)
                 raise
@@ -321,7 +335,10 @@ class FrameStream(asyncio.Protocol):
             return
         self._ping_idx += 1
         self._ping_sent_at = self._loop.time()
-        for frame in encode_message(MessageType.PING, {"n": self._ping_idx}):
+        self._write_ping(self._ping_idx)
+
+    def _write_ping(self, number: int) -> None:
+        for frame in encode_message(MessageType.PING, {"n": number}):
             self._write(frame)
 
     def _answer_ping(self, message: Message) -> None:
@@ -330,9 +347,12 @@ class FrameStream(asyncio.Protocol):
                 self._write(frame)
 
     def _take_pong(self, message: Message) -> None:
-        if message.header.get("n") != self._ping_idx:
+        number = message.header.get("n")
+        self._rate.answered(number, self._loop.time(), self._least_round_trip_s)
+        if number != self._ping_idx:
             return
         sample = self._loop.time() - self._ping_sent_at
+        self._least_round_trip_s = min(sample, self._least_round_trip_s or sample)
         # RFC 6298, section 2: the same smoothing as TCP's
         self.round_trip_s = sample if self.round_trip_s is None else 0.875 * self.round_trip_s + 0.125 * sample
         if self._pong_waiter is not None:

@@ -2,7 +2,8 @@
 
 Called by client and server for the payload of a message. Each tensor is described by `[name, dtype, shape, num_bytes]`
 in the message's header; their bytes follow one another in the payload, each begun at a multiple of `ALIGNMENT`.
-Numbers are little-endian, as on every machine that PyTorch runs on today.
+Numbers are little-endian, as on every machine that PyTorch runs on today. A tensor that was packed
+(`network/compression`) has a dtype like `int8/bfloat16`, and its four parts follow one another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError, RemoteProtocolError
+from swarmllm.network.compression import BLOCK, ENCODING, PACKABLE, PackedTensor, packed_bytes, part_shapes
 from swarmllm.network.frames import ByteChunk
 
 MAX_TENSORS = 32
@@ -35,11 +37,12 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PACKED = {f"{ENCODING}/{_DTYPE_NAMES[dtype]}": dtype for dtype in PACKABLE}
 
 Descriptor = tuple[str, str, tuple[int, ...], int]
 
 
-def encode_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[Descriptor], list[ByteChunk]]:
+def encode_tensors(tensors: Mapping[str, Tensor | PackedTensor]) -> tuple[list[Descriptor], list[ByteChunk]]:
     """Descriptors for the header, and the payload in chunks that share the tensors' memory: send before changing them.
 
     Raises:
@@ -53,10 +56,12 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[Descriptor], lis
         dtype = _DTYPE_NAMES.get(tensor.dtype)
         if dtype is None:
             raise LocalProtocolError(f"tensors of {tensor.dtype} can't be sent")
-        num_bytes = tensor.numel() * tensor.element_size()
-        descriptors.append((name, dtype, tuple(tensor.shape), num_bytes))
+        parts: tuple[Tensor, ...] = (tensor,) if isinstance(tensor, Tensor) else tensor.parts
+        num_bytes = sum(part.nbytes for part in parts)
+        packed = "" if isinstance(tensor, Tensor) else f"{ENCODING}/"
+        descriptors.append((name, packed + dtype, tuple(tensor.shape), num_bytes))
         if num_bytes:
-            chunks.append(_bytes_of(tensor))
+            chunks.extend(map(_bytes_of, parts))
             if padding := -num_bytes % ALIGNMENT:
                 chunks.append(bytes(padding))
     return descriptors, chunks
@@ -89,7 +94,7 @@ def decode_tensors(
         raise refuse(f"{len(payload)} bytes are over the cap of {max_bytes}")
     if not isinstance(descriptors, (list, tuple)) or len(descriptors) > MAX_TENSORS:
         raise refuse(f"more than {MAX_TENSORS} descriptors, or none that can be read")
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+    layout: dict[str, tuple[torch.dtype, bool, tuple[int, ...], int, int]] = {}
     offset = 0
     for descriptor in descriptors:
         if not isinstance(descriptor, (list, tuple)) or len(descriptor) != 4:
@@ -97,7 +102,7 @@ def decode_tensors(
         name, dtype_name, shape, num_bytes = descriptor
         if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or name in layout:
             raise refuse("a name is too long or comes twice")
-        dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+        dtype = (DTYPES.get(dtype_name) or _PACKED.get(dtype_name)) if isinstance(dtype_name, str) else None
         if dtype is None:
             raise refuse(f"{name!r} has an unknown dtype")
         if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMENSIONS:
@@ -110,17 +115,26 @@ def decode_tensors(
             num_elements *= size
             if extent > MAX_ELEMENTS:
                 raise refuse(f"{name!r} is too large")
-        if type(num_bytes) is not int or num_bytes != num_elements * dtype.itemsize:
+        packed = dtype_name in _PACKED
+        if packed and (not shape or not num_elements):
+            raise refuse(f"{name!r} is packed, and there is nothing to pack in its shape")
+        expected = packed_bytes(tuple(shape), dtype) if packed else num_elements * dtype.itemsize
+        if type(num_bytes) is not int or num_bytes != expected:
             raise refuse(f"the size of {name!r} doesn't fit its shape")
-        layout[name] = (dtype, tuple(shape), offset, num_bytes)
+        layout[name] = (dtype, packed, tuple(shape), offset, num_bytes)
         offset += num_bytes + -num_bytes % ALIGNMENT
     if offset != len(payload):
         raise refuse(f"the descriptors name {offset} bytes, {len(payload)} came")
 
     buffer = bytearray(payload) if memoryview(payload).readonly else payload
     tensors: dict[str, Tensor] = {}
-    for name, (dtype, shape, start, num_bytes) in layout.items():
-        if num_bytes == 0:
+    for name, (dtype, packed, shape, start, num_bytes) in layout.items():
+        if packed:
+            found = _packed_tensor(buffer, start, dtype, shape)
+            if found is None:
+                raise refuse(f"{name!r} has values beside that belong to no block")
+            tensors[name] = found.unpack()
+        elif num_bytes == 0:
             tensors[name] = torch.empty(shape, dtype=dtype)
         elif dtype == torch.bool:  # any byte may come, but only 0 and 1 are defined as bool
             tensors[name] = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=start).ne(0).view(shape)
@@ -128,3 +142,15 @@ def decode_tensors(
             count = num_bytes // dtype.itemsize
             tensors[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
     return tensors
+
+
+def _packed_tensor(buffer: Any, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> PackedTensor | None:
+    """The packed tensor whose bytes begin at `start`; None if its places are not within their blocks."""
+    rows, width, blocks = part_shapes(shape)
+    parts: list[Tensor] = []
+    for of_part, columns in ((dtype, blocks), (torch.int8, width), (torch.int8, blocks), (torch.uint8, blocks)):
+        count = rows * columns
+        parts.append(torch.frombuffer(buffer, dtype=of_part, count=count, offset=start).view(rows, columns))
+        start += count * of_part.itemsize
+    beside, codes, exponents, places = parts
+    return None if int(places.max()) >= BLOCK else PackedTensor(dtype, shape, beside, codes, exponents, places)

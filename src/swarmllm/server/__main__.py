@@ -42,6 +42,7 @@ def build_parser() -> Parser:
     network.add_argument("--allowed_clients", nargs="+", metavar="PEER", help="peer ids that may use this server")
     network.add_argument("--metrics_port", type=int, metavar="PORT", help="where Prometheus can read metrics")
     network.add_argument("--metrics_host", metavar="HOST", help="address for that; default: 127.0.0.1")
+    network.add_argument("--compression", help="of what is sent: none, int8; auto = int8 over slow links")
     network.add_argument("--update_period", type=float, metavar="S", help="seconds between announcements")
     network.add_argument("--balance_quality", type=float, metavar="Q", help="how readily to move, 0 (never) to 1")
     limits = parser.add_argument_group("resources")

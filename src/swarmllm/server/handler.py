@@ -26,6 +26,7 @@ from swarmllm.errors import (
 )
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_span import BlockSpan
+from swarmllm.network.compression import Outgoing, compressed
 from swarmllm.network.messages import (
     SESSION_ID_LENGTH,
     AdapterHeader,
@@ -69,12 +70,14 @@ class StreamHandler:
         max_batch_tokens: int,
         allowed_clients: Collection[str] | None,
         served_adapters: ServedAdapters,
+        compression: str = "none",
     ) -> None:
         self.links = links
         self._fingerprint = fingerprint
         self._executor = executor
         self._max_batch_tokens = max_batch_tokens
         self._allowed_clients = allowed_clients
+        self._compression = compression
         self.limits = PeerLimits()
         self._blocks: BlockSpan | None = None
         self._inputs: InputChecks | None = None
@@ -181,7 +184,7 @@ class StreamHandler:
             raise RemoteProtocolError("a request runs with an adapter of its own or with one of the server's, not both")
         return self._served_adapters.get(header.served_adapter)
 
-    async def take_adapter(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
+    async def take_adapter(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, Outgoing]:
         """ADAPTER: keep it for later requests of that peer.
 
         Raises:
@@ -191,7 +194,7 @@ class StreamHandler:
         self.adapters.put(peer_id, header.handle, self.inputs.read_adapter(header, message))
         return ResultHeader(id=header.id), {}
 
-    async def run_batch(self, message: Message, *, peer_id: str) -> tuple[ResultHeader, dict[str, Tensor]]:
+    async def run_batch(self, message: Message, *, stream: FrameStream) -> tuple[ResultHeader, Outgoing]:
         """FORWARD: the outputs. BACKWARD: the gradients of the inputs, from a kept forward or from the inputs alone.
 
         Raises:
@@ -204,7 +207,7 @@ class StreamHandler:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
-        graphs = self.graphs
+        graphs, peer_id = self.graphs, stream.peer_id
         call = self._batch_call(header, message, span, peer_id)
         timed = await self._executor.run(call, Priority.BATCH)
         result = timed.value
@@ -212,7 +215,8 @@ class StreamHandler:
             graphs.put(peer_id, header.id, result)
             result = {"hidden_states": result.outputs.detach()}
         timings = ((span.start, timed.queue_us, timed.compute_us),)
-        return ResultHeader(id=header.id, end=span.end, timings=timings), result
+        compression = self._compression if header.compression == "auto" else header.compression
+        return ResultHeader(id=header.id, end=span.end, timings=timings), await compressed(result, stream, compression)
 
     def _batch_call(
         self, header: BatchHeader, message: Message, span: Span, peer_id: str
@@ -274,7 +278,7 @@ class _Stream:
                     await self._start(tasks, message, self._attach)
                 case MessageType.FORWARD | MessageType.BACKWARD:
                     self._handler.check_client(self._stream.peer_id)
-                    run = partial(self._handler.run_batch, peer_id=self._stream.peer_id)
+                    run = partial(self._handler.run_batch, stream=self._stream)
                     await self._start(tasks, message, run)
                 case MessageType.ADAPTER:
                     self._handler.check_client(self._stream.peer_id)
@@ -307,14 +311,14 @@ class _Stream:
         self._owned[session.id] = session, tasks.create_task(session.work(), name=f"session {session.id}")
         await self._answer(ResultHeader(id=header.id), {})
 
-    async def _link(self, message: Message) -> tuple[ResultHeader, dict[str, Tensor]]:
+    async def _link(self, message: Message) -> tuple[ResultHeader, Outgoing]:
         header = parse(LinkHeader, message.header, None)
         session = self._owned_session(header.session)
         session.epoch = max(session.epoch, header.epoch)
         await session.link_to(self._handler.links, header.successor)
         return ResultHeader(id=header.id, position=session.passed_on), {}
 
-    async def _attach(self, message: Message) -> tuple[ResultHeader, dict[str, Tensor]]:
+    async def _attach(self, message: Message) -> tuple[ResultHeader, Outgoing]:
         header = parse(AttachHeader, message.header, None)
         session = self._handler.sessions.attachable(header.session, header.token)
         self._attached = {key: value for key, value in self._attached.items() if not value.closed}
@@ -338,7 +342,7 @@ class _Stream:
         self,
         tasks: asyncio.TaskGroup,
         message: Message,
-        run: Callable[[Message], Awaitable[tuple[ResultHeader, dict[str, Tensor]]]],
+        run: Callable[[Message], Awaitable[tuple[ResultHeader, Outgoing]]],
     ) -> None:
         """Answer the request in a task of its own, so that the stream goes on meanwhile."""
         if self._num_requests >= MAX_REQUESTS_PER_STREAM:
@@ -353,9 +357,7 @@ class _Stream:
 
         tasks.create_task(self._run(message, run), name=message.type.name).add_done_callback(ended)
 
-    async def _run(
-        self, message: Message, run: Callable[[Message], Awaitable[tuple[ResultHeader, dict[str, Tensor]]]]
-    ) -> None:
+    async def _run(self, message: Message, run: Callable[[Message], Awaitable[tuple[ResultHeader, Outgoing]]]) -> None:
         try:
             header, tensors = await run(message)
             await self._answer(header, tensors)
@@ -364,7 +366,7 @@ class _Stream:
                 raise
             await self._refuse(message, error)
 
-    async def _answer(self, header: ResultHeader, tensors: dict[str, Tensor]) -> None:
+    async def _answer(self, header: ResultHeader, tensors: Outgoing) -> None:
         descriptors, chunks = encode_tensors(tensors)
         await self._stream.send(MessageType.RESULT, header.model_dump() | {"tensors": descriptors}, chunks)
 

@@ -180,6 +180,7 @@ class _Server:
                     max_batch_tokens=self._config.max_batch_tokens,
                     allowed_clients=self._config.allowed_clients,
                     served_adapters=self._adapters,
+                    compression=self._config.compression,
                 )
                 metrics = ServerMetrics(handler, executor, self._describe, lambda: self._budget)
                 reporting = tasks.create_task(
@@ -244,7 +245,10 @@ class _Server:
         self._bytes_per_token = blocks.cache_bytes_per_token + hidden_bytes
         self._budget = CacheBudget(self._bytes_per_token * self._config.attn_cache_tokens)
         pages = self._prefix_cache()
-        handler.serve(blocks, SessionTable(blocks, hidden_bytes, executor, self._budget, pages))
+        handler.serve(
+            blocks,
+            SessionTable(blocks, hidden_bytes, executor, self._budget, pages, compression=self._config.compression),
+        )
         self._state = ServerState.ONLINE
         if not await self._announcer.announce():
             raise PeerUnreachableError("the swarm's DHT doesn't take this server's announcement", self._peer.peer_id)

@@ -31,11 +31,14 @@ class SessionTable:
         executor: Executor,
         budget: CacheBudget,
         pages: PrefixCache | None = None,
+        *,
+        compression: str = "none",
     ) -> None:
         self.budget = budget
         self.pages = pages
         self._hidden_bytes_per_token = hidden_bytes_per_token
         self._blocks = blocks
+        self._compression = compression
         self._executor = executor
         self._sessions: dict[str, Session] = {}
         self._empty = asyncio.Event()
@@ -84,6 +87,7 @@ class SessionTable:
             on_close=self._forget,
             adapter=adapter,
             pages=self.pages,
+            compression=self._compression if header.compression == "auto" else header.compression,
         )
         self._sessions[header.session] = session
         self._empty.clear()

@@ -39,6 +39,7 @@ from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
 from swarmllm.models.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.network.compression import Outgoing, as_received, compressed
 from swarmllm.network.messages import ReplayHeader, ResultHeader, StepHeader, Successor, Timings
 from swarmllm.network.protocol import FrameStream, MessageType, send_error
 from swarmllm.network.tensor_codec import encode_tensors
@@ -111,6 +112,8 @@ class Session:
     """The client's, which all steps run with."""
     pages: PrefixCache | None = None
     """Of prompts that this session may share with others; None: it shares nothing."""
+    compression: str = "none"
+    """Of what this session sends, as in ServerConfig."""
     failed_epoch: int = field(init=False, default=-1)
     closed: bool = field(init=False, default=False)
     passed_on: int = field(init=False, default=0)
@@ -242,10 +245,11 @@ class Session:
         if prefix is not None and (select or not prefix.fits(header.position, inputs, self.cache)):
             prefix = None
         timed = await self._compute(header, inputs, select, prefix)
-        outputs = inputs.with_hidden(timed.value)
-        if self.keeps_outputs:
-            self._log.append(header.position, outputs)
-        await self._pass_on(header, outputs, timed)
+        outputs, target = inputs.with_hidden(timed.value), self._target
+        outgoing = await self._outgoing(target, header, outputs)
+        if self.keeps_outputs:  # as the successor sees them
+            self._log.append(header.position, outputs.with_tensors(as_received(outgoing)))
+        await self._pass_on(header, target, outgoing, timed)
         self.passed_on = end
         if prefix is not None:  # only now: the next server has something to do meanwhile
             await self.executor.run(partial(prefix.keep, self.cache, timed.value), Priority.PREFILL)
@@ -331,26 +335,36 @@ class Session:
         self.cache.select_batch(header.batch_index or ())
         self._log.select_batch(header.batch_index or ())
 
-    async def _pass_on(self, header: StepHeader, outputs: BlockInputs, timed: Timed[torch.Tensor]) -> None:
+    async def _outgoing(
+        self, target: _Target, header: StepHeader, outputs: BlockInputs, *, exactly: bool = False
+    ) -> Outgoing:
+        """What a step sends; `exactly`: as these outputs are, because they have been sent before."""
+        tensors = outputs.tensors()
+        if header.ones_mask:
+            tensors.pop("attention_mask", None)
+        stream = self.owner if target.link is None else target.link.stream
+        return await compressed(tensors, stream, self.compression, exactly=exactly)
+
+    async def _pass_on(
+        self, header: StepHeader, target: _Target, outgoing: Outgoing, timed: Timed[torch.Tensor]
+    ) -> None:
         timings = (*header.timings, (self.span.start, timed.queue_us, timed.compute_us))
         if header.replay_hops == 1:  # the servers behind this one still have their caches
             done = ResultHeader(id=header.id, position=header.position + header.seq_len, timings=timings)
             await self.owner.send(MessageType.RESULT, done.model_dump())
         else:
-            await self._send(header, outputs, timings, max(0, header.replay_hops - 1))
+            await self._send(header, target, outgoing, timings, max(0, header.replay_hops - 1))
 
-    async def _send(self, header: StepHeader, outputs: BlockInputs, timings: Timings, replay_hops: int) -> None:
+    async def _send(
+        self, header: StepHeader, target: _Target, outgoing: Outgoing, timings: Timings, replay_hops: int
+    ) -> None:
         """To the successor, or, when there is none, to the owner, who relays or has what he wants."""
-        target = self._target
         if target.link is None:
-            descriptors, chunks = encode_tensors({"hidden_states": outputs.hidden_states})
+            descriptors, chunks = encode_tensors({"hidden_states": outgoing["hidden_states"]})
             result = ResultHeader(id=header.id, end=self.span.end, position=header.position, timings=timings)
             await self.owner.send(MessageType.RESULT, result.model_dump() | {"tensors": descriptors}, chunks)
             return
-        tensors = outputs.tensors()
-        if header.ones_mask:
-            tensors.pop("attention_mask", None)
-        descriptors, chunks = encode_tensors(tensors)
+        descriptors, chunks = encode_tensors(outgoing)
         fields = header.model_dump() | {
             "session": target.session,
             "timings": timings,
@@ -384,7 +398,9 @@ class Session:
                     rows=self.rows,
                     replay_hops=header.replay_hops,
                 )
-                await self._send(step, outputs, (), header.replay_hops)
+                target = self._target
+                outgoing = await self._outgoing(target, step, outputs, exactly=True)
+                await self._send(step, target, outgoing, (), header.replay_hops)
 
     def _target_lost(self, target: _Target, error: PeerError) -> None:
         if target is not self._target:

@@ -40,6 +40,20 @@ async def test_both_sides_learn_about_each_other(streams: Streams) -> None:
     )
     assert (welcomed.version, welcomed.software, welcomed.info) == (1, "2.0", {"start": 0})
     assert (greeted.fingerprint, greeted.software, greeted.max_version) == ("abc", "1.0", 1)
+    assert [stream.encodings for stream in streams] == [{"int8"}, {"int8"}]
+
+
+async def test_older_peers_understand_no_encodings(streams: Streams) -> None:
+    client, server = streams
+    await client.send(MessageType.HELLO, {"min_version": 1, "max_version": 1})
+    await welcome(server)
+    assert server.encodings == frozenset()
+
+    await client.receive()
+
+    await server.send(MessageType.WELCOME, {"version": 1})
+    await hello(client)
+    assert client.encodings == frozenset()
 
 
 async def test_newer_peers_with_more_versions_and_fields_are_understood(streams: Streams) -> None:
