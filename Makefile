@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
+BENCH_INSTALLED := $(VENV)/.bench-installed
+BENCHMARKS := inference concurrency prefix routes speculation wan simulate
 OLDEST := .venv-oldest
 ALONE := $(wildcard tests/unit tests/properties tests/numerics)
 SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
@@ -18,7 +20,7 @@ help:
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
-	@echo "make bench        benchmarks of inference"
+	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
 	@echo "make clean        removes everything that the targets above made"
 
 demo: $(INSTALLED)
@@ -51,8 +53,8 @@ format: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-bench: $(INSTALLED)
-	$(BIN)/python benchmarks/inference.py
+bench: $(BENCH_INSTALLED)
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit; done
 
 $(INSTALLED): setup.cfg constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -63,6 +65,10 @@ $(INSTALLED): setup.cfg constraints.txt pyproject.toml
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,bench]'
 	@touch $@
 
 $(OLDEST)/.installed: setup.cfg constraints.txt pyproject.toml .ci/oldest.py

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import transformers
 from common import median, save_random_model, save_results, table
@@ -181,35 +182,6 @@ def mixed(swarms: dict[str, Sequence[Clients]], args: argparse.Namespace) -> lis
     return results
 
 
-def draw(results: Sequence[Any], path: Path) -> None:
-    """Aggregate rate over the number of clients, relative to one client."""
-    width, height, left, bottom = 640, 360, 60, 40
-    counts = sorted({result["clients"] for result in results})
-    top = max(result["to_one_client"] for result in results) * 1.1
-
-    def place(result: Any) -> tuple[float, float]:
-        x = left + (width - left - 20) * counts.index(result["clients"]) / max(1, len(counts) - 1)
-        return x, height - bottom - (height - bottom - 20) * result["to_one_client"] / top
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append('<text x="60" y="14" font-size="12">tokens/s of all clients, relative to one client</text>')
-    for colour, name in zip(("#06c", "#c60"), SERVERS, strict=True):
-        mine = [result for result in results if result["servers"] == name]
-        points = " ".join("{:.0f},{:.0f}".format(*place(result)) for result in mine)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for result in mine:
-            x, y = place(result)
-            label = f"{result['to_one_client']:.1f}"
-            parts.append(f'<text x="{x:.0f}" y="{y - 6:.0f}" font-size="11" text-anchor="middle">{label}</text>')
-            parts.append(f'<text x="{x:.0f}" y="{height - 20}" font-size="11">{result["clients"]}</text>')
-        x, y = place(mine[-1])
-        parts.append(
-            f'<text x="{x - 4:.0f}" y="{y + 16:.0f}" font-size="12" fill="{colour}" text-anchor="end">{name}</text>'
-        )
-    parts.append(f'<text x="{width / 2}" y="{height - 4}" font-size="12">clients</text></svg>')
-    path.write_text("\n".join(parts))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="512x8")
@@ -240,7 +212,16 @@ def main() -> None:
         rows = [list(result.values()) for result in results[name]]
         print(table(list(results[name][0]), rows))
     if "scaling" in args.only:
-        draw(results["scaling"], saved.with_suffix(".svg"))
+        of_servers = {name: [result for result in results["scaling"] if result["servers"] == name] for name in SERVERS}
+        plots.lines(
+            "concurrency",
+            "tokens/s of all clients, relative to one client",
+            "clients",
+            {
+                name: ([r["clients"] for r in mine], [r["to_one_client"] for r in mine])
+                for name, mine in of_servers.items()
+            },
+        )
     print(f"written to {saved}")
 
 

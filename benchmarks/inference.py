@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import transformers
 from common import median, save_random_model, save_results, table, timed_generation
@@ -92,6 +93,15 @@ def main() -> None:
     header = ["model", "servers", "tokens/s", "ratio to local", "first token of 512, ratio to local"]
     print(table([*header, "step ms", "client ms", "wire ms", "queue ms", "compute ms"], rows))
     print(f"written to {save_results('inference', results)}")
+    plots.lines(
+        "inference",
+        "tokens/s of one stream, relative to the local model",
+        "servers",
+        {
+            shape: (args.servers, [result["rate_ratio"] for result in results if result["shape"] == shape])
+            for shape in args.shapes
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 from common import Stopwatch, median, save_random_model, save_results, table
 
@@ -59,6 +60,18 @@ def main() -> None:
     print(f"\nTime to first token, {PROMPT_TOKENS}-token prompt, {arguments.shape}, 2 servers\n")
     print(table(("pages", "1st client, ms", f"2nd…{NUM_CLIENTS}th, ms", "ratio"), rows))
     print(f"\n{save_results(f'prefix-{arguments.shape}', results)}")
+    plots.lines(
+        f"prefix-{arguments.shape}",
+        f"ms to the first token after the same {PROMPT_TOKENS} tokens",
+        "client",
+        {
+            name: (
+                range(1, NUM_CLIENTS + 1),
+                [1e3 * median(values) for values in zip(*of_prompts, strict=True)],
+            )
+            for name, of_prompts in times.items()
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import transformers
 from common import Stopwatch, median, save_random_model, save_results, table
@@ -141,6 +142,7 @@ def main() -> None:
         results[name] = rows
         print(table(list(rows[0]), [list(row.values()) for row in rows]), "\n")
     print(f"written to {save_results('routes', results)}")
+    plots.bars("routes", "ms per token", {row["route"]: row["ms per token"] for row in results["real"]})
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ bottleneck over time, simulate.svg. Times are simulated, except those of decisio
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from common import RESULTS, save_results, table
+import plots
+from common import save_results, table
 
 from swarmllm.data_structures import Span
 from swarmllm.swarm.placement import plan_move
@@ -27,7 +27,6 @@ from swarmllm.swarm.simulator import (
 )
 
 GROWTH_S, CHURN_S = 600.0, 900.0
-COLOURS = ("#3366cc", "#dc3912", "#109618", "#990099")
 
 
 @dataclass
@@ -125,35 +124,6 @@ def small_swarm_routes(seed: int) -> list[tuple[int, int, float, float]]:
     return rows
 
 
-def draw(outcomes: Sequence[Outcome], path: Path, *, width: int = 900, height: int = 360, margin: int = 45) -> None:
-    """The quality over time, one line per balance_quality, as SVG."""
-    end_s = max(time_s for outcome in outcomes for time_s, _ in outcome.curve)
-
-    def point(time_s: float, quality: float) -> str:
-        x = margin + (width - 2 * margin) * time_s / end_s
-        return f"{x:.1f},{height - margin - (height - 2 * margin) * quality:.1f}"
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for tenths in range(0, 11, 2):
-        left, right = (point(time_s, tenths / 10).split(",") for time_s in (0, end_s))
-        parts.append(f'<path d="M{left[0]} {left[1]}H{right[0]}" stroke="#ddd"/>')
-        parts.append(f'<text x="8" y="{left[1]}" font-size="12">{tenths / 10:.1f}</text>')
-    for minutes in range(0, int(end_s / 60) + 1, 5):
-        x = point(minutes * 60, 0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{height - margin + 18}" font-size="12">{minutes} min</text>')
-    for index, outcome in enumerate(outcomes):
-        colour = COLOURS[index % len(COLOURS)]
-        line = " ".join(point(*sample) for sample in outcome.curve)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(
-            f'<text x="{margin + 190 * index}" y="20" font-size="13" fill="{colour}">'
-            f"balance_quality {outcome.balance_quality}</text>"
-        )
-    parts.append(f'<text x="{margin}" y="{height - 8}" font-size="12">bottleneck as a share of its upper bound</text>')
-    path.write_text("\n".join([*parts, "</svg>"]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=1000)
@@ -180,7 +150,19 @@ def main() -> None:
     print(
         save_results("simulate", {"arguments": vars(args), "outcomes": [asdict(o) for o in outcomes], "routes": routes})
     )
-    draw(outcomes, RESULTS / "simulate.svg")
+    plots.lines(
+        "simulate",
+        "throughput of the bottleneck as a share of its upper bound",
+        "minutes",
+        {
+            f"balance_quality {outcome.balance_quality:g}": (
+                [time_s / 60 for time_s, _ in outcome.curve],
+                [quality for _, quality in outcome.curve],
+            )
+            for outcome in outcomes
+        },
+        markers=False,
+    )
 
 
 if __name__ == "__main__":

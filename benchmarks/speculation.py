@@ -13,6 +13,7 @@ import argparse
 import math
 from typing import Any
 
+import plots
 import torch
 import transformers
 from common import Stopwatch, median, save_results, table
@@ -152,6 +153,11 @@ def main() -> None:
     header = ["one way ms", "text", "floor ms/token", "plain ms/token", "plain to floor", "plain tokens/s"]
     print(table([*header, f"{args.speculation} tokens/s", "gain", "same tokens"], rows))
     print(f"written to {save_results('speculation', vars(args) | {'rows': results})}")
+    plots.bars(
+        "speculation",
+        f"tokens/s with speculation ({args.speculation}), relative to without",
+        {f"{result['delay_ms']:g} ms, {result['text']}": result["gain"] for result in results},
+    )
 
 
 if __name__ == "__main__":

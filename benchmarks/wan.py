@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from common import RESULTS, median, save_random_model, save_results, table, timed_generation
+from common import median, save_random_model, save_results, table, timed_generation
 from delay_proxy import SlowNetwork
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -137,36 +138,6 @@ def floor(row: Row, network: Network, num_servers: int, token_bytes: int, local:
     return num_tokens / (2 * num_servers * way_s + num_tokens / local.tokens_per_s + transfer_s)
 
 
-def draw(rows: Sequence[Row], path: Path, *, width: int = 900, bar: int = 16) -> None:
-    """One bar per figure, as a share of the local model's, with a mark at the floor."""
-    local = {row.what: row.tokens_per_s for row in rows if row.where == "local"}
-    kinds = list(local)
-    height = sum(bar * sum(row.what == kind for row in rows) + 40 for kind in kinds) + 30
-    left, right, y = 240, width - 110, 10
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for kind in kinds:
-        y += 20
-        of_kind = [row for row in rows if row.what == kind]
-        most = max(max(row.tokens_per_s, row.floor_tokens_per_s or 0.0) for row in of_kind)
-        parts.append(f'<text x="8" y="{y}" font-size="14" font-weight="bold">{kind}: tokens/s</text>')
-        for row in of_kind:
-            length = (right - left) * row.tokens_per_s / most
-            colour = "#4878a8" if row.floor_tokens_per_s is not None else "#b0b0b0"
-            parts.append(f'<text x="16" y="{y + bar - 3}" font-size="12">{row.where}</text>')
-            parts.append(
-                f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{bar - 4}" fill="{colour}"/>'
-                f'<text x="{left + length + 8:.1f}" y="{y + bar - 3}" font-size="11">{row.tokens_per_s:.3g}</text>'
-            )
-            if row.floor_tokens_per_s is not None:
-                x = left + (right - left) * row.floor_tokens_per_s / most
-                parts.append(f'<path d="M{x:.1f} {y + 2}v{bar - 1}" stroke="#c03030" stroke-width="2"/>')
-            y += bar
-        y += 12
-    parts.append(f'<text x="8" y="{y + 16}" font-size="12">red: what distance, bandwidth and computing allow</text>')
-    path.write_text("\n".join([*parts, "</svg>"]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="512x12")
@@ -193,7 +164,18 @@ def main() -> None:
         cells.append([row.what, row.where, row.tokens_per_s, row.floor_tokens_per_s or "", share])
     print(table(["", "", "tokens/s", "floor tokens/s", "share of the floor"], sorted(cells, key=lambda cell: cell[0])))
     print(f"written to {save_results('wan', {'arguments': vars(args), 'rows': [asdict(row) for row in rows]})}")
-    draw(rows, RESULTS / "wan.svg")
+    names = {f"{row.what}: {row.where}": row for row in rows}
+    local_rates = {row.what: row.tokens_per_s for row in rows if row.where == "local"}
+    plots.bars(
+        "wan",
+        "tokens/s as a share of the local model's; red: what distance, bandwidth and computing allow",
+        {name: row.tokens_per_s / local_rates[row.what] for name, row in names.items()},
+        {
+            name: row.floor_tokens_per_s / local_rates[row.what]
+            for name, row in names.items()
+            if row.floor_tokens_per_s is not None
+        },
+    )
 
 
 if __name__ == "__main__":
