@@ -359,11 +359,17 @@ class _RemoteCall(torch.autograd.Function):
         if keep:
             ctx.runner, ctx.stages = runner, stages
             ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
+            ctx.may_overflow = _scales_losses()
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.may_overflow and not bool(grad_outputs.isfinite().all()):
+            raise ConfigurationError(
+                "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
+                "lower the learning rate"
+            )
         grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
         _, _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
         of_adapter: list[Tensor | None] = []
@@ -376,6 +382,14 @@ class _RemoteCall(torch.autograd.Function):
             grads["inputs_embeds"] if embeds else None,
             *of_adapter,
         )
+
+
+def _scales_losses() -> bool:
+    """Under float16 autocast a gradient scaler multiplies losses until they overflow, and skips those steps itself."""
+    return any(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        for device in ("cuda", "cpu")
+    )
 
 
 def _detached(inputs: BlockInputs) -> BlockInputs:

@@ -27,7 +27,7 @@ from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.checkpoint import Checkpoint
 from swarmllm.models.dtypes import resolve_dtype
-from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks
+from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks, watch_optimizers
 from swarmllm.models.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.tuned_prompts import TunedPrompts, attach_prompts, whole_length
@@ -231,6 +231,7 @@ def _hollow_out(model: PreTrainedModel, model_class: type[PreTrainedModel]) -> N
     blocks = hollow_blocks(model_class, model, proxy)
     setattr(model.get_submodule(owner), attribute, blocks)
     model.swarm_adapters = BlockAdapters(blocks)
+    watch_optimizers()
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:
@@ -330,6 +331,9 @@ def _describe(
     given = ids if ids is not None else embeds
     if given is None:
         raise ConfigurationError("give the model either input_ids or inputs_embeds")
+    width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
+    if embeds is not None and width is not None and (embeds.ndim != 3 or embeds.shape[-1] != width):
+        raise ConfigurationError(f"inputs_embeds must be [batch, seq, {width}], not {list(embeds.shape)}")
     tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -375,7 +379,7 @@ def _require_remote(cache: Cache) -> None:
     if not isinstance(cache, RemoteCache):
         raise ConfigurationError(
             f"the keys and values live on the servers, so a {type(cache).__name__} can't be used as past_key_values; "
-            "leave it out, or continue an inference_session()"
+            'leave it out, or continue an inference_session(); instead of peft\'s prefixes use tuning_mode="deep_ptune"'
         )
 
 

@@ -8,12 +8,15 @@ blocks. Called by `client_shell`, which asks `BlockAdapters.collect` at each for
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Patch
@@ -61,6 +64,25 @@ def hollow_blocks(cls: type[PreTrainedModel], model: PreTrainedModel, proxy: nn.
     return HollowBlocks(blocks, proxy).train(model.training)
 
 
+@cache
+def watch_optimizers() -> None:
+    """Have every optimizer of this process refuse a step over hollow weights, which would silently train nothing.
+
+    Nobody finds such weights by `parameters()`, but who names one by hand should hear of it.
+    """
+    register_optimizer_step_pre_hook(_refuse_hollow)
+
+
+def _refuse_hollow(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.is_meta or (tensor.numel() > 1 and not any(tensor.stride())):
+                raise ConfigurationError(
+                    f"the optimizer was given a weight {list(tensor.shape)} of a block, which is not here but on "
+                    "servers: give it the parameters of model.parameters() that want gradients"
+                )
+
+
 def _stretched(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype if tensor.is_floating_point() else tensor.dtype).expand(tensor.shape)
 
@@ -96,6 +118,10 @@ class BlockAdapters:
         last = self.last
         if last is None or self._flat is None or last.patches != patches or not torch.equal(self._flat, flat):
             parts = iter(torch.split_with_sizes(flat, [parameter.numel() for parameter in parameters]))
+            if not bool(flat.isfinite().all()):
+                raise ConfigurationError(
+                    "the adapter's values are NaN or infinite, so its training has diverged: load an earlier one"
+                )
             values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
             self.last = last = BlockAdapter(patches, values, version=next(_versions))
             self._flat = flat

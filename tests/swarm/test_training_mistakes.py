@@ -1,0 +1,141 @@
+"""What goes wrong in training is one sentence, and the next step works as if nothing had been."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from swarm_models import connected, load_local, prompt
+from torch import Tensor, nn
+
+from swarmllm import LocalSwarm
+from swarmllm.errors import ConfigurationError, SwarmError
+
+LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+
+
+def nan_loss(model: Any, ids: Tensor) -> None:
+    (model(input_ids=ids, labels=ids).loss * torch.nan).backward()
+
+
+def infinite_loss(model: Any, ids: Tensor) -> None:
+    (model(input_ids=ids, labels=ids).loss * torch.inf).backward()
+
+
+def diverged(model: Any, ids: Tensor) -> None:
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.fill_(torch.nan)
+        model(input_ids=ids, labels=ids)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+def too_many_tokens(model: Any, ids: Tensor) -> None:
+    long = prompt(1, 9000)
+    model(input_ids=long, labels=long)
+
+
+def labels_of_another_length(model: Any, ids: Tensor) -> None:
+    model(input_ids=ids, labels=ids[:, 1:].repeat(1, 2))
+
+
+def prompts_of_another_width(model: Any, ids: Tensor) -> None:
+    model(inputs_embeds=torch.randn(2, 5, 32), labels=ids[:2, :5])
+
+
+MISTAKES: dict[str, tuple[Callable[[Any, Tensor], None], type[Exception], str]] = {
+    "a NaN loss": (nan_loss, ConfigurationError, r"the loss is NaN or infinite.*call zero_grad\(\)"),
+    "an infinite loss": (infinite_loss, ConfigurationError, "the loss is NaN or infinite"),
+    "an adapter that diverged": (diverged, ConfigurationError, "NaN or infinite, so its training has diverged"),
+    "a sample over the cap": (too_many_tokens, ConfigurationError, "above the servers' limit of 8192: use shorter"),
+    "labels of another length": (labels_of_another_length, ValueError, "batch_size"),
+    "prompts of another width": (
+        prompts_of_another_width,
+        ConfigurationError,
+        r"inputs_embeds must be \[batch, seq, 64\], not \[2, 5, 32\]",
+    ),
+}
+
+
+def trained(
+    model: Any, mistake: Callable[[Any, Tensor], None] | None, kind: Any = None, text: str = ""
+) -> list[Tensor]:
+    """LoRA's weights after two steps, with a mistake between them."""
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(model, copy.deepcopy(LORA))
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
+    ids = prompt(2)
+    for step in range(2):
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if mistake is not None and step == 0:
+            state = copy.deepcopy(optimizer.state_dict())
+            with pytest.raises(kind, match=text) as caught:
+                mistake(adapted, ids)
+            if isinstance(caught.value, SwarmError):
+                assert "\n" not in str(caught.value)
+            optimizer.zero_grad()
+            assert str(optimizer.state_dict()) == str(state)
+    return [p.detach().clone() for p in adapted.parameters() if p.requires_grad]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llama: Path, swarm: LocalSwarm) -> list[Tensor]:
+    with connected(llama, swarm.initial_peers) as model:
+        return trained(model, None)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_next_step_works(name: str, llama: Path, swarm: LocalSwarm, undisturbed: list[Tensor]) -> None:
+    with connected(llama, swarm.initial_peers) as model:
+        assert all(map(torch.equal, trained(model, *MISTAKES[name]), undisturbed))
+
+
+def test_an_optimizer_over_a_hollow_weight(llama: Path, swarm: LocalSwarm) -> None:
+    ids = prompt(2)
+    with connected(llama, swarm.initial_peers) as model:
+        for weight in (
+            model.model.layers.blocks()[0].self_attn.q_proj.weight,
+            model.model.layers[0].self_attn.q_proj.weight,
+        ):
+            optimizer = torch.optim.SGD([weight, model.lm_head.weight], lr=0.1)
+            model(input_ids=ids, labels=ids).loss.backward()
+            before = model.lm_head.weight.detach().clone()
+            with pytest.raises(ConfigurationError, match="of a block, which is not here but on servers"):
+                optimizer.step()
+            assert torch.equal(model.lm_head.weight, before)
+        optimizer = torch.optim.SGD([model.lm_head.weight], lr=0.1)
+        optimizer.step()
+        assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_other_models_train_as_ever(model: Any) -> None:
+    """The control: an optimizer over ordinary parameters, among them single numbers, is left alone."""
+    other = nn.ModuleDict({"a": nn.Linear(3, 2)})
+    other.register_parameter("scale", nn.Parameter(torch.ones(())))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    (other["a"](torch.ones(1, 3)).sum() * other.scale).backward()
+    before = other.scale.item()
+    optimizer.step()
+    assert other.scale.item() != before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_prefix_tuning_is_refused(llama: Path, swarm: LocalSwarm) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ids = prompt(2)
+    assert peft.get_peft_model(load_local(llama), config)(input_ids=ids).logits.isfinite().all(), "works locally"
+    with connected(llama, swarm.initial_peers) as model:
+        adapted = peft.get_peft_model(model, config)
+        with pytest.raises(ConfigurationError, match=r'instead of peft\'s prefixes use tuning_mode="deep_ptune"'):
+            adapted(input_ids=ids)
+        with pytest.raises(ConfigurationError, match=r'instead of peft\'s prefixes use tuning_mode="deep_ptune"'):
+            adapted.generate(input_ids=ids, max_new_tokens=2)
