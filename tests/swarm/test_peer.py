@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import uvloop
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
+from swarmllm.doctor import DoctorConfig, Verdict, check_swarm
 from swarmllm.errors import (
     ConfigurationError,
     PeerTimeoutError,
@@ -422,6 +424,9 @@ async def test_a_wrong_clock_is_named(
     monkeypatch.setattr(dht_module, "time", SimpleNamespace(time=lambda: time.time() + ahead_s))
     with pytest.raises(ConfigurationError, match=f"differs by {seconds} s .* NTP"):
         await Peer.create(initial_peers=first.join_maddrs)
+    *_, finding = await check_swarm(DoctorConfig(initial_peers=tuple(first.join_maddrs)))
+    assert finding.verdict is Verdict.BAD
+    assert re.search(f"differs by {seconds} s .* NTP", finding.text)
 
 
 async def test_a_peer_finds_its_swarm_again_after_an_outage(new_peer: NewPeer, tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class Generation:
             if not self._cancelled:
                 self._answer()
         except SwarmError as failure:
+            if not self._cancelled:
+                logger.warning("a request was not answered: %s (%s)", one_line(failure), failure.code)
             error = failure
         except Exception as failure:  # a thread's last resort: whoever asked gets an error 500
             logger.exception("answering a request failed")
