@@ -97,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"swarmllm: there is no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    status: int = import_module(COMMANDS[name].module).main(arguments[1:])
+    try:
+        status: int = import_module(COMMANDS[name].module).main(arguments[1:])
+    except KeyboardInterrupt:  # while it was imported; later the command itself takes care of Ctrl-C
+        return 130
     return status
 
 
