@@ -29,6 +29,7 @@ SHAPES = {
         "intermediate": 5632,
         "dtype": torch.bfloat16,
     },
+    "2048x4": {"hidden": 2048, "blocks": 4, "heads": 32, "kv_heads": 8, "intermediate": 5632, "dtype": torch.bfloat16},
     # as wide, and with next to nothing to compute: for what the network does
     "thin": {
         "hidden": 2048,
