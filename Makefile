@@ -5,19 +5,21 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
-BENCHMARKS := inference concurrency prefix routes speculation wan simulate
+BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
+TRAINERS := .venv-trainers
 ALONE := $(wildcard tests/unit tests/properties tests/numerics)
 SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 RERUNS := $(if $(CI),--reruns 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check format docs bench clean
+.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
+	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
@@ -38,6 +40,9 @@ test-slow: $(INSTALLED)
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -q -n 2 -m "not slow" $(ALONE)
 	$(OLDEST)/bin/python -m pytest -q -m "not slow" $(SWARMS)
+
+test-trainers: $(TRAINERS)/.installed
+	$(TRAINERS)/bin/python -m pytest -q $(RERUNS) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -78,7 +83,15 @@ $(OLDEST)/.installed: setup.cfg constraints.txt pyproject.toml .ci/oldest.py
 	$(OLDEST)/bin/python -m pip install -qq --no-deps -e .
 	@touch $@
 
+# On top of .venv, whose packages it sees: what it adds would make the servers of all other tests start more slowly.
+$(TRAINERS)/.installed: $(INSTALLED)
+	[ -x $(TRAINERS)/bin/python ] || $(PYTHON) -m venv $(TRAINERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(TRAINERS)/bin/python -m pip install -qq -c constraints.txt -e '.[trainers]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist benchmarks/results src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(TRAINERS) build dist benchmarks/results src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 SHAPES = {
     # hidden size × blocks; the 2048 one has the shape of a 1B Llama without its large vocabulary
+    "64x8": {"hidden": 64, "blocks": 8, "heads": 2, "kv_heads": 1, "intermediate": 128, "dtype": torch.float32},
     "512x8": {"hidden": 512, "blocks": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408, "dtype": torch.float32},
     "512x12": {"hidden": 512, "blocks": 12, "heads": 8, "kv_heads": 4, "intermediate": 1408, "dtype": torch.float32},
     "2048x16": {

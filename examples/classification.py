@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
-from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
+from runs import default_model, save_loss_curve, settings, swarm_for, tokenizer_of
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
-from swarmllm import AutoDistributedModelForSequenceClassification, LocalSwarm, embedded_model_path
+from swarmllm import AutoDistributedModelForSequenceClassification
 
 WORDS = (
     ("cat", "dog", "bird", "fish", "bear", "rabbit", "fox", "frog"),
@@ -53,21 +54,6 @@ def adapter(method: str) -> PeftConfig:
     return LoraConfig(task_type=TaskType.SEQ_CLS, r=8, target_modules="all-linear", modules_to_save=["score"])
 
 
-def save_loss_curve(history: list[dict[str, Any]], path: Path) -> None:
-    """A picture of the training loss by step, as SVG."""
-    points = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
-    if not points:
-        return
-    last, highest = max(step for step, _ in points), max(loss for _, loss in points) or 1.0
-    line = " ".join(f"{40 + 540 * step / last:.1f},{280 - 250 * loss / highest:.1f}" for step, loss in points)
-    path.write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 310" font-family="sans-serif" font-size="12">'
-        '<rect width="600" height="310" fill="white"/><path d="M40 30V280H580" fill="none" stroke="gray"/>'
-        f'<text x="4" y="34">{highest:.2f}</text><text x="26" y="284">0</text><text x="560" y="298">{last}</text>'
-        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/></svg>\n'
-    )
-
-
 def train(
     model: Any, tokenizer: Any, output_dir: Path, *, steps: int, lr: float, resume: bool = False
 ) -> tuple[Trainer, float]:
@@ -75,18 +61,7 @@ def train(
     held_out = examples(tokenizer, 64, seed=1)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(output_dir),
-            max_steps=steps,
-            per_device_train_batch_size=16,
-            learning_rate=lr,
-            logging_steps=1,
-            save_steps=max(1, steps // 4),
-            save_total_limit=2,
-            report_to=[],
-            use_cpu=not torch.cuda.is_available(),
-            seed=0,
-        ),
+        args=TrainingArguments(**settings(output_dir, steps=steps, lr=lr, batch_size=16)),
         train_dataset=examples(tokenizer, 512, seed=0),
         data_collator=DataCollatorWithPadding(tokenizer),
     )
@@ -101,26 +76,20 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a classifier through a swarm.")
     parser.add_argument("--method", choices=("lora", "prompt"), default="lora")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, help="default: 0.003 for LoRA, 0.05 for soft prompts")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, help="default: 0.005 for LoRA, 0.05 for soft prompts")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/classification"))
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
-    parser.add_argument("--model", default=None, help="default: the model that comes with swarmllm")
+    parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
-    model_path = args.model or str(embedded_model_path())
-
     with contextlib.ExitStack() as stack:
-        initial_peers = args.initial_peers
-        if not initial_peers:
-            swarm = stack.enter_context(LocalSwarm(model_path, num_servers=2, num_threads=1, quant_type="none"))
-            initial_peers = swarm.initial_peers
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        peers = swarm_for(stack, args.model, args.initial_peers)
+        tokenizer = tokenizer_of(args.model)
         torch.manual_seed(0)
         base = AutoDistributedModelForSequenceClassification.from_pretrained(
-            model_path,
-            initial_peers=initial_peers,
+            args.model,
+            initial_peers=peers,
             dtype="float32",
             num_labels=2,
             pad_token_id=tokenizer.pad_token_id,
@@ -128,7 +97,7 @@ def main() -> None:
         stack.enter_context(base)
         model = get_peft_model(base, adapter(args.method))
         model.print_trainable_parameters()
-        lr = args.lr or (0.05 if args.method == "prompt" else 0.003)
+        lr = args.lr or (0.05 if args.method == "prompt" else 0.005)
         _, accuracy = train(model, tokenizer, args.output_dir, steps=args.steps, lr=lr, resume=args.resume)
         print(f"accuracy on held-out texts: {accuracy:.3f}", flush=True)
 

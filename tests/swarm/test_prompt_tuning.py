@@ -15,15 +15,15 @@ from swarmllm import LocalSwarm
 
 
 @pytest.mark.slow
-def test_the_loss_falls(repo_root: Path) -> None:
+def test_the_example_reaches_its_loss(repo_root: Path) -> None:
     done = subprocess.run(
-        [sys.executable, repo_root / "examples" / "prompt_tuning.py", "--steps", "12"], capture_output=True, text=True
+        [sys.executable, repo_root / "examples" / "prompt_tuning.py", "--steps", "60"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 0.5
-    assert sum(losses[6:]) < sum(losses[:6])  # single steps may go up: each sees other texts
+    assert len(losses) == 60
+    assert losses[0] > 9
+    assert losses[-1] < 4  # it was 3.45
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")

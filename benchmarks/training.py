@@ -1,0 +1,226 @@
+"""Batches and gradients: next to the local model, through slow networks, and with an interactive client beside them.
+
+    python benchmarks/training.py [--repeats 5] [--parts local pipeline together] [--delays 0 5 20 50] [--servers 1 2 4]
+
+local: a forward of 16x128 tokens and a step of prompt tuning, by two servers of one thread each and by the local model
+with one thread, in turn; what counts is the ratio.
+pipeline: tokens per second of forward and of forward and backward, over servers behind a delay (one way), the batch in
+1 micro-batch, which is relayed from server to server as a whole, and in more. The servers' blocks take a stated time
+(`paced_server.py`), 20 ms for 256 tokens on each of 4 servers, so that four servers are four even on two cores.
+together: time between tokens of an interactive client, alone and beside two clients that train.
+Writes results/training.json.
+"""
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common import median, save_random_model, save_results, table, timed_generation
+from delay_proxy import SlowNetwork
+from peft import PromptTuningConfig, TaskType, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
+from swarmllm.client import remote_autograd
+
+ROWS, LENGTH = 16, 128
+TOKENS = ROWS * LENGTH
+MS_PER_TOKEN_AND_BLOCK = 20 / 256 / 2
+NUM_BLOCKS = 8
+DEFAULT = 0
+"""Micro-batches: as the client makes them by itself."""
+
+
+def batch() -> Tensor:
+    return torch.randint(3, 4000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def tuned(model: Any) -> Callable[[], None]:
+    """One step of prompt tuning on that model."""
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=8)
+    adapted = get_peft_model(model.requires_grad_(False), config)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
+    ids = batch()
+
+    def step() -> None:
+        adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def forward_of(model: Any) -> Callable[[], None]:
+    @torch.no_grad()
+    def forward() -> None:
+        model(batch(), use_cache=False)
+
+    return forward
+
+
+def beside_the_local_model(path: Path, repeats: int) -> dict[str, float]:
+    """Seconds here and there, and how many times faster the swarm is: medians over alternating runs."""
+    result = {}
+    local = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    with (
+        LocalSwarm(path, num_servers=2, quant_type="none", num_threads=1) as swarm,
+        AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers) as remote,
+    ):
+        for name, make in (("forward", forward_of), ("prompt tuning", tuned)):
+            here, there = make(local), make(remote)
+            here(), there()  # warm-up
+            runs = [(seconds(here), seconds(there)) for _ in range(repeats)]
+            result[f"{name} local s"] = median(one for one, _ in runs)
+            result[f"{name} swarm s"] = median(other for _, other in runs)
+            result[f"{name} ratio"] = median(one / other for one, other in runs)
+    return result
+
+
+@contextlib.contextmanager
+def cut_into(num_micro_batches: int) -> Iterator[None]:
+    """Batches of TOKENS go in so many micro-batches, all under way at once."""
+    per_hop, min_tokens = remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS
+    if num_micro_batches != DEFAULT:
+        remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS = ROWS, TOKENS // num_micro_batches
+    try:
+        yield
+    finally:
+        remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS = per_hop, min_tokens
+
+
+def pipeline(path: Path, servers: list[int], delays: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Tokens per second by servers, delay and micro-batches; the micro-batches of each case take turns."""
+    program = [sys.executable, str(Path(__file__).with_name("paced_server.py")), str(MS_PER_TOKEN_AND_BLOCK)]
+    results: list[dict[str, Any]] = []
+    with SlowNetwork() as network:
+        for num_servers in servers:
+            options = {"quant_type": "none", "num_threads": 1, "throughput": 100.0, "program": program}
+            config = ClientConfig(max_batch_tokens=TOKENS)
+            with network.swarm(path, num_servers=num_servers, **options) as swarm:
+                for delay_ms in delays:
+                    network.set(delay_ms=delay_ms)
+                    with AutoDistributedModel.from_pretrained(
+                        str(path), initial_peers=swarm.initial_peers, client_config=config
+                    ) as model:
+                        results += _pipeline_case(model, num_servers, delay_ms, repeats)
+    return results
+
+
+def _pipeline_case(model: Any, num_servers: int, delay_ms: float, repeats: int) -> list[dict[str, Any]]:
+    cases = (1, 2, 4, 8, 16, DEFAULT)
+    hidden = torch.randn(ROWS, LENGTH, model.config.hidden_size)
+    blocks = model.remote_blocks
+
+    def forward() -> None:
+        with torch.no_grad():
+            blocks(hidden)
+
+    def both() -> None:
+        blocks(hidden.clone().requires_grad_()).sum().backward()
+
+    both()  # warm-up: connections
+    times: dict[int, list[tuple[float, float]]] = {case: [] for case in cases}
+    for _ in range(repeats):
+        for case in cases:
+            with cut_into(case):
+                times[case].append((seconds(forward), seconds(both)))
+    found = []
+    for case in cases:
+        of_relayed = [relayed / own for (_, relayed), (_, own) in zip(times[1], times[case], strict=True)]
+        found.append(
+            {
+                "servers": num_servers,
+                "delay_ms": delay_ms,
+                "micro-batches": case or "default",
+                "forward tokens/s": TOKENS / median(one for one, _ in times[case]),
+                "forward+backward tokens/s": TOKENS / median(other for _, other in times[case]),
+                "x relaying": median(of_relayed),
+            }
+        )
+    return found
+
+
+def together(path: Path, num_tokens: int = 60) -> dict[str, float]:
+    """95th percentile of ms between the tokens of one client, alone and beside two trainers."""
+    with contextlib.ExitStack() as stack:
+        swarm = stack.enter_context(LocalSwarm(path, num_servers=2, quant_type="none", num_threads=1))
+        talker, *trainers = [
+            stack.enter_context(AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers))
+            for _ in range(3)
+        ]
+        timed_generation(talker, 32, 4)  # warm-up
+        alone = _p95_ms(talker, num_tokens)
+        ended, steps = threading.Event(), [0, 0]
+
+        def train(index: int) -> None:
+            step = tuned(trainers[index])
+            while not ended.is_set():
+                step()
+                steps[index] += 1
+
+        threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not all(steps):
+                time.sleep(0.1)
+            before, started = sum(steps), time.perf_counter()
+            beside = _p95_ms(talker, num_tokens)
+            rate = (sum(steps) - before) * TOKENS / (time.perf_counter() - started)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+    return {"alone p95 ms": alone, "beside p95 ms": beside, "ratio": beside / alone, "trained tokens/s": rate}
+
+
+def _p95_ms(model: Any, num_tokens: int) -> float:
+    times = timed_generation(model, 32, num_tokens).times
+    gaps = sorted(after - before for before, after in itertools.pairwise(times))
+    return gaps[int(0.95 * len(gaps))] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures batches and gradients through a swarm.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=["local", "pipeline", "together"])
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        if "local" in args.parts:
+            results["local"] = beside_the_local_model(save_random_model("512x8", Path(directory)), args.repeats)
+            print(table(("what", "value"), list(results["local"].items())), flush=True)
+        if "pipeline" in args.parts:
+            path = save_random_model("64x8", Path(directory))
+            results["pipeline"] = pipeline(path, args.servers, args.delays, args.repeats)
+            print(table(list(results["pipeline"][0]), [list(row.values()) for row in results["pipeline"]]), flush=True)
+        if "together" in args.parts:
+            results["together"] = together(save_random_model("512x8", Path(directory)))
+            print(table(("what", "value"), list(results["together"].items())), flush=True)
+    print(f"\nwritten: {save_results('training', results)}")
+
+
+if __name__ == "__main__":
+    main()

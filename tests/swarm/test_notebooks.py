@@ -1,0 +1,30 @@
+"""The notebooks of examples/ run from top to bottom; `make test-trainers` has what executes them."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "replaced"),
+    [
+        ("classification", {"STEPS = 40": "STEPS = 4"}),
+        ("persona", {"STEPS = 40": "STEPS = 4"}),
+        ("persona", {"STEPS = 40": "STEPS = 4", 'TRAINER = "hf"': 'TRAINER = "sft"'}),
+    ],
+)
+def test_it_runs_to_its_end(name: str, replaced: dict[str, str], repo_root: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(repo_root / "examples" / f"{name}.ipynb", as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    for old, new in replaced.items():
+        assert old in parameters.source
+        parameters.source = parameters.source.replace(old, new)
+    resources = {"metadata": {"path": str(repo_root / "examples")}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+    shown = [data for cell in notebook.cells for output in cell.get("outputs", ()) for data in output.get("data", ())]
+    assert "image/svg+xml" in shown
