@@ -3,6 +3,7 @@
 "Within" a request means: the server has been frozen, the client's request is under way, then the server is killed.
 """
 
+import copy
 import os
 import signal
 import time
@@ -185,6 +186,36 @@ def test_death_with_compressed_hidden_states(
     for got, expected in zip(after, undisturbed[1:], strict=True):
         torch.testing.assert_close(got, expected)
     assert not torch.equal(model.head(torch.cat(after, dim=1)), local.lm_head(exact))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+def test_training_gives_the_same_losses_while_servers_die(model: Any, swarm: Faulty, local: PreTrainedModel) -> None:
+    from peft import PromptTuningConfig, TaskType, get_peft_model
+
+    def losses(of: Any, before_step: Callable[[int], object]) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+            tuned = get_peft_model(of.requires_grad_(False), config)
+        optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.5)
+        found = []
+        for step in range(7):
+            before_step(step)
+            loss = tuned(input_ids=prompt(4, 20), labels=prompt(4, 20)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def strike(step: int) -> None:
+        if step in (2, 4, 6):
+            swarm.on_route(model.swarm.route(), list(PLACES)[step // 2 - 1]).kill()
+
+    got = losses(model, strike)
+    assert got[-1] < got[0]
+    assert got == pytest.approx(losses(copy.deepcopy(local), lambda _: None), rel=1e-5)
 
 
 def test_two_deaths_at_once(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom) -> None:
