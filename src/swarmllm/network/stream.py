@@ -99,6 +99,7 @@ class FrameStream(asyncio.Protocol):
         self._decoder = FrameDecoder(max_message_bytes=max_message_bytes, peer_id=peer_id)
         self._transport: asyncio.Transport | None = None
         self._adopted: tuple[object, ...] = ()
+        self._previous: asyncio.BaseProtocol | None = None
         self._ended: tuple[type[SwarmError], str] | None = None
         self.gone: asyncio.Future[None] = self._loop.create_future()
         """Done when the connection under the stream is closed, too."""
@@ -136,7 +137,8 @@ class FrameStream(asyncio.Protocol):
         early = bytes(reader._buffer)  # type: ignore[attr-defined]  # what came before we took over
         reader._buffer.clear()  # type: ignore[attr-defined]
         transport = cast(asyncio.Transport, writer.transport)
-        lost = transport.get_protocol() is None
+        stream._previous = transport.get_protocol()
+        lost = stream._previous is None
         transport.set_protocol(stream)
         stream.connection_made(transport)
         if early:
@@ -428,6 +430,9 @@ class FrameStream(asyncio.Protocol):
             self._timer.cancel()
         self._transport = None
         self._adopted = ()
+        if isinstance(self._previous, asyncio.Protocol):
+            self._previous.connection_lost(None)  # until it hears this, it and its writer hold each other
+            self._previous = None
         if not self.gone.done():
             self.gone.set_result(None)
 
