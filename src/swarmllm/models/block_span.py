@@ -8,6 +8,7 @@ server's device thread) alone calls it; it is not re-entrant.
 import inspect
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,11 +82,11 @@ class BlockSpan:
     def embedding_dim(self) -> int:
         return self._embeddings.embedding_dim
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return int(text_config(self._stack.config).vocab_size)
 
-    @property
+    @cached_property
     def max_positions(self) -> int | None:
         """Positions that the model was made for; some have a learned embedding for each, and none for more."""
         found: int | None = getattr(text_config(self._stack.config), "max_position_embeddings", None)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
+from swarmllm.server.gathering import Gathering
 from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 
 __all__ = ["Executor", "Load", "Priority", "SessionStep", "Timed"]
@@ -90,6 +91,7 @@ class Executor:
     """Runs calls in one thread of its own. `close()` ends the thread after the calls that are queued."""
 
     def __init__(self, budget: Budget | None = None, *, name: str = "swarmllm-device") -> None:
+        self._gathering = Gathering()
         self._inbox: queue.SimpleQueue[_Waiting | _Withdrawn | None] = queue.SimpleQueue()
         self._scheduler: Scheduler[_Waiting] = Scheduler(budget or Budget())  # belongs to the device thread
         self.num_calls = 0
@@ -177,7 +179,7 @@ class Executor:
         """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
         while True:
             try:
-                item = self._inbox.get(block=not len(self._scheduler) and not self._stopping)
+                item = self._inbox.get(timeout=self._wait_s())
             except queue.Empty:
                 return bool(len(self._scheduler)) or not self._stopping
             if item is None:
@@ -186,9 +188,20 @@ class Executor:
                 self._scheduler.discard(item.waiting)
             else:
                 self._scheduler.add(item)
+                self._gathering.came(time.perf_counter())
+
+    def _wait_s(self) -> float | None:
+        """For something to arrive; None: for as long as it takes."""
+        if self._stopping:
+            return 0.0
+        if not len(self._scheduler):
+            return None
+        now = time.perf_counter()
+        return self._gathering.wait_s(now) if self._scheduler.others_decode(now) else 0.0
 
     def _run_next(self) -> None:
         now = time.perf_counter()
+        self._gathering.ran()
         pieces = [(work, size) for work, size in self._scheduler.next(now) if not work.future.cancelled()]
         if not pieces:
             return
