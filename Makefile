@@ -8,7 +8,7 @@ BENCH_INSTALLED := $(VENV)/.bench-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
 TRAINERS := .venv-trainers
-ALONE := $(wildcard tests/unit tests/properties tests/numerics)
+ALONE := $(wildcard tests/unit tests/properties tests/numerics tests/gpu)
 SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 RERUNS := $(if $(CI),--reruns 1)

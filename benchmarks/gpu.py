@@ -1,0 +1,116 @@
+"""Decode steps of 7B-shaped blocks on a GPU: as a share of what its memory bandwidth allows, and beside fewer sessions.
+
+    python benchmarks/gpu.py [--blocks 4] [--sessions 1 8 32] [--context 400] [--quant_types none int8 nf4]
+
+Hidden 4096, inter 11008, 32 heads, bf16, random weights; sessions are packed as a server packs them. The limit is the
+time in which the weights (and the sessions' keys and values) can be read once, with the bandwidth measured by copying a
+gigabyte. Prints a table, writes results/gpu.json. Needs CUDA.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import median, save_results, table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarmllm.data_structures import Span
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.packing import SessionCall
+from swarmllm.models.quantization import Quantization
+
+HIDDEN = 4096
+WARM_UP, STEPS = 5, 30
+
+
+def seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bytes_per_s() -> float:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
+def hidden_states(seq_len: int) -> BlockInputs:
+    hidden = torch.randn(1, seq_len, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
+
+
+def step_s(blocks: BlockSpan, num_sessions: int, context: int) -> float:
+    """Median time of one packed decode step."""
+    caches = [blocks.new_cache() for _ in range(num_sessions)]
+    with torch.inference_mode():
+        for cache in caches:
+            blocks.forward(hidden_states(context), blocks.span, cache)
+    times = []
+    for _ in range(WARM_UP + STEPS):
+        calls = [SessionCall(hidden_states(1), blocks.span, cache) for cache in caches]
+        times.append(seconds(lambda calls=calls: blocks.forward_many(calls)))
+    return median(times[WARM_UP:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--quant_types", nargs="+", default=["none", "int8", "nf4"])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a GPU with CUDA", file=sys.stderr)
+        return 1
+    bandwidth = bytes_per_s()
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=11008,
+        num_hidden_layers=args.blocks,
+        num_attention_heads=32,
+        dtype="bfloat16",
+    )
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(Path(directory))
+        for quant_type in args.quant_types:
+            blocks = load_block_span(
+                open_checkpoint(directory),
+                Span(0, args.blocks),
+                dtype=torch.bfloat16,
+                device="cuda",
+                quantization=Quantization(quant_type),
+                progress=False,
+            )
+            for num_sessions in args.sessions:
+                elapsed_s = step_s(blocks, num_sessions, args.context)
+                read = blocks.num_bytes + num_sessions * args.context * blocks.cache_bytes_per_token
+                rows.append(
+                    {
+                        "weights": quant_type,
+                        "sessions": num_sessions,
+                        "ms per step": elapsed_s * 1e3,
+                        "share of the bandwidth": read / bandwidth / elapsed_s,
+                        "tokens/s": num_sessions / elapsed_s,
+                    }
+                )
+            del blocks
+            torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s")
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    print(f"written to {save_results('gpu', {'gpu': torch.cuda.get_device_name(), 'rows': rows})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
