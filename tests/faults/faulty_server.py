@@ -17,6 +17,7 @@ import swarmllm.server.server as server
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.server.__main__ import main
+from swarmllm.server.batches import Graph
 from swarmllm.server.throughput import Throughput
 
 
@@ -33,14 +34,19 @@ class Fault(Enum):
 
 
 def misbehave(fault: Fault, trigger: Path) -> None:
-    """Patch the one place through which every computation goes, and boast, so that routes lead here."""
+    """Patch the two places through which every computation goes, and boast, so that routes lead here."""
     ms_per_block = 1000.0 if fault is Fault.MODEST else 1e-3  # far more than pings on a busy machine differ by
     claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
     server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
-    honest = BlockSpan.forward
+    honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
 
     def forward(self: BlockSpan, inputs: BlockInputs, *args: object, **kwargs: object) -> torch.Tensor:
-        outputs = honest(self, inputs, *args, **kwargs)  # type: ignore[arg-type]
+        return after(honest_forward(self, inputs, *args, **kwargs))  # type: ignore[arg-type]
+
+    def gradients(self: Graph, grad_outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: after(gradient) for name, gradient in honest_gradients(self, grad_outputs).items()}
+
+    def after(outputs: torch.Tensor) -> torch.Tensor:
         if threading.current_thread().name != "swarmllm-device" or not trigger.exists():
             return outputs
         match fault:
@@ -61,6 +67,7 @@ def misbehave(fault: Fault, trigger: Path) -> None:
         return outputs
 
     BlockSpan.forward = forward  # type: ignore[method-assign,assignment]
+    Graph.gradients = gradients  # type: ignore[method-assign]
 
 
 def program(fault: Fault, trigger: str | Path = "never") -> list[str]:
