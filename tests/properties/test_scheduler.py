@@ -61,21 +61,16 @@ class Device:
 
     def forward(self) -> list[tuple[Job, int]]:
         before = {job: job.num_tokens for job in self.waiting}
-        pause_s = self.scheduler.pause_s(self.now)
         pieces = self.scheduler.next(self.now)
-        assert bool(pieces) == (bool(before) and not pause_s), "what may run runs"
-        assert not pause_s or all(job.priority is Priority.BATCH for job in before), "only training is held back"
-        assert pause_s <= max(self.budget.patience_s, self.budget.decoding_s)
+        assert bool(pieces) == bool(before), "work waits exactly when something runs"
         self._check(pieces, before)
         for job, size in pieces:
             assert job.num_tokens == before[job] - size
             if not job.num_tokens:
                 self.waiting.remove(job)
                 self.done.append(job)
-            if job.priority is Priority.BATCH:
-                self.scheduler.trained(FORWARD_S)
         assert len(self.scheduler) == len(self.waiting)
-        self.now += pause_s or FORWARD_S
+        self.now += FORWARD_S
         return pieces
 
     def _check(self, pieces: list[tuple[Job, int]], before: dict[Job, int]) -> None:
@@ -225,41 +220,4 @@ def test_training_waits_for_its_turn_while_others_decode() -> None:
         if job.priority is Priority.BATCH:
             device.forward()
     assert 4 <= ran.count(Priority.BATCH) <= 12
-    assert sum(map(bool, forwards(device))) == 40 - ran.count(Priority.BATCH)  # then nobody else waits
-
-
-@pytest.mark.parametrize(("between_s", "fits"), [(0.5 * FORWARD_S, False), (2 * FORWARD_S, True)])
-def test_training_between_two_tokens_never_takes_longer_than_they_do(between_s: float, fits: bool) -> None:
-    scheduler: Scheduler[Job] = Scheduler(BUDGET)
-    scheduler.trained(FORWARD_S)
-    now, turns = 100.0, []
-    for _ in range(60):
-        scheduler.add(decode("a"))
-        assert [job.session for job, _ in scheduler.next(now)] == ["a"]
-        call = training()
-        call.queued_at = now
-        scheduler.add(call)
-        now += between_s / 2
-        turns.append(bool(scheduler.next(now)))
-        scheduler.discard(call)
-        now += between_s / 2
-    assert all(turns[2:]) == fits
-    assert fits or not any(turns[2:])
-    call.queued_at = now - BUDGET.patience_s  # it is long overdue
-    scheduler.add(call)
-    assert scheduler.pause_s(now) == 0.0
-    assert scheduler.next(now)
-
-
-def test_training_that_is_held_back_runs_when_nobody_decodes_any_more() -> None:
-    scheduler: Scheduler[Job] = Scheduler(BUDGET)
-    scheduler.trained(FORWARD_S)
-    for now in (10.0, 10.01):
-        scheduler.add(decode("a"))
-        scheduler.next(now)
-    call = training()
-    call.queued_at = 10.02
-    scheduler.add(call)
-    assert not scheduler.next(10.02)
-    assert scheduler.pause_s(10.02) == pytest.approx(BUDGET.decoding_s - 0.01)
-    assert scheduler.next(10.01 + BUDGET.decoding_s)
+    assert len(forwards(device)) == 40 - ran.count(Priority.BATCH)  # then nobody else waits

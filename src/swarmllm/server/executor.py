@@ -192,13 +192,11 @@ class Executor:
 
     def _wait_s(self) -> float | None:
         """For something to arrive; None: for as long as it takes."""
-        if not len(self._scheduler):
-            return 0.0 if self._stopping else None
-        now = time.perf_counter()
-        if pause_s := self._scheduler.pause_s(now):
-            return pause_s
         if self._stopping:
             return 0.0
+        if not len(self._scheduler):
+            return None
+        now = time.perf_counter()
         return self._gathering.wait_s(now) if self._scheduler.others_decode(now) else 0.0
 
     def _run_next(self) -> None:
@@ -212,8 +210,6 @@ class Executor:
         call = pieces[0][0].call
         if call is not None:
             outcomes = [_outcome_of(call)]
-            if pieces[0][0].priority is Priority.BATCH:
-                self._scheduler.trained(time.perf_counter() - now)
         else:
             outcomes = self._forward(pieces)
             self._count(pieces, now)

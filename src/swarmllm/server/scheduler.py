@@ -4,18 +4,17 @@ A pure object over (queue, budget, now), driven by `server/executor` in the devi
 sessions, only what they ask for. Its rules, in this order:
 
 1.  Calls that run alone and are training's take a turn when they have waited for `patience_s`, but at most one turn per
-    `patience_s` while anybody else waits, or will in a moment: while sessions decode, training runs in between only if
-    it takes no longer than they take between two tokens, so that it never more than doubles that time.
+    `patience_s` while anybody else waits.
 2.  All decode steps that are ready go together, the oldest first.
 3.  What the budget leaves goes to prefill steps, the oldest first, in pieces. While other sessions decode, or did a
     moment ago, these pieces are small: whoever waits for the next token waits at most for one of them.
 4.  If no prefill step got a piece (there was no room, or it can't be cut), the next forward begins with one.
-5.  Otherwise training runs when nobody else waits.
+5.  Training runs when nobody else waits.
 
-A session's work keeps its order: only the first of it that waits can be taken. Whenever anything but training waits,
-something runs, but for the moment that a burst of messages takes (`server/gathering`). In a simulation of clients in
-lockstep on 2 and 4 servers, waiting for those who were due changed the throughput by -10 to 5 %, and waiting until half
-of all were there by +20 % (8 clients) to -25 % (3 clients) on two servers, and by down to -50 % on four.
+A session's work keeps its order: only the first of it that waits can be taken. Whenever something waits, something
+runs, but for the moment that a burst of messages takes (`server/gathering`). In a simulation of clients in lockstep on
+2 and 4 servers, waiting for those who were due changed the throughput by -10 to 5 %, and waiting until half of all were
+there by +20 % (8 clients) to -25 % (3 clients) on two servers, and by down to -50 % on four.
 """
 
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ class Budget:
     prompt about doubles the others' forward; 64 take 14 ms."""
     decoding_s: float = 0.5
     """A session decodes as long as its last such step is no older. Assumed: a slow chain's time per token."""
-    patience_s: float = 2.0
-    """Assumed: of 25 or more tokens per second that pass two such servers, less than 5 % wait for training's turns."""
+    patience_s: float = 1.0
+    """Assumed: training's micro-batches take some tenths of it, so that decoding keeps most of the time."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -66,9 +65,6 @@ class Work:
 
 W = TypeVar("W", bound=Work)
 
-SMOOTHING = 0.1
-"""Share of the newest call in what training's calls take, when it is shorter."""
-
 
 class Scheduler(Generic[W]):
     """The queue and its policy."""
@@ -77,12 +73,8 @@ class Scheduler(Generic[W]):
         self._budget = budget
         self._waiting: dict[W, None] = {}  # in the order of arrival
         self._decoded_at: dict[str, float] = {}
-        self._interval_s: dict[str, float] = {}
-        """Between the last two decode steps of a session."""
         self._prefill_is_owed = False
         self._trained_at = float("-inf")
-        self._training_s = 0.0
-        """What training's calls took lately, at the longest."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -101,23 +93,10 @@ class Scheduler(Generic[W]):
         since = now - self._budget.decoding_s
         return bool(waiting) and any(s not in waiting and at >= since for s, at in self._decoded_at.items())
 
-    def trained(self, seconds: float) -> None:
-        """How long a call of training took."""
-        self._training_s = max(seconds, self._training_s + SMOOTHING * (seconds - self._training_s))
-
-    def pause_s(self, now: float) -> float:
-        """Seconds for which nothing of what waits is to run; 0 = something is."""
-        alone, decodes, prefills = self._ready()
-        if alone is None or decodes or prefills or self._may_run(alone, now, others_wait=False):
-            return 0.0
-        turn_at = max(alone.queued_at, self._trained_at) + self._budget.patience_s
-        alone_at = max(self._decoded_at.values()) + self._budget.decoding_s
-        return max(0.0, min(turn_at, alone_at) - now)
-
     def next(self, now: float) -> list[tuple[W, int]]:
         """What to compute next, together, and how many tokens of each; work that can't be packed comes alone.
 
-        Empty if nothing waits, or only training, for a moment between the steps of sessions that decode.
+        Empty only if nothing waits.
         """
         alone, decodes, prefills = self._ready()
         if alone is not None and self._may_run(alone, now, others_wait=bool(decodes or prefills)):
@@ -148,16 +127,10 @@ class Scheduler(Generic[W]):
         return alone, decodes, prefills
 
     def _may_run(self, alone: W, now: float, *, others_wait: bool) -> bool:
-        if alone.priority is not Priority.BATCH or not (others_wait or self._would_be_noticed(now)):
+        if alone.priority is not Priority.BATCH or not others_wait:
             return True
-        turn_at = max(alone.queued_at, self._trained_at) + self._budget.patience_s
-        return now >= turn_at
-
-    def _would_be_noticed(self, now: float) -> bool:
-        """Whether some session that decodes would wait for training longer than for its other tokens."""
-        decoding_s = self._budget.decoding_s
-        intervals = (self._interval_s[session] for session, at in self._decoded_at.items() if now < at + decoding_s)
-        return min(intervals, default=float("inf")) < self._training_s
+        patience_s = self._budget.patience_s
+        return now - alone.queued_at >= patience_s and now - self._trained_at >= patience_s
 
     def _pack(self, decodes: list[W], prefills: list[W], now: float) -> list[tuple[W, int]]:
         forward: _Forward[W] = _Forward(self._budget)
@@ -167,7 +140,6 @@ class Scheduler(Generic[W]):
             prefilled = forward.add(owed, self._prefill_room(owed, decodes, now))
         for work in decodes:
             if forward.add(work, work.num_tokens) and work.session is not None:
-                self._interval_s[work.session] = now - self._decoded_at.get(work.session, now)
                 self._decoded_at[work.session] = now
         for work in prefills:
             prefilled += forward.add(work, self._prefill_room(work, decodes, now) - prefilled)
@@ -178,7 +150,6 @@ class Scheduler(Generic[W]):
         """Tokens that this forward may spend on prefill, as far as `work` is concerned."""
         since = now - self._budget.decoding_s
         self._decoded_at = {session: at for session, at in self._decoded_at.items() if at >= since}
-        self._interval_s = {session: self._interval_s[session] for session in self._decoded_at}
         others_decode = bool(decodes) or any(session != work.session for session in self._decoded_at)
         return self._budget.max_prefill_tokens_beside_decode if others_decode else self._budget.max_tokens
 
