@@ -8,9 +8,9 @@ Pure: `server/executor` passes the time in, in seconds.
 """
 
 PAUSE_S = 0.0007
-"""Measured: the steps of one forward leave a server 0.2 to 0.4 ms apart."""
+"""Assumed: sending a step takes a server some tenths of a millisecond of Python; so far apart do they leave it."""
 MOST_S = 0.004
-"""About a forward (hidden 512, 4 blocks, one CPU thread): to wait longer than that can't pay."""
+"""Measured: about a forward (hidden 512, 4 blocks, one CPU thread). To wait longer than that can't pay."""
 WORTHWHILE = 0.25
 """Share of waits in which another step has to come. A second forward costs about four pauses."""
 TRIES = 16
