@@ -8,8 +8,9 @@ the clients, who would have machines of their own. The sessions live in `--proce
 servers. Contexts are spread over 40 to 400 tokens at the start. Two swarms run side by side, one with
 `--max_batch_sessions 1`; measurements alternate between them, and the medians count.
 
-Then the times between two tokens of a few clients, with and without one more that sends prompts of 2000 tokens all the
-time. Prints tables, writes results/concurrency.json and concurrency.svg.
+mixed: the times between two tokens of a few clients, with and without one more that sends prompts of 2000 tokens all
+the time. far: a client alone and among 8, through 12 servers behind proxies that make a round trip take 100 ms, as in
+Borzunov et al. 2022. Prints tables, writes results/concurrency.json and concurrency.svg.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import plots
 import torch
 import transformers
 from common import median, save_random_model, save_results, table
+from delay_proxy import SlowNetwork
 
 from swarmllm import AutoDistributedModel, LocalSwarm
 
@@ -37,6 +39,12 @@ PROMPT_TOKENS = 2000
 MIXED_CLIENTS = 4
 MAX_LENGTH = 4096
 WARM_UP_S = 0.5
+FAR_SERVERS = 12
+FAR_SHAPE = "512x12"
+FAR_DELAY_MS = 50.0
+"""One way."""
+FAR_CLIENTS = 8
+PARTS = ("scaling", "mixed", "far")
 SERVERS = {"batched": {}, "one by one": {"max_batch_sessions": 1}}
 
 
@@ -182,6 +190,51 @@ def mixed(swarms: dict[str, Sequence[Clients]], args: argparse.Namespace) -> lis
     return results
 
 
+def far(path: Path, args: argparse.Namespace) -> list[Any]:
+    """Tokens per second of one client, alone and among others, where distance takes most of the time."""
+    counts = (1, *(count for count in args.clients if 1 < count <= FAR_CLIENTS))
+    runs: dict[int, list[float]] = {count: [] for count in counts}
+    with ExitStack() as stack:
+        network = stack.enter_context(SlowNetwork())
+        shared = server_options(args)
+        swarm = stack.enter_context(network.swarm(path, num_servers=FAR_SERVERS, **shared))
+        process = Clients(path, swarm.initial_peers, args.dtype)
+        stack.callback(process.close)
+        measure([(process, contexts_of(1), False)], 1.0)  # dials everybody, opens the links between servers
+        network.set(delay_ms=FAR_DELAY_MS)
+        for _ in range(args.repeats):
+            for count, found in runs.items():
+                clients = measure([(process, contexts_of(count), False)], 3 * args.seconds)
+                found.append(median(1e3 / median(gaps_ms([times])) for times in clients))
+    alone = median(runs[1])
+    return [
+        {"clients": count, "tokens_per_s_of_one": median(found), "to_alone": median(found) / alone}
+        for count, found in runs.items()
+    ]
+
+
+def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
+    """What is measured on two swarms side by side."""
+    results = {}
+    with ExitStack() as stack:
+        swarms: dict[str, list[Clients]] = {}
+        for name, options in SERVERS.items():
+            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **server_options(args), **options))
+            swarms[name] = [Clients(path, swarm.initial_peers, args.dtype) for _ in range(args.processes)]
+            for process in swarms[name]:
+                stack.callback(process.close)
+        if "scaling" in args.only:
+            results["scaling"] = scaling(swarms, args.clients, args)
+        if "mixed" in args.only:
+            results["mixed"] = mixed(swarms, args)
+    return results
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of all swarms."""
+    return {"quant_type": "none", "num_threads": 1, "dtype": args.dtype, "attn_cache_tokens": 64 * MAX_LENGTH}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="512x8")
@@ -190,23 +243,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="of clients, per swarm; at least 2")
-    parser.add_argument("--only", nargs="+", choices=("scaling", "mixed"), default=["scaling", "mixed"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory, ExitStack() as stack:
-        path = save_random_model(args.shape, Path(directory))
-        swarms: dict[str, list[Clients]] = {}
-        for name, options in SERVERS.items():
-            shared = {"quant_type": "none", "num_threads": 1, "dtype": args.dtype, "attn_cache_tokens": 64 * MAX_LENGTH}
-            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **shared, **options))
-            swarms[name] = [Clients(path, swarm.initial_peers, args.dtype) for _ in range(args.processes)]
-            for process in swarms[name]:
-                stack.callback(process.close)
-        results: dict[str, Any] = {"arguments": vars(args)}
-        if "scaling" in args.only:
-            results["scaling"] = scaling(swarms, args.clients, args)
-        if "mixed" in args.only:
-            results["mixed"] = mixed(swarms, args)
+    results: dict[str, Any] = {"arguments": vars(args)}
+    with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+        if {"scaling", "mixed"} & set(args.only):
+            results |= near(save_random_model(args.shape, Path(directory)), args)
+        if "far" in args.only:
+            results["far"] = far(save_random_model(FAR_SHAPE, Path(directory)), args)
     saved = save_results("concurrency", results)
     for name in args.only:
         rows = [list(result.values()) for result in results[name]]

@@ -315,8 +315,11 @@ class SwarmView:
             avoid=self.health.avoided(now) | in_use.keys(),
             generator=random.Random(),
         )
-        pings = [self._ping(connection.server, connection) for connection in in_use.values()]
-        await asyncio.gather(*pings[:PINGS_PER_ROUND], *(self._ping(server) for server in others))
+        connected = random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
+        await asyncio.gather(
+            *(self._ping(connection.server, connection) for connection in connected),
+            *(self._ping(server) for server in others),
+        )
         self.news += 1
 
     async def _ping(self, server: ServerInfo, connection: Connection | None = None) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -169,6 +169,13 @@ class Executor:
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
 
     # ------------------------------------------------------------------ in the device thread
+
+    def limit_prefill_beside_decode(self, num_tokens: int) -> None:
+        """From the next forward on; called by a call that runs here, who measured what these blocks can do."""
+        budget = self._scheduler.budget
+        self._scheduler.budget = replace(
+            budget, max_prefill_tokens_beside_decode=min(max(1, num_tokens), budget.max_tokens)
+        )
 
     def _work(self) -> None:
         while self._admit():

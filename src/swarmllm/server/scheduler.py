@@ -39,9 +39,8 @@ class Budget:
     max_sessions: int = 64
     max_tokens: int = 1024
     """Assumed: longer forwards gain nothing per token on any CPU, and delay whoever comes next."""
-    max_prefill_tokens_beside_decode: int = 32
-    """Measured (hidden 512, 4 blocks, bf16, one CPU thread): they take 9 ms, the decode steps of 8 sessions 8 ms, so a
-    prompt about doubles the others' forward; 64 take 14 ms."""
+    max_prefill_tokens_beside_decode: int = 8
+    """Until `server/throughput` has measured how many are worth it."""
     decoding_s: float = 0.5
     """A session decodes as long as its last such step is no older. Assumed: a slow chain's time per token."""
     patience_s: float = 1.0
@@ -70,7 +69,8 @@ class Scheduler(Generic[W]):
     """The queue and its policy."""
 
     def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+        self.budget = budget
+        """May be replaced between two calls."""
         self._waiting: dict[W, None] = {}  # in the order of arrival
         self._decoded_at: dict[str, float] = {}
         self._prefill_is_owed = False
@@ -90,7 +90,7 @@ class Scheduler(Generic[W]):
     def others_decode(self, now: float) -> bool:
         """Whether decode steps wait, and sessions that decoded a moment ago have none here now."""
         waiting = {work.session for work in self._waiting if work.priority is Priority.DECODE}
-        since = now - self._budget.decoding_s
+        since = now - self.budget.decoding_s
         return bool(waiting) and any(s not in waiting and at >= since for s, at in self._decoded_at.items())
 
     def next(self, now: float) -> list[tuple[W, int]]:
@@ -129,11 +129,11 @@ class Scheduler(Generic[W]):
     def _may_run(self, alone: W, now: float, *, others_wait: bool) -> bool:
         if alone.priority is not Priority.BATCH or not others_wait:
             return True
-        patience_s = self._budget.patience_s
+        patience_s = self.budget.patience_s
         return now - alone.queued_at >= patience_s and now - self._trained_at >= patience_s
 
     def _pack(self, decodes: list[W], prefills: list[W], now: float) -> list[tuple[W, int]]:
-        forward: _Forward[W] = _Forward(self._budget)
+        forward: _Forward[W] = _Forward(self.budget)
         prefilled = 0
         if self._prefill_is_owed and prefills:
             owed = prefills.pop(0)
@@ -148,10 +148,10 @@ class Scheduler(Generic[W]):
 
     def _prefill_room(self, work: W, decodes: list[W], now: float) -> int:
         """Tokens that this forward may spend on prefill, as far as `work` is concerned."""
-        since = now - self._budget.decoding_s
+        since = now - self.budget.decoding_s
         self._decoded_at = {session: at for session, at in self._decoded_at.items() if at >= since}
         others_decode = bool(decodes) or any(session != work.session for session in self._decoded_at)
-        return self._budget.max_prefill_tokens_beside_decode if others_decode else self._budget.max_tokens
+        return self.budget.max_prefill_tokens_beside_decode if others_decode else self.budget.max_tokens
 
 
 class _Forward(Generic[W]):

@@ -51,7 +51,13 @@ from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.successors import Successors
-from swarmllm.server.throughput import Throughput, ThroughputCache, dummy_inputs, measure_throughput
+from swarmllm.server.throughput import (
+    Throughput,
+    ThroughputCache,
+    dummy_inputs,
+    measure_throughput,
+    prefill_tokens_beside_decode,
+)
 from swarmllm.swarm.placement import choose_span
 
 logger = logging.getLogger(__name__)
@@ -230,6 +236,7 @@ class _Server:
             )
             self._adapters.load(blocks)
             self._throughput = measure_throughput(blocks, self._measurements())
+            executor.limit_prefill_beside_decode(prefill_tokens_beside_decode(self._throughput, len(blocks.span)))
             self._blocks = blocks
 
         loading = asyncio.ensure_future(executor.run(load, Priority.BATCH))

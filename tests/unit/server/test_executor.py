@@ -164,6 +164,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Execut
 async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executor) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
+    await executor.run(lambda: executor.limit_prefill_beside_decode(24), Priority.BATCH)
     gate, first = await blocked(executor)
     prefill = asyncio.create_task(executor.step(long))
     decode = asyncio.create_task(executor.step(Step(blocks, "b", 1)))
@@ -175,7 +176,7 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executo
     assert outputs.shape == (1, 100, 2)
     assert (outputs == 2).all()
     assert len(long.taken) > 1
-    assert blocks.forwards[0] == [1, long.taken[0]]
+    assert blocks.forwards[0] == [1, 24]
 
 
 async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:

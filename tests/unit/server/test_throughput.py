@@ -10,7 +10,7 @@ import torch
 
 from swarmllm.data_structures import Span
 from swarmllm.server import throughput, throughput_cache
-from swarmllm.server.throughput import Throughput, ThroughputCache, measure_throughput
+from swarmllm.server.throughput import Throughput, ThroughputCache, measure_throughput, prefill_tokens_beside_decode
 
 KNOWN = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0)
 
@@ -66,3 +66,11 @@ def test_an_old_file_counts_as_none(cache: ThroughputCache, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written_is_no_error(cache: ThroughputCache, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     replace(cache, directory=tmp_path / "file").save(blocks_of(Span(0, 4)), KNOWN)
+
+
+def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:
+    step_s = 4 * 2.0 / 1e3
+    fast = Throughput(forward_tokens_per_s=50_000.0, decode_ms_per_block=2.0)
+    tokens = prefill_tokens_beside_decode(fast, num_blocks=4)
+    assert tokens / fast.forward_tokens_per_s == pytest.approx(throughput.PREFILL_SHARE * step_s)
+    assert prefill_tokens_beside_decode(KNOWN, num_blocks=4) == throughput.MIN_PREFILL_TOKENS
