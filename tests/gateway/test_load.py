@@ -29,6 +29,15 @@ LONG = {
     "logprobs": 20,  # so that the answer is larger than what lies in the kernel's buffers
     "stream": True,
 }
+OK = b"HTTP/1.1 200"
+NUM_SILENT = 200
+SCORED = {
+    "prompt": [list(range(5, 145))],
+    "max_tokens": 1,
+    "echo": True,
+    "logprobs": 20,  # an answer of one large piece, which takes one step
+    "stream": True,
+}
 
 
 @pytest.fixture
@@ -43,16 +52,20 @@ def crowded(swarm: LocalSwarm) -> Iterator[RunningGateway]:
 
 
 class SlowReader:
-    """Asks for a long stream through a small window, and reads nothing of it until it is told to."""
+    """Asks for a large stream through a small window, and reads nothing of it until it is told to."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
         parts = urlsplit(url)
-        data = json.dumps(LONG).encode()
+        data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._socket.connect((parts.hostname, parts.port))
         self._socket.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    def begins(self) -> bool:
+        """Whether the answer is a stream; nothing of that is read."""
+        return self._socket.recv(len(OK), socket.MSG_WAITALL) == OK
 
     def read(self) -> bytes:
         """All of it."""
@@ -79,7 +92,14 @@ def test_idle_connections_and_slow_readers_hurt_nobody(
             one.ask({"prompt": PROMPT, "max_tokens": 1})
             while "done" not in one.answer():
                 pass
-        slow = [SlowReader(crowded.url) for _ in range(NUM_SLOW)]
+        silent = []
+        for _ in range(NUM_SILENT):
+            wait_until(lambda: engine.num_under_way < 32, "there was room for one more")
+            silent.append(SlowReader(crowded.url, SCORED))
+            stack.callback(silent[-1].close)
+            assert silent[-1].begins()
+        wait_until(lambda: engine.num_under_way == 0, "the silent readers' texts were scored")
+        slow = [SlowReader(crowded.url, LONG) for _ in range(NUM_SLOW)]
         for reader in slow:
             stack.callback(reader.close)
         wait_until(lambda: engine.num_under_way == NUM_SLOW, "the slow readers are being answered")
@@ -99,6 +119,8 @@ def test_idle_connections_and_slow_readers_hurt_nobody(
             lines = reader.read().split(b"\n\n")
             assert sum(b'"text_completion"' in line for line in lines) == SLOW_TOKENS
             assert b"data: [DONE]" in b"".join(lines[-3:])
+        for reader in silent[::20]:  # the others hang up
+            assert b"data: [DONE]" in reader.read()
         idle[5].ask({"prompt": PROMPT, "max_tokens": 1})
         assert idle[5].answer()["object"] == "text_completion"
     wait_until(lambda: process.num_fds() <= files, "all connections were closed")

@@ -60,8 +60,7 @@ class Engine:
             answering.generations.append(generation)
         for generation in answering.generations:
             self._under_way.add(generation)
-            done = asyncio.get_running_loop().run_in_executor(self._threads, generation.run)
-            done.add_done_callback(lambda _, generation=generation: self._ended(generation))  # type: ignore[misc]
+            self._threads.submit(self._run, generation, asyncio.get_running_loop())
         self._show_load()
         return answering
 
@@ -76,6 +75,12 @@ class Engine:
         for generation in list(self._under_way):
             generation.cancel()
         await asyncio.to_thread(self._threads.shutdown)
+
+    def _run(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+        """In a worker thread."""
+        generation.run()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._ended, generation)
 
     def _ended(self, generation: Generation) -> None:
         self._under_way.discard(generation)
@@ -115,9 +120,11 @@ class Answering:
         """What has happened since the last call; nothing after the timeout, or when all has ended."""
         if self._num_ended == len(self.generations):
             return []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._arrived.wait()
+        patience = self._loop.call_later(timeout_s, self._arrived.set)
+        try:
+            await self._arrived.wait()
+        finally:
+            patience.cancel()
         self._arrived.clear()
         self._woken = False  # before looking: what comes now wakes us again
         events = [self._events.popleft() for _ in range(len(self._events))]

@@ -1,14 +1,15 @@
 """Which token is taken, so that a seed gives the same text whatever else the process computes at the same time.
 
 transformers samples from torch's one global random generator. Here `generate()` is greedy, and its last logits
-processor is a `Sampler` with random generators of its own: it chooses, and leaves all other tokens without a chance.
+processor is a `Sampler` with random generators of its own: it chooses, and leaves all other tokens without a chance
+(unless the likeliest token is wanted, which `generate()` takes anyway).
 Made by `gateway/generation` for each request.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +47,11 @@ class TokenLogprob:
 
 
 class Sampler:
-    """As one of transformers' logits processors, the last one: `[rows, vocabulary]` scores in, one chance each out."""
+    """As one of transformers' logits processors, the last one: `[rows, vocabulary]` scores, which it changes in place.
+
+    The likeliest token of what it returns is the one that it chose. Every operation of torch lets go of the interpreter
+    lock, and with many requests at once gets it back late: so there are no more of them than the options need.
+    """
 
     def __init__(self, options: SamplingOptions, num_rows: int, matchers: Sequence[JsonMatcher] = ()) -> None:
         self._options = options
@@ -54,6 +59,10 @@ class Sampler:
         self._generators = [torch.Generator().manual_seed(_row_seed(options.seed, row)) for row in range(num_rows)]
         self._counts: list[Counter[int]] = [Counter() for _ in range(num_rows)]
         self._warpers = _warpers(options)
+        self._bias = _Changes.of(options.logit_bias) if options.logit_bias else None
+        self._penalizes = bool(options.presence_penalty or options.frequency_penalty)
+        self._chooses = options.temperature > 0 or self._penalizes or bool(matchers) or options.top_logprobs is not None
+        """Whether there is more to do than `generate()` does by itself: take the likeliest."""
         self.logprobs: list[TokenLogprob | None] = [None] * num_rows
         """Of the tokens chosen last."""
         self.finished = [False] * num_rows
@@ -61,41 +70,63 @@ class Sampler:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.float()
-        chosen = torch.zeros(len(scores), dtype=torch.long)
-        for row, row_scores in enumerate(scores):
-            if not self.finished[row]:
-                chosen[row] = self._choose(row, row_scores, input_ids[row : row + 1])
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None].to(scores.device), 0.0)
+        given = scores.clone() if self._options.top_logprobs is not None else scores
+        if self._bias is not None:
+            self._bias.add_to(scores)
+        if not self._chooses:
+            return scores
+        chosen = {}
+        for row, finished in enumerate(self.finished):
+            if not finished:
+                chosen[row] = token = self._choose(row, scores[row], input_ids[row : row + 1])
+                if self._options.top_logprobs is not None:
+                    self.logprobs[row] = token_logprob(given[row], token, self._options.top_logprobs)
+        scores.fill_(-torch.inf)
+        for row, token in chosen.items():
+            scores[row, token] = 0.0
+        return scores
 
     def _choose(self, row: int, scores: Tensor, ids: Tensor) -> int:
-        adjusted = self._penalized(row, scores)
+        if self._penalizes and self._counts[row]:
+            _Changes.of({token: self._penalty(count) for token, count in self._counts[row].items()}).add_to(
+                scores[None]
+            )
         if self._matchers:
             allowed = self._matchers[row].allowed()[: len(scores)].to(scores.device)
-            adjusted = adjusted.masked_fill(~allowed, -torch.inf)
+            scores = scores.masked_fill(~allowed, -torch.inf)
         if self._options.temperature == 0:
-            token = int(adjusted.argmax())
+            token = int(scores.argmax())
         else:
-            warped = adjusted[None]
+            warped = scores[None]
             for warp in self._warpers:
                 warped = warp(ids, warped)
             token = int(torch.multinomial(warped[0].softmax(-1).cpu(), 1, generator=self._generators[row]))
-        self._counts[row][token] += 1
+        if self._penalizes:
+            self._counts[row][token] += 1
         if self._matchers:
             self._matchers[row].take(token)
-        if self._options.top_logprobs is not None:
-            self.logprobs[row] = token_logprob(scores, token, self._options.top_logprobs)
         return token
 
-    def _penalized(self, row: int, scores: Tensor) -> Tensor:
-        options, counts = self._options, self._counts[row]
-        if not options.logit_bias and not (counts and (options.presence_penalty or options.frequency_penalty)):
-            return scores
-        scores = scores.clone()
-        for token, bias in options.logit_bias.items():
-            scores[token] += bias
-        for token, count in counts.items():
-            scores[token] -= options.presence_penalty + count * options.frequency_penalty
-        return scores
+    def _penalty(self, count: int) -> float:
+        return -self._options.presence_penalty - count * self._options.frequency_penalty
+
+
+@dataclass
+class _Changes:
+    """What is added to the scores of some tokens."""
+
+    token_ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, by_token: Mapping[int, float]) -> Self:
+        return cls(torch.tensor(list(by_token)), torch.tensor(list(by_token.values()), dtype=torch.float32))
+
+    def add_to(self, scores: Tensor) -> None:
+        """To every row of `[rows, vocabulary]`."""
+        if self.values.device != scores.device:
+            self.token_ids, self.values = self.token_ids.to(scores.device), self.values.to(scores.device)
+        scores.index_add_(1, self.token_ids, self.values.expand(len(scores), -1))
 
 
 def token_logprob(scores: Tensor, token: int, num_top: int) -> TokenLogprob:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmllm.data_structures import RouteHop
+from swarmllm.data_structures import RouteHop, Span
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.network.messages import Timings
 
 
 @dataclass
 class _HopTimes:
+    hop: RouteHop
     num_steps: int = 0
     queue_us: int = 0
     compute_us: int = 0
@@ -30,13 +31,18 @@ class Trace:
     num_repairs: int = 0
     num_tokens: int = 0
     _route: Sequence[RouteHop] = ()
-    _hops: dict[tuple[str, int, int], _HopTimes] = field(default_factory=dict)
+    _hops: dict[tuple[str, Span], _HopTimes] = field(default_factory=dict)
+    _by_start: dict[int, _HopTimes] = field(default_factory=dict)
+    """Those of the route, by their first block."""
     _steps_s: float = 0.0
     _last_at: float = 0.0
 
     def on_route(self, route: Sequence[RouteHop], seconds: float) -> bool:
         """A route has been opened (False) or repaired (True)."""
         self._route = route
+        self._by_start = {
+            hop.span.start: self._hops.setdefault((hop.server.peer_id, hop.span), _HopTimes(hop)) for hop in route
+        }
         if self.construct_s is None:
             self.construct_s = seconds
             self.metrics.construct_ms.observe(1000 * seconds)
@@ -56,17 +62,15 @@ class Trace:
         self._last_at = now
         self.num_tokens += num_tokens
         self.metrics.tokens.inc(num_tokens)
-        hops = {hop.span.start: hop for hop in self._route}
         for start, queue_us, compute_us in timings:
-            hop = hops.get(start)
-            if hop is None:
+            times = self._by_start.get(start)
+            if times is None:
                 continue
-            times = self._hops.setdefault((hop.server.peer_id, hop.span.start, hop.span.end), _HopTimes())
             times.num_steps += 1
             times.queue_us += queue_us
             times.compute_us += compute_us
             times.max_us = max(times.max_us, queue_us + compute_us)
-            self.metrics.observe_hop(hop.server.peer_id, (queue_us + compute_us) / 1000)
+            self.metrics.observe_hop(times.hop.server.peer_id, (queue_us + compute_us) / 1000)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -77,14 +81,15 @@ class Trace:
         """Milliseconds, rounded; per hop the means of its steps."""
         hops = [
             {
-                "peer_id": peer_id,
-                "blocks": [start, end],
+                "peer_id": times.hop.server.peer_id,
+                "blocks": [times.hop.span.start, times.hop.span.end],
                 "num_steps": times.num_steps,
                 "queue_ms": round(times.queue_us / times.num_steps / 1000, 3),
                 "compute_ms": round(times.compute_us / times.num_steps / 1000, 3),
                 "max_ms": round(times.max_us / 1000, 3),
             }
-            for (peer_id, start, end), times in self._hops.items()
+            for times in self._hops.values()
+            if times.num_steps
         ]
         return {
             "pipeline_construct_ms": _ms(self.construct_s),
