@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,13 +199,14 @@ def test_the_command(swarm: LocalSwarm) -> None:
         match = re.fullmatch(rf"swarmllm: gateway of {NAME} at (http://127\.0\.0\.1:\d+/)\n", process.stdout.readline())
         assert match is not None
         assert httpx.get(f"{match[1]}v1/models").json()["data"][0]["id"] == NAME
-        with httpx.stream(
-            "POST", f"{match[1]}v1/completions", json={"prompt": "Once", "max_tokens": 1500, "stream": True}
-        ) as response:
+        body = {"prompt": "Once", "max_tokens": 1500, "stream": True, "logit_bias": {"2": -100}}
+        with httpx.stream("POST", f"{match[1]}v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            assert list(lines)[-2:] != []  # the stream is ended, not cut
+            rest = [line for line in lines if line]  # the stream is ended, not cut, and says why
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
@@ -246,4 +248,15 @@ def test_unusable_flags_end_with_one_sentence(flags: list[str], words: str, capf
     assert main(["--model", "m", *flags]) == 2
     captured = capfd.readouterr().err
     assert words in captured
+    assert captured.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_sentence_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:
+    from swarmllm.gateway.__main__ import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", "m", "--port", str(port)]) == 2
+    captured = capfd.readouterr().err
+    assert f"can't listen on 127.0.0.1 port {port} (Address already in use): choose another --port" in captured
     assert captured.count("\n") == 1

@@ -209,7 +209,7 @@ class SwarmView:
             try:  # better a peer that failed before than none
                 return self._search(span, self._excluded, costs)
             except MissingBlocksError as error:
-                level = logging.INFO if told else logging.WARNING  # once is enough to explain the silence
+                level = logging.DEBUG if told else logging.WARNING  # once is enough to explain the silence
                 logger.log(level, "%s yet; looking again for %.0f s", error, max(0.0, deadline - now))
                 told = True
 

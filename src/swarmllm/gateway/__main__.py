@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -72,12 +73,17 @@ async def serve(config: GatewayConfig, *, stop_on_stdin_eof: bool = False) -> No
     from swarmllm.gateway.language_model import LanguageModel
 
     stop = stop_event(stop_on_stdin_eof=stop_on_stdin_eof)
-    config.api_keys()  # what is wrong with them is said before anything is loaded
-    model = await asyncio.to_thread(LanguageModel.open, config)
+    config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
+    sockets = bound_sockets(config)
+    try:
+        model = await asyncio.to_thread(LanguageModel.open, config)
+    except BaseException:
+        close_all(sockets)
+        raise
     try:
         gateway = Gateway(model, config)
         server = web_server(gateway)
-        serving = asyncio.create_task(server.serve(), name="serve HTTP")
+        serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
         stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
         lost = asyncio.create_task(_daemon_exited(model), name="watch p2pd")
         while not server.started and not serving.done():
@@ -95,9 +101,8 @@ async def serve(config: GatewayConfig, *, stop_on_stdin_eof: bool = False) -> No
             raise PeerUnreachableError(
                 "the peer-to-peer daemon (p2pd) died, so this gateway can't reach the swarm: start it again"
             )
-    except SystemExit:  # how uvicorn says that it can't listen; its log has told why
-        raise ConfigurationError(f"can't listen on {config.host} port {config.port}: choose another --port") from None
     finally:
+        close_all(sockets)
         await asyncio.to_thread(model.close)
 
 
@@ -111,6 +116,33 @@ async def _daemon_exited(model: "LanguageModel") -> None:
 
     view.loop.call_soon(watch())
     await exited.wait()
+
+
+def bound_sockets(config: GatewayConfig) -> list[socket.socket]:
+    """One for each address that the host's name stands for; nobody is accepted yet.
+
+    Raises:
+        ConfigurationError: the address is not one of this machine, or the port is taken.
+    """
+    sockets = []
+    try:
+        for family, _, _, _, where in socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM):
+            sockets.append(one := socket.socket(family))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(where)
+    except OSError as error:
+        close_all(sockets)
+        raise ConfigurationError(
+            f"can't listen on {config.host} port {config.port} ({error.strerror}): choose another --port or --host"
+        ) from None
+    return sockets
+
+
+def close_all(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def web_server(gateway: "Gateway") -> "uvicorn.Server":

@@ -39,7 +39,7 @@ class Engine:
             ApiError: there is no room for them now.
         """
         if self._closing:
-            raise ApiError(503, "the gateway is going away", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+            raise _going_away()
         if len(self._under_way) + len(prompts) > self._capacity:
             raise ApiError(
                 429,
@@ -73,7 +73,7 @@ class Engine:
         """Give up what is under way, and end the threads."""
         self._closing = True
         for generation in list(self._under_way):
-            generation.cancel()
+            generation.cancel(_going_away())
         await asyncio.to_thread(self._threads.shutdown)
 
     def _run(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
@@ -90,6 +90,10 @@ class Engine:
         running = min(len(self._under_way), self._max_concurrent)
         self._metrics.running.set(running)
         self._metrics.waiting.set(len(self._under_way) - running)
+
+
+def _going_away() -> ApiError:
+    return ApiError(503, "the gateway is going away", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 
 
 class Answering:

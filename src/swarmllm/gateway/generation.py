@@ -67,14 +67,17 @@ class Generation:
         self._emit = emit
         self._first_index = first_index
         self._cancelled = False
+        self._cancelled_because: Exception | None = None
         self._session: InferenceSession | None = None
         self._failure: SwarmError | None = None
         self._route: list[RouteHop] = []
         self._trace = Trace(metrics)
         self._writer: _Writer | None = None
 
-    def cancel(self) -> None:
-        """Nobody wants it any more: free the session everywhere, whatever step is under way. Harmless at any time."""
+    def cancel(self, because: Exception | None = None) -> None:
+        """Free the session everywhere, whatever step is under way: because nobody wants it any more, or for a reason
+        that whoever reads is told. Harmless at any time."""
+        self._cancelled_because = self._cancelled_because or because
         self._cancelled = True
         session = self._session
         if session is not None:
@@ -96,7 +99,7 @@ class Generation:
             error = failure
         if self._cancelled:
             self._metrics.cancelled.inc()
-            error = None
+            error = self._cancelled_because
         if self._trace.tokens_per_s is not None:
             self._metrics.tokens_per_s.observe(self._trace.tokens_per_s)
         num_tokens = self._writer.num_tokens if self._writer is not None else 0

@@ -139,7 +139,10 @@ async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
     """The lines of the stream; what happens at the same time goes out together."""
     while not answering.has_ended:
         events = await answering.some(KEEPALIVE_S)
-        yield b"".join(sse(chunk) for event in events for chunk in answer.chunks(event)) or b": still there\n\n"
+        if lines := b"".join(sse(chunk) for event in events for chunk in answer.chunks(event)):
+            yield lines
+        elif not events:
+            yield b": still there\n\n"
         if answer.error is not None:
             answering.cancel()
             yield sse(answer.error.body()) + DONE

@@ -181,9 +181,9 @@ async def find_swarm(model: str, fingerprint: str, *, interfaces: Sequence[str] 
     ours = [peer for peer in peers if peer.fingerprint == fingerprint]
     if not ours:
         others = ", ".join(sorted({f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers}))
-        heard = f"only of {others}" if others else "none"
+        heard = f", only of {others}" if others else ""
         raise MissingBlocksError(
-            f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network, {heard}: "
+            f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network{heard}: "
             "name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS), or start a swarm by a server with --new_swarm"
         )
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
