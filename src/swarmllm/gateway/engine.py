@@ -7,7 +7,7 @@ transformers' `generate()` is synchronous. Servers see sessions that step at the
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
@@ -18,6 +18,11 @@ from swarmllm.gateway.metrics import GatewayMetrics
 
 PATIENCE_S = 60.0
 """A reader that nobody wakes looks again after that."""
+
+CROWD = 4
+GATHER_S = 0.01
+"""With more prompts than `CROWD` under way, readers are woken so often at most: each waking takes the interpreter lock
+from the threads that make tokens, and finds cold caches. Measured with 16 streams, whose tokens come 40 ms apart."""
 
 
 class Engine:
@@ -31,6 +36,7 @@ class Engine:
         self._capacity = max_concurrent + max_waiting
         self._under_way: set[Generation] = set()
         self._closing = False
+        self._bell = _Bell(lambda: len(self._under_way) > CROWD)
 
     def start(self, prompts: Sequence[list[int]], options: GenerationOptions) -> "Answering":
         """Begin to answer each prompt.
@@ -47,7 +53,7 @@ class Engine:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        answering = Answering()
+        answering = Answering(self._bell)
         for number, prompt_ids in enumerate(prompts):
             generation = Generation(
                 self.model,
@@ -96,24 +102,46 @@ def _going_away() -> ApiError:
     return ApiError(503, "the gateway is going away", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 
 
+class _Bell:
+    """Wakes readers in the event loop, in a crowd those of the last `GATHER_S` together."""
+
+    def __init__(self, is_crowded: Callable[[], bool]) -> None:
+        self._is_crowded = is_crowded
+        self._rung_for: deque[asyncio.Event] = deque()
+        self._answered = False
+        """Whether `_wake` is going to be called."""
+
+    def ring(self, reader: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+        """From any thread."""
+        self._rung_for.append(reader)
+        if not self._answered:
+            self._answered = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._answered = in_a_crowd = bool(self._rung_for) and self._is_crowded()
+        if in_a_crowd:
+            asyncio.get_running_loop().call_later(GATHER_S, self._wake)
+        while self._rung_for:  # after saying whether we come again: whoever rings now is seen here, or rings again
+            self._rung_for.popleft().set()
+
+
 class Answering:
     """The generations of one request; iterate over their events until all have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, bell: _Bell) -> None:
         self.generations: list[Generation] = []
         self._loop = asyncio.get_running_loop()
+        self._bell = bell
         self._events: deque[Event] = deque()  # bounded by the request's max_tokens
         self._arrived = asyncio.Event()
-        self._woken = False
         self._num_ended = 0
 
     def take(self, event: Event) -> None:
         """From any thread. Events that come while the reader is still to wake up are read together."""
         self._events.append(event)
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                self._loop.call_soon_threadsafe(self._arrived.set)
+        self._bell.ring(self._arrived, self._loop)
 
     def cancel(self) -> None:
         """Nobody listens any more. Harmless when all have ended."""
@@ -129,8 +157,7 @@ class Answering:
             await self._arrived.wait()
         finally:
             patience.cancel()
-        self._arrived.clear()
-        self._woken = False  # before looking: what comes now wakes us again
+        self._arrived.clear()  # before looking: what comes now wakes us again
         events = [self._events.popleft() for _ in range(len(self._events))]
         self._num_ended += sum(isinstance(event, Ended) for event in events)
         return events
