@@ -1,4 +1,7 @@
-"""Memory that has been freed, but not given back to the operating system. Called by `load_block_span` and `loading`."""
+"""Memory that has been freed, but not given back to the operating system.
+
+Called where much of it is left: by `load_block_span`, `loading` and the server's measurements.
+"""
 
 import contextlib
 import ctypes
