@@ -16,17 +16,17 @@ from swarmllm.server.__main__ import main
 from swarmllm.server.batches import Graph
 
 
-def pace(ms_per_token: float) -> None:
-    """Let the device thread sleep for that time, in place of computing for it."""
+def pace(ms: float) -> None:
+    """Let the device thread sleep for that time per token and block, in place of computing for it."""
     forward, gradients = BlockSpan.forward, Graph.gradients
 
-    def paced_forward(self: BlockSpan, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def paced_forward(self: BlockSpan, inputs: Any, span: Any = None, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread().name == "swarmllm-device":
-            time.sleep(ms_per_token * inputs.batch_size * inputs.seq_len / 1e3)
-        return forward(self, inputs, *args, **kwargs)
+            time.sleep(ms * inputs.batch_size * inputs.seq_len * len(span or self.span) / 1e3)
+        return forward(self, inputs, span, *args, **kwargs)
 
     def paced_gradients(self: Graph, *args: Any) -> Any:
-        time.sleep(2 * ms_per_token * self.num_tokens / 1e3)
+        time.sleep(2 * ms * self.num_tokens * len(self.span) / 1e3)
         return gradients(self, *args)
 
     BlockSpan.forward = paced_forward  # type: ignore[method-assign]
@@ -34,6 +34,5 @@ def pace(ms_per_token: float) -> None:
 
 
 if __name__ == "__main__":
-    start, end = sys.argv[sys.argv.index("--block_indices") + 1].split(":")
-    pace(float(sys.argv[1]) * (int(end) - int(start)))
+    pace(float(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))

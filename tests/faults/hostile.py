@@ -25,6 +25,7 @@ from swarmllm.server.executor import Executor
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
 from swarmllm.server.links import Links
+from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.throughput import dummy_inputs
@@ -55,7 +56,7 @@ class Server:
     ) -> None:
         self.blocks = blocks
         self._stream_type = stream_type
-        self.executor = Executor()
+        self.executor = Executor(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
         self.links = Links(self._dial, tasks)
         self.handler = StreamHandler(
             fingerprint=FINGERPRINT,

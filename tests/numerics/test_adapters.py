@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,8 +16,11 @@ from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.server import adapters as adapter_store
+from swarmllm.server import batches
 from swarmllm.server.adapters import AdapterStore
-from swarmllm.server.batches import forward, gradients
+from swarmllm.server.batches import Batch, Graph, Turns, forward, gradients, record
+
+T = TypeVar("T")
 
 LORA: dict[str, Any] = {"block": 1, "path": "self_attn.q_proj", "kind": "lora", "shapes": ((4, 64), (64, 4))}
 
@@ -32,6 +35,15 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 def values(patch: Patch, seed: int = 0) -> Tensor:
     count = sum(int(torch.tensor(shape).prod()) for shape in patch.shapes)
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def run(turns: Turns[T]) -> T:
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 def fingerprint(blocks: BlockSpan) -> str:
@@ -51,9 +63,9 @@ def test_weights_are_the_same_before_and_after(blocks: BlockSpan) -> None:
 
     before, plain = fingerprint(blocks), blocks.forward(inputs(None))
     for _ in range(2):
-        adapted = forward(blocks, inputs(adapter), blocks.span)["hidden_states"]
+        adapted = run(forward(blocks, inputs(adapter), blocks.span))["hidden_states"]
         assert not torch.allclose(adapted, plain)
-        grads = gradients(blocks, inputs(adapter), blocks.span, torch.ones_like(hidden))
+        grads = run(gradients(blocks, inputs(adapter), blocks.span, torch.ones_like(hidden)))
         assert grads["adapter"].shape == values(patch).shape
         assert grads["adapter"].abs().sum() > 0
     cache = blocks.new_cache()
@@ -65,6 +77,32 @@ def test_weights_are_the_same_before_and_after(blocks: BlockSpan) -> None:
     assert fingerprint(blocks) != before, "the control"
     with torch.no_grad():
         next(blocks.slots.parameters())[0] -= 1e-3
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 2, 8])
+def test_in_turns_is_the_same_as_at_once(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int
+) -> None:
+    monkeypatch.setattr(batches, "TURN_TOKENS", 5 * rows_at_a_time)
+    patches = [Patch(**LORA), Patch(**{**LORA, "block": 0})]  # not in the order of blocks
+    adapter = checked(patches, torch.cat([values(patch, seed) for seed, patch in enumerate(patches)]), blocks.slots)
+    hidden, grad = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))
+
+    def inputs() -> BlockInputs:
+        return BlockInputs(hidden_states=hidden.clone(), batch_size=3, seq_len=5, adapter=adapter)
+
+    whole = Batch([[Graph.record(blocks, inputs(), blocks.span)]])
+    kept = run(record(blocks, inputs(), blocks.span, short_turns=True))
+    torch.testing.assert_close(kept.outputs, whole.outputs)
+    outputs = run(forward(blocks, inputs(), blocks.span, short_turns=True))["hidden_states"]
+    assert torch.equal(outputs, kept.outputs)
+    expected = run(whole.gradients(grad))
+    for turns in (kept.gradients(grad), gradients(blocks, inputs(), blocks.span, grad, short_turns=True)):
+        found = run(turns)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            check = torch.equal if rows_at_a_time == 8 else torch.allclose
+            assert check(found[name], gradient), name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 
-BUDGET = Budget(max_sessions=4, max_tokens=32, max_prefill_tokens_beside_decode=8, decoding_s=0.5, patience_s=1.0)
+BUDGET = Budget(max_sessions=4, max_tokens=32, max_prefill_tokens_beside_decode=8, decoding_s=0.5, pause_s=0.3)
 FORWARD_S = 0.1
 SESSIONS = ("a", "b", "c", "d", "e", "f")
 
@@ -71,6 +71,7 @@ class Device:
                 self.done.append(job)
         assert len(self.scheduler) == len(self.waiting)
         self.now += FORWARD_S
+        self.scheduler.ran(self.now)
         return pieces
 
     def _check(self, pieces: list[tuple[Job, int]], before: dict[Job, int]) -> None:
@@ -119,8 +120,8 @@ def test_nobody_starves_however_much_arrives(arrivals: list[tuple[Job, int]], nu
     wanted = list(device.waiting)
     order = len(arrivals)
     tokens = sum(job.num_tokens for job in wanted)
-    # Each forward serves the oldest of some class; training has a turn per second.
-    limit = (tokens + len(wanted)) * (2 + num_decoding) + len(wanted) * round(2 * BUDGET.patience_s / FORWARD_S) + 50
+    # Each forward serves the oldest of some class; training has a tenth of the time.
+    limit = (tokens + len(wanted)) * (2 + num_decoding) + len(wanted) * round(2 / BUDGET.training_share) + 50
     for _ in range(limit):
         if all(job not in device.waiting for job in wanted):
             return
@@ -221,3 +222,23 @@ def test_training_waits_for_its_turn_while_others_decode() -> None:
             device.forward()
     assert 4 <= ran.count(Priority.BATCH) <= 12
     assert len(forwards(device)) == 40 - ran.count(Priority.BATCH)  # then nobody else waits
+
+
+def test_between_two_steps_training_has_one_turn() -> None:
+    device = Device(BUDGET)
+    device.add(training(), 0)
+    assert not device.scheduler.pause_s(device.now), "nobody decodes"
+    device.add(decode("a"), 1)
+    device.forward()
+    assert not device.scheduler.pause_s(device.now), "its turn"
+    turn = device.now
+    device.forward()
+    device.now = turn
+    device.add(training(), 2)
+    pause_s = device.scheduler.pause_s(device.now)
+    assert pause_s == pytest.approx(BUDGET.pause_s - FORWARD_S)
+    device.add(decode("a"), 3)
+    assert not device.scheduler.pause_s(device.now), "here it is"
+    device.scheduler.discard(device.waiting.pop())
+    device.now += pause_s
+    assert not device.scheduler.pause_s(device.now), "it doesn't come"

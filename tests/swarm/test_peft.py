@@ -115,9 +115,10 @@ def trained_alone(directory: Path, peers: list[str], seed: int) -> dict[str, Ten
 
 
 @pytest.mark.slow
-def test_two_clients_train_different_adapters_at_once(llama: Path, swarm: LocalSwarm) -> None:
+def test_two_clients_train_different_adapters_at_once_while_a_third_generates(llama: Path, swarm: LocalSwarm) -> None:
     with connected(llama, swarm.initial_peers) as model:
         before = model(prompt(2), use_cache=False).logits
+        text = model.generate(prompt(), max_new_tokens=8)
         alone = [trained_alone(llama, swarm.initial_peers, seed) for seed in (1, 2)]
         together: dict[int, dict[str, Tensor]] = {}
 
@@ -127,6 +128,8 @@ def test_two_clients_train_different_adapters_at_once(llama: Path, swarm: LocalS
         threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
         for thread in threads:
             thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert torch.equal(model.generate(prompt(), max_new_tokens=8), text)
         for thread in threads:
             thread.join()
         assert torch.equal(model(prompt(2), use_cache=False).logits, before), "servers update nothing"

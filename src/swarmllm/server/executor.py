@@ -5,9 +5,10 @@ Called by sessions and batch requests from the event loop; knows neither streams
 
 import asyncio
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,8 @@ SMOOTHING = 0.1
 """Share of the newest forward in the smoothed numbers."""
 FORGET_QUEUE_S = 10.0
 """An idle server's last queue says nothing about the next step: its time halves in so many seconds."""
+_UNFINISHED = object()
+"""What a turn gives that isn't the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +122,25 @@ class Executor:
 
         A call that is cancelled before its turn is not run.
         """
-        waiting = _Waiting(
-            num_tokens=1,
+        return cast(Timed[T], await self._result(self._alone(call, priority, num_turns=1)))
+
+    async def run_in_turns(self, turns: Generator[None, None, T], priority: Priority) -> Timed[T]:
+        """As `run`, of work that lets those pass who are more urgent, wherever it yields.
+
+        Once begun, it comes before all that waits and isn't more urgent. If it is cancelled, it isn't continued.
+        """
+        # How many turns it takes shows when it has ended.
+        return cast(Timed[T], await self._result(self._alone(partial(_turn, turns), priority, num_turns=sys.maxsize)))
+
+    def _alone(self, call: Callable[[], object], priority: Priority, *, num_turns: int) -> _Waiting:
+        return _Waiting(
+            num_tokens=num_turns,
             granule=1,
             priority=priority,
             queued_at=time.perf_counter(),
             future=self._loop.create_future(),
             call=call,
         )
-        return cast(Timed[T], await self._result(waiting))
 
     async def step(self, step: SessionStep) -> Timed[Tensor]:
         """The step's outputs, computed in the device thread together with other sessions' steps; raises what fails it.
@@ -204,7 +217,9 @@ class Executor:
         if not len(self._scheduler):
             return None
         now = time.perf_counter()
-        return self._gathering.wait_s(now) if self._scheduler.others_decode(now) else 0.0
+        if self._scheduler.others_decode(now):
+            return self._gathering.wait_s(now)
+        return self._scheduler.pause_s(now)
 
     def _run_next(self) -> None:
         now = time.perf_counter()
@@ -220,14 +235,16 @@ class Executor:
         else:
             outcomes = self._forward(pieces)
             self._count(pieces, now)
-        compute_s = time.perf_counter() - now
+        ended_at = time.perf_counter()
+        self._scheduler.ran(ended_at)
+        compute_s = ended_at - now
         settled: list[tuple[_Waiting, object]] = []
         for (work, _), outcome in zip(pieces, outcomes, strict=True):
             work.compute_s += compute_s
-            if isinstance(outcome, BaseException):
+            if outcome is _UNFINISHED:
+                pass
+            elif work.step is None or isinstance(outcome, BaseException):
                 self._scheduler.discard(work)  # what is left of it
-                settled.append((work, outcome))
-            elif work.step is None:
                 settled.append((work, outcome))
             else:
                 work.outputs.append(cast(Tensor, outcome))
@@ -273,6 +290,14 @@ def _outcome_of(call: Callable[[], object]) -> object:
         return call()
     except BaseException as error:  # noqa: BLE001 - whoever awaits the call gets it, whatever it is
         return error
+
+
+def _turn(turns: Generator[None, None, object]) -> object:
+    try:
+        next(turns)
+    except StopIteration as end:
+        return end.value
+    return _UNFINISHED
 
 
 def _joined(outputs: list[Tensor], blocks: BlockSpan) -> Tensor:

@@ -43,7 +43,7 @@ from swarmllm.network.messages import (
 from swarmllm.network.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
 from swarmllm.network.tensor_codec import encode_tensors
 from swarmllm.server.adapters import AdapterStore
-from swarmllm.server.batches import Graph, KeptGraphs, forward, gradients
+from swarmllm.server.batches import Batch, KeptBatches, Turns, forward, gradients, record
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.input_checks import InputChecks
 from swarmllm.server.links import Links
@@ -84,7 +84,7 @@ class StreamHandler:
         self._sessions: SessionTable | None = None
         self.adapters = AdapterStore()
         self._served_adapters = served_adapters
-        self.graphs = KeptGraphs(max_batch_tokens)
+        self.batches = KeptBatches(max_batch_tokens)
         self._takes_clients = False
 
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
@@ -103,7 +103,7 @@ class StreamHandler:
                 await self._executor.wait_until_idle()
         except TimeoutError:
             logger.warning("left %d calls unfinished after %.0f s", self._executor.num_calls, timeout_s)
-        self.graphs.clear()
+        self.batches.clear()
         self._blocks = self._inputs = self._sessions = None
 
     async def __call__(self, stream: FrameStream) -> None:
@@ -207,33 +207,34 @@ class StreamHandler:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
-        graphs, peer_id = self.graphs, stream.peer_id
-        call = self._batch_call(header, message, span, peer_id)
-        timed = await self._executor.run(call, Priority.BATCH)
+        batches, peer_id = self.batches, stream.peer_id
+        turns = self._turns(header, message, span, peer_id)
+        timed = await self._executor.run_in_turns(turns, Priority.BATCH)
         result = timed.value
-        if isinstance(result, Graph):
-            graphs.put(peer_id, header.id, result)
-            result = {"hidden_states": result.outputs.detach()}
+        if isinstance(result, Batch):
+            batches.put(peer_id, header.id, result)
+            result = {"hidden_states": result.outputs}
         timings = ((span.start, timed.queue_us, timed.compute_us),)
         compression = self._compression if header.compression == "auto" else header.compression
         return ResultHeader(id=header.id, end=span.end, timings=timings), await compressed(result, stream, compression)
 
-    def _batch_call(
+    def _turns(
         self, header: BatchHeader, message: Message, span: Span, peer_id: str
-    ) -> Callable[[], Graph | dict[str, Tensor]]:
+    ) -> Turns[Batch | dict[str, Tensor]]:
         """What the device thread is to do for that request."""
         if header.forward is not None:
             grad_outputs = self.inputs.read_gradient(header, message)
-            return partial(self.graphs.take(peer_id, header.forward).gradients, grad_outputs)
+            return self.batches.take(peer_id, header.forward).gradients(grad_outputs)
         inputs, given = self.inputs.read(header, message)
         inputs = replace(inputs, adapter=self.adapter_of(header, peer_id))
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
+        short_turns = len(self.sessions) > 0
         if message.type == MessageType.FORWARD:
-            return partial(Graph.record if header.keep else forward, self.blocks, inputs, span)
+            return (record if header.keep else forward)(self.blocks, inputs, span, short_turns=short_turns)
         if given is None:
             raise RemoteProtocolError("BACKWARD needs grad_outputs")
-        return partial(gradients, self.blocks, inputs, span, given)
+        return gradients(self.blocks, inputs, span, given, short_turns=short_turns)
 
 
 class _Stream:

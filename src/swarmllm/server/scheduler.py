@@ -3,13 +3,14 @@
 A pure object over (queue, budget, now), driven by `server/executor` in the device thread; it knows neither tensors nor
 sessions, only what they ask for. Its rules, in this order:
 
-1.  Calls that run alone and are training's take a turn when they have waited for `patience_s`, but at most one turn per
-    `patience_s` while anybody else waits.
+1.  What runs alone does so in turns, of which training has `training_share` of the time even while others wait,
+    and one per `patience_s`.
 2.  All decode steps that are ready go together, the oldest first.
 3.  What the budget leaves goes to prefill steps, the oldest first, in pieces. While other sessions decode, or did a
     moment ago, these pieces are small: whoever waits for the next token waits at most for one of them.
 4.  If no prefill step got a piece (there was no room, or it can't be cut), the next forward begins with one.
-5.  Training runs when nobody else waits.
+5.  Training runs when nobody else waits; but between two steps of those who decode it has one turn, and then it leaves
+    the device to the next step, which is due (`pause_s`).
 
 A session's work keeps its order: only the first of it that waits can be taken. Whenever something waits, something
 runs, but for the moment that a burst of messages takes (`server/gathering`). In a simulation of clients in lockstep on
@@ -43,8 +44,13 @@ class Budget:
     """Until `server/throughput` has measured how many are worth it."""
     decoding_s: float = 0.5
     """A session decodes as long as its last such step is no older. Assumed: a slow chain's time per token."""
+    training_share: float = 0.1
+    """Of the time, while others wait all the time."""
     patience_s: float = 1.0
-    """Assumed: training's micro-batches take some tenths of it, so that decoding keeps most of the time."""
+    """Longest wait for training's next turn: where turns take long, they get more than their share."""
+    pause_s: float = 0.05
+    """How long after a decode step the next one is waited for. Assumed: those who get fewer tokens per second notice
+    a turn of training less, and whoever has stopped decoding costs training no more than this."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -74,7 +80,10 @@ class Scheduler(Generic[W]):
         self._waiting: dict[W, None] = {}  # in the order of arrival
         self._decoded_at: dict[str, float] = {}
         self._prefill_is_owed = False
-        self._trained_at = float("-inf")
+        self._stepped_at = self._trained_at = float("-inf")
+        self._trains = False
+        self._turn_s = 0.02
+        """How long training's last turn took; before the first one a guess."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -93,6 +102,12 @@ class Scheduler(Generic[W]):
         since = now - self.budget.decoding_s
         return bool(waiting) and any(s not in waiting and at >= since for s, at in self._decoded_at.items())
 
+    def pause_s(self, now: float) -> float:
+        """For how long training should leave the device to decode steps that are due; 0 = not at all."""
+        if self._trained_at < self._stepped_at or any(work.priority is not Priority.BATCH for work in self._waiting):
+            return 0.0
+        return max(0.0, self._stepped_at + self.budget.pause_s - now)
+
     def next(self, now: float) -> list[tuple[W, int]]:
         """What to compute next, together, and how many tokens of each; work that can't be packed comes alone.
 
@@ -101,8 +116,8 @@ class Scheduler(Generic[W]):
         alone, decodes, prefills = self._ready()
         if alone is not None and self._may_run(alone, now, others_wait=bool(decodes or prefills)):
             if alone.priority is Priority.BATCH:
-                self._trained_at = now
-            pieces = [(alone, alone.num_tokens)]
+                self._trained_at, self._trains = now, True
+            pieces = [(alone, alone.granule)]
         else:
             pieces = self._pack(decodes, prefills, now)
         for work, num_tokens in pieces:
@@ -110,6 +125,11 @@ class Scheduler(Generic[W]):
             if not work.num_tokens:
                 del self._waiting[work]
         return pieces
+
+    def ran(self, now: float) -> None:
+        """What `next` gave has been computed."""
+        if self._trains:
+            self._turn_s, self._trains = now - self._trained_at, False
 
     def _ready(self) -> tuple[W | None, list[W], list[W]]:
         """The most urgent work that runs alone, and what sessions want next: decode steps, prefill steps."""
@@ -129,8 +149,8 @@ class Scheduler(Generic[W]):
     def _may_run(self, alone: W, now: float, *, others_wait: bool) -> bool:
         if alone.priority is not Priority.BATCH or not others_wait:
             return True
-        patience_s = self.budget.patience_s
-        return now - alone.queued_at >= patience_s and now - self._trained_at >= patience_s
+        wait_s = min(self._turn_s / self.budget.training_share, self.budget.patience_s)
+        return now - max(self._trained_at, alone.queued_at) >= wait_s
 
     def _pack(self, decodes: list[W], prefills: list[W], now: float) -> list[tuple[W, int]]:
         forward: _Forward[W] = _Forward(self.budget)
@@ -140,7 +160,7 @@ class Scheduler(Generic[W]):
             prefilled = forward.add(owed, self._prefill_room(owed, decodes, now))
         for work in decodes:
             if forward.add(work, work.num_tokens) and work.session is not None:
-                self._decoded_at[work.session] = now
+                self._decoded_at[work.session] = self._stepped_at = now
         for work in prefills:
             prefilled += forward.add(work, self._prefill_room(work, decodes, now) - prefilled)
         self._prefill_is_owed = bool(prefills) and not prefilled

@@ -4,19 +4,37 @@ import asyncio
 
 import pytest
 import torch
+from torch import Tensor
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.server import batches
-from swarmllm.server.batches import Graph, KeptGraphs
+from swarmllm.server.batches import Batch, Graph, KeptBatches, Turns
 
 
-def graph(num_tokens: int = 4) -> Graph:
-    hidden = torch.ones(1, num_tokens, 2, requires_grad=True)
-    return Graph(hidden * 3, {"hidden_states": hidden}, [], num_tokens)
+def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
+    hidden, embeds = (torch.ones(1, num_tokens, 2, requires_grad=True) for _ in range(2))
+    inputs = {"hidden_states": hidden, "inputs_embeds": embeds}
+    return Graph(hidden * factor + embeds, inputs, [], Span(0, 1), num_tokens)
+
+
+def batch(num_tokens: int = 4) -> Batch:
+    return Batch([[graph(num_tokens)]])
+
+
+def run(turns: Turns[dict[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
+    """Their result, and how many there were."""
+    count = 1
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value, count
+        count += 1
 
 
 async def test_a_kept_forward_is_used_once_and_only_by_its_peer() -> None:
-    kept, mine = KeptGraphs(max_tokens=8), graph()
+    kept, mine = KeptBatches(max_tokens=8), batch()
     kept.put("me", 1, mine)
     for peer_id, request in (("you", 1), ("me", 2)):
         with pytest.raises(SessionLostError):
@@ -27,10 +45,10 @@ async def test_a_kept_forward_is_used_once_and_only_by_its_peer() -> None:
 
 
 async def test_the_oldest_make_room() -> None:
-    kept = KeptGraphs(max_tokens=10)
-    newest = graph(num_tokens=5)
+    kept = KeptBatches(max_tokens=10)
+    newest = batch(num_tokens=5)
     for request in (1, 2):
-        kept.put("me", request, graph())
+        kept.put("me", request, batch())
     kept.put("you", 1, newest)
     with pytest.raises(SessionLostError):
         kept.take("me", 1)
@@ -39,13 +57,13 @@ async def test_the_oldest_make_room() -> None:
 
 
 async def test_none_outlives_its_time_or_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeptGraphs(max_tokens=10)
-    kept.put("me", 1, graph())
+    kept = KeptBatches(max_tokens=10)
+    kept.put("me", 1, batch())
     kept.clear()
     with pytest.raises(SessionLostError):
         kept.take("me", 1)
     monkeypatch.setattr(batches, "KEEP_S", 0.0)
-    kept.put("me", 2, graph())
+    kept.put("me", 2, batch())
     await asyncio.sleep(0.001)
     with pytest.raises(SessionLostError):
         kept.take("me", 2)
@@ -53,5 +71,15 @@ async def test_none_outlives_its_time_or_its_blocks(monkeypatch: pytest.MonkeyPa
 
 def test_the_gradient_must_have_the_shape_of_the_outputs() -> None:
     with pytest.raises(RemoteProtocolError, match="grad_outputs"):
-        graph().gradients(torch.ones(1, 1, 2))
-    assert torch.equal(graph().gradients(torch.ones(1, 4, 2))["hidden_states"], torch.full((1, 4, 2), 3.0))
+        run(batch().gradients(torch.ones(1, 1, 2)))
+    grads, num_turns = run(batch().gradients(torch.ones(1, 4, 2)))
+    assert num_turns == 1
+    assert torch.equal(grads["hidden_states"], torch.full((1, 4, 2), 3.0))
+
+
+def test_parts_pass_gradients_on_and_rows_are_joined() -> None:
+    groups = [[graph(), graph(factor=5.0)], [graph(), graph(factor=7.0)]]
+    grads, num_turns = run(Batch(groups).gradients(torch.ones(2, 4, 2)))
+    assert num_turns == 4
+    assert grads["hidden_states"][:, 0, 0].tolist() == [15.0, 21.0]
+    assert grads["inputs_embeds"][:, 0, 0].tolist() == [6.0, 8.0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +87,54 @@ async def test_a_call_that_is_cancelled_before_its_turn_is_not_run(executor: Exe
     await first
     await executor.run(lambda: ran.append(3), Priority.DECODE)
     assert ran == [3]
+
+
+async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(executor: Executor) -> None:
+    order: list[str] = []
+
+    def turns(name: str) -> Generator[None, None, str]:
+        for turn in range(3):
+            order.append(f"{name}{turn}")
+            if name == "a" and turn == 0:
+                first.entered.set()
+                first.opened.wait()
+            if turn < 2:
+                yield
+        return name
+
+    first = Gate()
+    tasks = [asyncio.create_task(executor.run_in_turns(turns(name), Priority.BATCH)) for name in "ab"]
+    await asyncio.to_thread(first.entered.wait)
+    urgent = asyncio.create_task(executor.run(lambda: order.append("urgent"), Priority.DECODE))
+    await asyncio.sleep(0)
+    first.opened.set()
+    assert [(await task).value for task in tasks] == ["a", "b"]
+    await urgent
+    assert order == ["a0", "urgent", "a1", "a2", "b0", "b1", "b2"]
+
+
+async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(executor: Executor) -> None:
+    gate = Gate()
+    ran: list[int] = []
+
+    def turns(end: Callable[[], object]) -> Generator[None, None, None]:
+        yield
+        ran.append(1)
+        end()
+        yield
+        ran.append(2)
+
+    with pytest.raises(ZeroDivisionError):
+        await executor.run_in_turns(turns(lambda: 1 // 0), Priority.BATCH)
+    task = asyncio.create_task(executor.run_in_turns(turns(gate), Priority.BATCH))
+    await asyncio.to_thread(gate.entered.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.opened.set()
+    assert (await executor.run(lambda: 5, Priority.BATCH)).value == 5
+    assert ran == [1, 1]
+    assert executor.num_calls == 0
 
 
 async def test_waiting_until_idle(executor: Executor) -> None:
