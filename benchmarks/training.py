@@ -3,7 +3,8 @@
     python benchmarks/training.py [--repeats 5] [--parts local pipeline together] [--delays 0 5 20 50] [--servers 1 2 4]
 
 local: a forward of 16x128 tokens and a step of prompt tuning, by two servers of one thread each and by the local model
-with one thread, in turn; what counts is the ratio.
+with one thread, in turn; what counts is the ratio. The client, who computes the head, has one thread as well, and then
+one per core.
 pipeline: tokens per second of forward and of forward and backward, over servers behind a delay (one way), the batch in
 1 micro-batch, which is relayed from server to server as a whole, and in more. The servers' blocks take a stated time
 (`paced_server.py`), 20 ms for 256 tokens on each of 4 servers, so that four servers are four even on two cores.
@@ -14,6 +15,7 @@ Writes results/training.json.
 import argparse
 import contextlib
 import itertools
+import os
 import sys
 import tempfile
 import threading
@@ -86,11 +88,24 @@ def beside_the_local_model(path: Path, repeats: int) -> dict[str, float]:
         for name, make in (("forward", forward_of), ("prompt tuning", tuned)):
             here, there = make(local), make(remote)
             here(), there()  # warm-up
-            runs = [(seconds(here), seconds(there)) for _ in range(repeats)]
-            result[f"{name} local s"] = median(one for one, _ in runs)
-            result[f"{name} swarm s"] = median(other for _, other in runs)
-            result[f"{name} ratio"] = median(one / other for one, other in runs)
+            runs = [(seconds(here), seconds(there), seconds(with_all_threads(there))) for _ in range(repeats)]
+            result[f"{name} local s"] = median(one for one, _, _ in runs)
+            result[f"{name} swarm s"] = median(other for _, other, _ in runs)
+            result[f"{name} ratio"] = median(one / other for one, other, _ in runs)
+            result[f"{name} ratio, client with all cores"] = median(one / free for one, _, free in runs)
     return result
+
+
+def with_all_threads(call: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)
+        try:
+            call()
+        finally:
+            torch.set_num_threads(before)
+
+    return run
 
 
 @contextlib.contextmanager
