@@ -48,9 +48,9 @@ class Budget:
     """Of the time, while others wait all the time."""
     patience_s: float = 1.0
     """Longest wait for training's next turn: where turns take long, they get more than their share."""
-    pause_s: float = 0.05
-    """How long after a decode step the next one is waited for. Assumed: those who get fewer tokens per second notice
-    a turn of training less, and whoever has stopped decoding costs training no more than this."""
+    pause_s: float = 0.1
+    """How long after a decode step the next one is waited for; whoever has stopped decoding costs training no more than
+    this. Measured beside 50 ms (docs/benchmarks.md), which a token through two busy servers sometimes exceeds."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
