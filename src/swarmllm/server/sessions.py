@@ -85,7 +85,6 @@ class _Target:
 
     link: Link | None = None
     session: str = ""
-    on_lost: Callable[[PeerError], None] | None = None
 
 
 @dataclass(eq=False)
@@ -156,11 +155,12 @@ class Session:
             return
         epoch = self.epoch
         target = _Target(session=successor.session)
-        target.on_lost = partial(self._target_lost, target)
         try:
             async with asyncio.timeout(LINK_TIMEOUT_S):
                 target.link = await links.get(successor)
-                await target.link.attach(successor, target.on_lost)
+                # Only the link keeps the callback, until `unlink`: in the target it would make a circle with this
+                # session, whose caches would then wait for the garbage collector.
+                await target.link.attach(successor, partial(self._target_lost, target))
         except TimeoutError as error:
             if isinstance(error, SwarmError):
                 raise
