@@ -311,7 +311,7 @@ def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
 
 @pytest.mark.slow
 def test_langchain_uses_it_as_it_uses_openai(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
-    """Not among the requirements of the tests, because it brings very much along."""
+    """Runs in `make test-trainers`: it brings very much along."""
     langchain = pytest.importorskip("langchain_openai")
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     asked: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "model": NAME, "temperature": 0}
