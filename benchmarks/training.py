@@ -3,8 +3,9 @@
     python benchmarks/training.py [--repeats 5] [--parts local pipeline together] [--delays 0 5 20 50] [--servers 1 2 4]
 
 local: a forward of 16x128 tokens and a step of prompt tuning, by two servers of one thread each and by the local model
-with one thread, in turn; what counts is the ratio. The client, who computes the head, has one thread as well, and then
-one per core.
+with one thread, in turn; what counts is the ratio. Each once with the head of a language model, which the client
+computes when all is there, and once without (as Petals' benchmarks measure: hidden states, and two classes). The client
+has one thread as well, and then one per core.
 pipeline: tokens per second of forward and of forward and backward, over servers behind a delay (one way), the batch in
 1 micro-batch, which is relayed from server to server as a whole, and in more. The servers' blocks take a stated time
 (`paced_server.py`), 20 ms for 256 tokens on each of 4 servers, so that four servers are four even on two cores.
@@ -30,9 +31,14 @@ from common import median, save_random_model, save_results, table, timed_generat
 from delay_proxy import SlowNetwork
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
+from swarmllm import (
+    AutoDistributedModel,
+    AutoDistributedModelForSequenceClassification,
+    ClientConfig,
+    LocalSwarm,
+)
 from swarmllm.client import remote_autograd
 
 ROWS, LENGTH = 16, 128
@@ -54,15 +60,16 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def tuned(model: Any) -> Callable[[], None]:
-    """One step of prompt tuning on that model."""
+    """One step of prompt tuning on that model: of the next token where it has a head for it, else of classes."""
     torch.manual_seed(0)
-    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=8)
+    ids, classify = batch(), not model.can_generate()
+    config = PromptTuningConfig(task_type=TaskType.SEQ_CLS if classify else TaskType.CAUSAL_LM, num_virtual_tokens=8)
     adapted = get_peft_model(model.requires_grad_(False), config)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
-    ids = batch()
+    labels = torch.arange(ROWS) % 2 if classify else ids
 
     def step() -> None:
-        adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        adapted(input_ids=ids, labels=labels, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -70,9 +77,11 @@ def tuned(model: Any) -> Callable[[], None]:
 
 
 def forward_of(model: Any) -> Callable[[], None]:
+    ids = batch()
+
     @torch.no_grad()
     def forward() -> None:
-        model(batch(), use_cache=False)
+        model(ids, use_cache=False)
 
     return forward
 
@@ -80,13 +89,23 @@ def forward_of(model: Any) -> Callable[[], None]:
 def beside_the_local_model(path: Path, repeats: int) -> dict[str, float]:
     """Seconds here and there, and how many times faster the swarm is: medians over alternating runs."""
     result = {}
+    classes = {"num_labels": 2, "pad_token_id": 0}
     local = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    local_classifier = AutoModelForSequenceClassification.from_pretrained(path, dtype="auto", **classes)
     with (
         LocalSwarm(path, num_servers=2, quant_type="none", num_threads=1) as swarm,
         AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers) as remote,
+        AutoDistributedModelForSequenceClassification.from_pretrained(
+            str(path), initial_peers=swarm.initial_peers, **classes
+        ) as remote_classifier,
     ):
-        for name, make in (("forward", forward_of), ("prompt tuning", tuned)):
-            here, there = make(local), make(remote)
+        for name, make, mine, theirs in (
+            ("forward", forward_of, local, remote),
+            ("forward without head", forward_of, local.base_model, remote.base_model),
+            ("prompt tuning", tuned, local, remote),
+            ("prompt tuning, classes", tuned, local_classifier, remote_classifier),
+        ):
+            here, there = make(mine), make(theirs)
             here(), there()  # warm-up
             runs = [(seconds(here), seconds(there), seconds(with_all_threads(there))) for _ in range(repeats)]
             result[f"{name} local s"] = median(one for one, _, _ in runs)
