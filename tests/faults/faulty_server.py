@@ -36,7 +36,7 @@ class Fault(Enum):
 def misbehave(fault: Fault, trigger: Path) -> None:
     """Patch the two places through which every computation goes, and boast, so that routes lead here."""
     ms_per_block = 1000.0 if fault is Fault.MODEST else 1e-3  # far more than pings on a busy machine differ by
-    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
+    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block, packing="ragged")
     server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
     honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
 

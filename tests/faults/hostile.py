@@ -21,6 +21,7 @@ from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.network.messages import Successor
 from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.server.dummy_inputs import dummy_inputs
 from swarmllm.server.executor import Executor
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
@@ -28,7 +29,6 @@ from swarmllm.server.links import Links
 from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
-from swarmllm.server.throughput import dummy_inputs
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"

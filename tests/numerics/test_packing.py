@@ -1,7 +1,7 @@
 """Several sessions in one forward: each gets what it gets alone, whatever the others do."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.packing import Packing, SessionCall
-from swarmllm.models.span_cache import SpanCache
+from swarmllm.models.packing import NEVER, Packing, SessionCall
+from swarmllm.models.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.server.packing_speed import measure_packing
 
 RELATIVE = 1e-5
 """Largest error in float32, relative to the largest output."""
@@ -135,8 +136,10 @@ def test_every_architecture_together_as_alone(tmp_path: Path) -> None:
     for model_type in [*ARCHITECTURES, *VARIANTS]:
         directory = tmp_path / model_type
         try:
-            if load(model_type, directory).keeps_cache:
+            blocks = load(model_type, directory)
+            if blocks.keeps_cache:
                 ways[model_type] = check(model_type, directory)
+                assert measure_packing(blocks, decode_ms_per_block=0.5)[0] in blocks.packer.ways
         except UnsupportedModelError:
             continue  # what can't be split at all is the sweep's business
     assert {name for name, way in ways.items() if way == Packing.ONE_BY_ONE} == set(FALL_BACK)
@@ -265,3 +268,63 @@ def test_short_floats(tmp_path: Path) -> None:
     sessions = Sessions(load("qwen2", tmp_path, torch.bfloat16))
     assert sessions.blocks.packer.way == Packing.RAGGED
     assert max(sessions.step(lengths) for lengths in STEPS) <= 16 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "gemma2"])
+def test_a_long_session_alone_in_short_floats(model_type: str, tmp_path: Path) -> None:
+    """It may run as if it had company, from some length on: the same up to rounding, also after what can't."""
+    blocks = load(model_type, tmp_path, torch.bfloat16)
+    blocks.packer.use(Packing.RAGGED, ragged_alone_from=12)
+    sessions = Sessions(blocks, rows=(2,))
+    with packs_counted(blocks) as sizes:
+        errors = [sessions.step([length]) for length in (7, 1, 20, 1, 3, 1)]
+        for cache in (sessions.packed[0], sessions.alone[0]):
+            with suppress(RollbackUnsupportedError):
+                cache.rollback(cache.length - 2)
+        errors.append(sessions.step([1]))
+    assert sizes == [1, 1, 1, 1], "neither short sessions nor long steps"
+    assert max(errors) <= 16 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_long_session_alone_that_fails_is_tried_as_ever(tmp_path: Path) -> None:
+    blocks = load("qwen2", tmp_path, torch.bfloat16)
+    sessions = Sessions(blocks, rows=(1,))
+    sessions.step([5])
+    blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
+
+    def fail(*_: object) -> list[Tensor]:
+        sessions.packed[0].layers[0].keys = None
+        raise RuntimeError("not this way")
+
+    blocks.packer.run_packed = fail  # type: ignore[method-assign]
+    assert sessions.step([1]) == 0.0
+
+
+def test_float32_alone_stays_as_transformers_computes_it(tmp_path: Path) -> None:
+    blocks = load("llama", tmp_path)
+    blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
+    assert blocks.packer.ragged_alone_from == NEVER
+    sessions = Sessions(blocks, rows=(1,))
+    assert [sessions.step([length]) for length in (5, 1, 1)] == [0.0, 0.0, 0.0]
+
+
+def test_a_way_that_is_wrong_here_is_not_used_whatever_was_measured_elsewhere(tmp_path: Path) -> None:
+    packer = load("bloom", tmp_path).packer
+    assert packer.ways == (Packing.PADDED, Packing.ONE_BY_ONE)
+    packer.use(Packing.RAGGED, ragged_alone_from=1)
+    assert (packer.way, packer.ragged_alone_from) == (Packing.PADDED, NEVER)
+    packer.use(Packing.ONE_BY_ONE)
+    assert packer.way == Packing.ONE_BY_ONE
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3n_text", "bloom", "qwen3_next", "mamba2", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_measurement_runs_and_leaves_nothing_behind(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    blocks = load(model_type, tmp_path, dtype)
+    way, alone_from = measure_packing(blocks, decode_ms_per_block=0.5)
+    assert way in blocks.packer.ways
+    assert alone_from == 0 or (dtype == torch.bfloat16 and way == Packing.RAGGED)
+    if blocks.keeps_cache:
+        sessions = Sessions(blocks)
+        limit = RELATIVE if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+        assert max(sessions.step(lengths) for lengths in STEPS) <= limit

@@ -4,9 +4,9 @@
     padded      calls of equally many new positions as one batch (`padded_cache`)
     one by one  the others
 
-Which ways give the right results for a span is found out when it is loaded (`packing_probe`), and the first of them is
-used: where ragged works it was faster than padded in all measurements (docs/benchmarks.md). Used by
-`BlockSpan.forward_many`, for the server's scheduler. Knows no queue and no clock: who runs with whom is decided there.
+Which ways give the right results for a span is found out when it is loaded (`packing_probe`). The first of them is used
+until somebody has measured which is fastest (`server/packing_speed`). Used by `BlockSpan.forward_many`, for the
+server's scheduler. Knows no queue and no clock: who runs with whom is decided there.
 """
 
 import inspect
@@ -23,7 +23,12 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import LocalProtocolError
 from swarmllm.models.architecture import text_config
 from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.packed_attention import PackingUnsupportedError, RaggedAttention, Segment
+from swarmllm.models.packed_attention import (
+    MAX_SHARED_POSITIONS,
+    PackingUnsupportedError,
+    RaggedAttention,
+    Segment,
+)
 from swarmllm.models.padded_cache import PaddedCache
 from swarmllm.models.span_cache import SpanCache
 
@@ -35,8 +40,11 @@ MAX_PADDED_TOKENS = 16
 Assumed."""
 
 
+NEVER = float("inf")
+
+
 class Packing(Enum):
-    """A way to run several calls; the fastest first."""
+    """A way to run several calls; in most measurements the fastest first (docs/benchmarks.md)."""
 
     RAGGED = "ragged"
     PADDED = "padded"
@@ -70,18 +78,34 @@ class Packer:
         self.max_equal_length = _length_of_equal_rotation(text_config(stack.config))
         """Calls that end beyond this position depend on whom they run with, so they run alone."""
         self._padded = PaddedCache(stack.config)
-        self.way = Packing.ONE_BY_ONE
-        """The best one that gives the right results for this span."""
         self.ways: tuple[Packing, ...] = (Packing.PADDED, Packing.ONE_BY_ONE)
-        """Those worth trying, the fastest first."""
+        """Those worth trying, and once they have been tried, those that give the right results for this span."""
         try:
             self._ragged = RaggedAttention(stack)
             self.ways = (Packing.RAGGED, *self.ways)
         except PackingUnsupportedError:
             pass
+        self.way = Packing.ONE_BY_ONE
+        """The one that is used."""
+        self.ragged_alone_from = NEVER
+        """Length of a session from which its steps run ragged even without company."""
+
+    def found(self, ways: Sequence[Packing]) -> None:
+        """These give the right results, the last of them being one by one; the first is used from now on."""
+        self.ways, self.way = tuple(ways), ways[0]
+
+    def use(self, way: Packing, *, ragged_alone_from: float = NEVER) -> None:
+        """Use what was measured to be fastest, as far as it is right for these blocks.
+
+        In float32 a session alone runs as transformers runs it, whatever is faster: equal bit by bit.
+        """
+        if way in self.ways:
+            exact = self._blocks.dtype == torch.float32
+            self.way = way
+            self.ragged_alone_from = ragged_alone_from if way == Packing.RAGGED and not exact else NEVER
 
     def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[Outcome]:
-        """See `BlockSpan.forward_many`; `way` None = the best that works."""
+        """See `BlockSpan.forward_many`; `way` None = the one in use."""
         way = way or self.way
         outcomes: dict[int, Outcome] = {}
         for group in self._groups(calls, way):
@@ -103,7 +127,7 @@ class Packer:
         return outputs
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[Outcome]:
-        if len(calls) == 1:
+        if len(calls) == 1 and not self._gains_alone(calls[0], way):
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
@@ -121,6 +145,15 @@ class Packer:
             except Exception as error:  # noqa: BLE001 - model code on a stranger's inputs: it ends this session alone
                 outcomes.append(error)
         return outcomes
+
+    def _gains_alone(self, call: SessionCall, way: Packing) -> bool:
+        """Whether attention over a long past is worth the detour (`RaggedAttention.attend`)."""
+        return (
+            way == Packing.RAGGED
+            and call.end_position >= self.ragged_alone_from
+            and call.inputs.seq_len <= MAX_SHARED_POSITIONS
+            and self._key(call, way) is not None
+        )
 
     # ------------------------------------------------------------------ who runs with whom
 

@@ -1,4 +1,4 @@
-"""Which way of packing gives a span the same results as running its sessions one by one.
+"""Which ways of packing give a span the same results as running its sessions one by one.
 
 Looked at when blocks are loaded, in one part of each kind: three sessions of different lengths, one of them with two
 rows and one rolled back, take three steps each, together and alone. Called by `probes`.
@@ -30,10 +30,10 @@ NEXT_STEPS = ((1, 1, 2), (1, 1, 1))
 
 
 def find_packing(span: "BlockSpan", packer: Packer, parts: Sequence[Span], inputs: BlockInputs) -> None:
-    """Leave in `packer.way` the best that works for all `parts`; `inputs` are for 3 rows of at least 7 positions."""
+    """Tell `packer` which ways are right for all `parts`; `inputs` are for 3 rows of at least 7 positions."""
     probes = [PackingProbe(span, packer, part, inputs) for part in parts]
-    packer.way = next(
-        way for way in packer.ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)
+    packer.found(
+        [way for way in packer.ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
     )
 
 

@@ -13,7 +13,7 @@ from swarmllm.models.block_span import BlockSpan
 from swarmllm.network.frames import Message
 from swarmllm.network.messages import AdapterHeader, BatchHeader, StepHeader
 from swarmllm.network.tensor_codec import decode_tensors
-from swarmllm.server.throughput import dummy_inputs
+from swarmllm.server.dummy_inputs import dummy_inputs
 
 MAX_POSITION_KINDS = 8
 """Kinds of `position_ids`: 3 or 4 in today's models with several."""

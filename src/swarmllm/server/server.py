@@ -39,6 +39,7 @@ from swarmllm.network.messages import Successor
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import FrameStream, hello
 from swarmllm.server.announcer import Announcer
+from swarmllm.server.dummy_inputs import dummy_inputs
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
@@ -54,7 +55,6 @@ from swarmllm.server.successors import Successors
 from swarmllm.server.throughput import (
     Throughput,
     ThroughputCache,
-    dummy_inputs,
     measure_throughput,
     prefill_tokens_beside_decode,
 )

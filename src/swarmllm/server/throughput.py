@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import torch
 
-from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
+from swarmllm.models.packing import NEVER, Packing
 from swarmllm.models.quantization.heap import return_free_memory
+from swarmllm.server.dummy_inputs import dummy_inputs
+from swarmllm.server.packing_speed import measure_packing
 from swarmllm.server.throughput_cache import Throughput, ThroughputCache
 
-__all__ = ["Throughput", "ThroughputCache", "dummy_inputs", "measure_throughput", "prefill_tokens_beside_decode"]
+__all__ = ["Throughput", "ThroughputCache", "measure_throughput", "prefill_tokens_beside_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,10 @@ BUSY_SHARE = 0.7
 
 
 def measure_throughput(blocks: BlockSpan, cache: ThroughputCache | None = None) -> Throughput:
-    """What the cache knows of such blocks, else what is measured now; sets the number of threads if it is free."""
+    """What the cache knows of such blocks, else what is measured now.
+
+    Sets the number of threads if it is free, and how the blocks run several sessions.
+    """
     known = None if cache is None else cache.load(blocks)
     if known is None:
         began_at, cpu_began_at = time.perf_counter(), time.process_time()
@@ -61,6 +66,7 @@ def measure_throughput(blocks: BlockSpan, cache: ThroughputCache | None = None) 
         logger.info("measured at an earlier start: %s", _in_words(known))
     if known.num_threads:
         torch.set_num_threads(known.num_threads)
+    blocks.packer.use(Packing(known.packing), ragged_alone_from=known.ragged_alone_from or NEVER)
     return known
 
 
@@ -107,42 +113,27 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
             blocks.forward(dummy_inputs(blocks, context_tokens), cache=full)
             added_s = max(0.0, _median_s(lambda: blocks.forward(token, cache=full)) - decode_s)
             context_ms = added_s * 1e3 / num_blocks * 1000 / context_tokens
+    packing, ragged_alone_from = measure_packing(blocks, decode_s * 1e3 / num_blocks)
     return Throughput(
         forward_tokens_per_s=FORWARD_TOKENS / forward_s,
         decode_ms_per_block=decode_s * 1e3 / num_blocks,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_blocks,
         context_ms_per_block_per_1k=context_ms,
         num_threads=num_threads,
+        packing=packing.value,
+        ragged_alone_from=ragged_alone_from,
     )
 
 
 def _in_words(throughput: Throughput) -> str:
     threads = f", with {throughput.num_threads} threads" if throughput.num_threads else ""
+    alone = f" (alone from {throughput.ragged_alone_from} tokens)" if throughput.ragged_alone_from else ""
     return (
         f"{throughput.forward_tokens_per_s:.0f} tokens/s in batches; a decode step takes "
         f"{throughput.decode_ms_per_block:.2f} ms per block, {throughput.decode_ms_per_block_batch8:.2f} for 8 rows, "
-        f"{throughput.context_ms_per_block_per_1k:.3f} more per 1000 tokens of context{threads}"
+        f"{throughput.context_ms_per_block_per_1k:.3f} more per 1000 tokens of context{threads}; "
+        f"sessions run {throughput.packing}{alone}"
     )
-
-
-def dummy_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> BlockInputs:
-    """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take."""
-    random = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=random).to(blocks.device, blocks.dtype)
-
-    embeds = normal(batch_size, seq_len, blocks.embedding_dim)
-    ids = torch.ones(batch_size, seq_len, dtype=torch.int64, device=blocks.device)
-    extra = blocks.traits.extra_inputs
-    inputs = BlockInputs(
-        hidden_states=embeds,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        input_ids=ids if "input_ids" in extra else None,
-        inputs_embeds=embeds if "inputs_embeds" in extra else None,
-    )
-    return inputs.with_hidden(normal(*blocks.preamble(inputs).shape))
 
 
 def _median_s(run: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +40,10 @@ class Throughput(BaseModel):
     context_ms_per_block_per_1k: Measured = 0.0
     num_threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """The number of threads that was best; 0 = not chosen by measurement."""
+    packing: Literal["ragged", "padded", "one by one"]
+    """How steps of several sessions run fastest: the values of `models.packing.Packing`."""
+    ragged_alone_from: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Context from which a session alone runs ragged; 0 = never."""
     measured_at: Measured = 0.0
     """Unix time divided by 1000, seconds: within the bounds of a measurement."""
 

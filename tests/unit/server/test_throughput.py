@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from swarmllm.data_structures import Span
+from swarmllm.models.packing import NEVER, Packing
 from swarmllm.server import throughput, throughput_cache
 from swarmllm.server.throughput import Throughput, ThroughputCache, measure_throughput, prefill_tokens_beside_decode
 
-KNOWN = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0)
+KNOWN = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0, packing="padded")
 
 
 def blocks_of(span: Span, dtype: torch.dtype = torch.float32) -> Any:
-    """As much of a BlockSpan as a measurement's name needs."""
-    return SimpleNamespace(span=span, cache_bytes_per_token=64, device=torch.device("cpu"), dtype=dtype)
+    """As much of a BlockSpan as a measurement's name and its use need."""
+    used: list[Any] = []
+    packer = SimpleNamespace(use=lambda way, ragged_alone_from: used.append((way, ragged_alone_from)), used=used)
+    device = torch.device("cpu")
+    return SimpleNamespace(span=span, cache_bytes_per_token=64, device=device, dtype=dtype, packer=packer)
 
 
 @pytest.fixture
@@ -36,7 +40,19 @@ def test_what_was_measured_is_found_again(cache: ThroughputCache, monkeypatch: p
     cache.save(blocks, KNOWN)
     monkeypatch.setattr(throughput, "_measure", lambda *_, **__: pytest.fail("measured again"))
     assert measure_throughput(blocks, cache).decode_ms_per_block == 2.0
+    assert blocks.packer.used == [(Packing.PADDED, NEVER)]
     assert cache.load(blocks_of(Span(4, 8))) is not None  # as many blocks of the same kind
+
+
+def test_how_sessions_are_packed_is_kept_too(cache: ThroughputCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = KNOWN.model_copy(update={"packing": "ragged", "ragged_alone_from": 300})
+    monkeypatch.setattr(throughput, "_measure", lambda *_, **__: measured)
+    first, second = blocks_of(Span(0, 4)), blocks_of(Span(4, 8))
+    measure_throughput(first, cache)
+    cache.save(first, measured)  # what a busy machine disturbed isn't kept
+    monkeypatch.setattr(throughput, "_measure", lambda *_, **__: pytest.fail("measured again"))
+    measure_throughput(second, cache)
+    assert first.packer.used == second.packer.used == [(Packing.RAGGED, 300)]
 
 
 def test_other_kinds_are_measured_themselves(cache: ThroughputCache) -> None:
@@ -70,7 +86,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: ThroughputCache, tmp_
 
 def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:
     step_s = 4 * 2.0 / 1e3
-    fast = Throughput(forward_tokens_per_s=50_000.0, decode_ms_per_block=2.0)
+    fast = Throughput(forward_tokens_per_s=50_000.0, decode_ms_per_block=2.0, packing="ragged")
     tokens = prefill_tokens_beside_decode(fast, num_blocks=4)
     assert tokens / fast.forward_tokens_per_s == pytest.approx(throughput.PREFILL_SHARE * step_s)
     assert prefill_tokens_beside_decode(KNOWN, num_blocks=4) == throughput.MIN_PREFILL_TOKENS

@@ -1,0 +1,83 @@
+"""Which way of packing is chosen by what measurements, and which are never tried."""
+
+import pytest
+
+from swarmllm.models.packing import Packing
+from swarmllm.server.packing_speed import LONG, ROUNDS, SHORT, choose_packing, gains_from
+
+RAGGED, PADDED, ONE_BY_ONE = Packing.RAGGED, Packing.PADDED, Packing.ONE_BY_ONE
+ALL = (RAGGED, PADDED, ONE_BY_ONE)
+
+
+class Device:
+    """Gives what a test says instead of measuring; `first_s` for the first time."""
+
+    def __init__(self, seconds: dict[Packing, float], first_s: float = 0.0) -> None:
+        self.seconds, self.first_s = seconds, first_s
+        self.measured: list[Packing] = []
+        self.now = 0.0
+
+    def measure(self, way: Packing) -> float:
+        took_s = self.seconds[way] + (0.0 if way in self.measured else self.first_s)
+        self.measured.append(way)
+        self.now += took_s
+        return took_s
+
+    def choose(self, ways: tuple[Packing, ...] = ALL) -> Packing:
+        return choose_packing(ways, self.measure, lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "way"),
+    [
+        ((0.010, 0.020, 0.040), RAGGED),
+        ((0.020, 0.010, 0.040), PADDED),
+        ((0.020, 0.040, 0.010), ONE_BY_ONE),
+        ((0.020, 0.019, 0.019), RAGGED),  # not by much
+        ((0.020, 0.017, 0.016), PADDED),  # nor the last compared to the second
+    ],
+)
+def test_the_fastest_is_chosen_if_it_is_clearly_so(seconds: tuple[float, ...], way: Packing) -> None:
+    assert Device(dict(zip(ALL, seconds, strict=True))).choose() == way
+
+
+def test_wrong_ways_are_not_tried() -> None:
+    device = Device({PADDED: 0.02, ONE_BY_ONE: 0.01})  # would fail if asked for another
+    assert device.choose((PADDED, ONE_BY_ONE)) == ONE_BY_ONE
+    assert set(device.measured) == {PADDED, ONE_BY_ONE}
+
+
+def test_one_way_needs_no_measurement() -> None:
+    device = Device({})
+    assert device.choose((ONE_BY_ONE,)) == ONE_BY_ONE
+    assert not device.measured
+
+
+def test_the_first_run_may_be_slow_and_the_hopeless_run_once() -> None:
+    device = Device({RAGGED: 0.020, PADDED: 0.010, ONE_BY_ONE: 0.500}, first_s=0.02)
+    assert device.choose() == PADDED
+    assert device.measured.count(ONE_BY_ONE) == 1
+    assert device.measured.count(PADDED) <= ROUNDS
+
+
+def test_slow_blocks_are_measured_once() -> None:
+    device = Device({RAGGED: 3.0, PADDED: 3.1, ONE_BY_ONE: 5.0})
+    assert device.choose() == RAGGED
+    assert device.measured == list(ALL)
+
+
+@pytest.mark.parametrize(
+    ("usual_ms", "ragged_ms", "context"),
+    [
+        ((7.0, 10.0), (7.0, 7.5), 207),  # about what was measured with hidden 2048
+        ((7.0, 10.0), (6.0, 7.5), SHORT),
+        ((7.0, 7.5), (7.0, 7.5), 0),
+        ((7.0, 7.5), (5.0, 7.5), 0),
+    ],
+)
+def test_where_a_session_alone_gains(
+    usual_ms: tuple[float, float], ragged_ms: tuple[float, float], context: int
+) -> None:
+    found = gains_from(usual_ms, ragged_ms)
+    assert found == pytest.approx(context, abs=10)
+    assert found == 0 or SHORT <= found <= LONG
