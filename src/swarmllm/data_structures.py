@@ -100,6 +100,9 @@ class ServerInfo(PeerModel):
     """What 1000 tokens in the KV cache add to a decode step, per block."""
     queue_ms: Milliseconds = 0.0
     """How long a step waits for its turn at present."""
+    speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    """What a server with `--nice` leaves itself of its speed while its owner's programs need the machine; the speeds
+    above are what is left. 0 = paused: to be used only if nobody else serves these blocks."""
     network_mbps: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     """Megabits per second to other peers, measured; 0 = unknown."""
     round_trips: Annotated[

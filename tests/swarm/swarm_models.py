@@ -1,7 +1,7 @@
 """Models for tests with real servers, and how a swarm's answers are compared with the local model's."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,11 @@ def assert_same_tokens(model: Any, local: PreTrainedModel, ids: Tensor, **option
     generated = generate_seeded(model, ids, **options)
     assert generated.tolist() == expected.tolist()
     return generated
+
+
+def names(route: Iterable[Any]) -> list[str]:
+    """The peer ids of its servers."""
+    return [hop.server.peer_id for hop in route]
 
 
 def wait_until(happened: Callable[[], object], what: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from delay_proxies import DelayProxies
-from swarm_models import NUM_BLOCKS, OPTIONS, connected, generate_seeded, prompt, wait_until
+from swarm_models import NUM_BLOCKS, OPTIONS, connected, generate_seeded, names, prompt, wait_until
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -37,10 +37,6 @@ def far_swarm(llama: Path, proxies: DelayProxies) -> Iterator[LocalSwarm]:
 def client(llama: Path, far_swarm: LocalSwarm) -> Iterator[Any]:
     with connected(llama, far_swarm.initial_peers, ping_period_s=0.2, update_period_s=0.2, speculation="off") as model:
         yield model
-
-
-def names(route: list[Any]) -> list[str]:
-    return [hop.server.peer_id for hop in route]
 
 
 def test_the_nearest_servers_are_taken_and_better_ones_moved_to(

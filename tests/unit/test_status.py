@@ -65,6 +65,12 @@ def test_the_table() -> None:
     assert "name" not in lines[0]
 
 
+@pytest.mark.parametrize(("share", "state"), [(1.0, "online  "), (0.25, "online at 25%"), (0.0, "online, paused")])
+def test_a_server_that_gives_way_says_so(share: float, state: str) -> None:
+    _, line = describe_swarm(SwarmSnapshot(8, (server("a", 0, 8, speed_share=share),)))
+    assert f"  {state}" in line
+
+
 def test_public_names_get_a_column() -> None:
     lines = describe_swarm(SwarmSnapshot(8, (server("a", 0, 8, public_name="Ada"),)))
     assert lines[0].endswith("name")

@@ -9,4 +9,5 @@ kv_cache   the byte budget that sessions lease from
 executor   the one thread that touches blocks and caches
 announcer  what the swarm is told, and how often
 throughput how fast the blocks are
+courtesy   giving way to the owner's programs
 """

@@ -52,7 +52,9 @@ def build_parser() -> Parser:
     network.add_argument("--balance_quality", type=float, metavar="Q", help="how readily to move, 0 (never) to 1")
     limits = parser.add_argument_group("resources")
     limits.add_argument("--num_threads", type=int, metavar="N", help="CPU threads for computing")
-    limits.add_argument("--nice", action="store_true", help="give way to this machine's other programs")
+    limits.add_argument(
+        "--nice", action="store_true", help="give way to other programs: slow down while they need the cores"
+    )
     limits.add_argument("--attn_cache_tokens", type=int, metavar="N", help="KV cache budget in tokens")
     limits.add_argument("--prefix_cache_tokens", type=int, metavar="N", help="tokens of shared prompts; 0 = off")
     limits.add_argument("--max_batch_tokens", type=int, metavar="N", help="most tokens of one training batch")

@@ -16,15 +16,19 @@ logger = logging.getLogger(__name__)
 
 LOOKS_PER_RENEWAL = 6
 """At the load: every 5 s with the usual update period."""
+LEAST_SHARE = 0.01
+"""Below the least that is computed, and above none."""
 NOTABLE_QUEUE_MS = 50.0
 """A shorter wait changes few routes. Assumed: round trips through the internet are as long."""
 
 
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
-    """Whether clients would choose other routes if they knew: the queue or the free cache doubled or halved."""
+    """Whether clients would choose other routes if they knew: the queue, the free cache or the speed that is left for
+    them doubled or halved."""
     for before, after, floor in (
         (announced.queue_ms, now.queue_ms, NOTABLE_QUEUE_MS),
         (announced.cache_tokens_left, now.cache_tokens_left, now.max_batch_tokens),
+        (announced.speed_share, now.speed_share, LEAST_SHARE),
     ):
         low, high = sorted((max(before, floor), max(after, floor)))
         if high > 2 * low:

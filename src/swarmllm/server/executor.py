@@ -19,6 +19,7 @@ from torch import Tensor
 
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
+from swarmllm.server.courtesy import Courtesy
 from swarmllm.server.gathering import Gathering
 from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 
@@ -93,7 +94,14 @@ class _Withdrawn:
 class Executor:
     """Runs calls in one thread of its own. `close()` ends the thread after the calls that are queued."""
 
-    def __init__(self, budget: Budget | None = None, *, name: str = "swarmllm-device") -> None:
+    def __init__(
+        self,
+        budget: Budget | None = None,
+        courtesy: Courtesy | None = None,
+        *,
+        name: str = "swarmllm-device",
+    ) -> None:
+        self._courtesy = courtesy or Courtesy()
         self._gathering = Gathering()
         self._inbox: queue.SimpleQueue[_Waiting | _Withdrawn | None] = queue.SimpleQueue()
         self._scheduler: Scheduler[_Waiting] = Scheduler(budget or Budget())  # belongs to the device thread
@@ -217,6 +225,8 @@ class Executor:
         if not len(self._scheduler):
             return None
         now = time.perf_counter()
+        if pause_s := self._courtesy.pause_s(now):
+            return pause_s
         if self._scheduler.others_decode(now):
             return self._gathering.wait_s(now)
         return self._scheduler.pause_s(now)
@@ -238,6 +248,7 @@ class Executor:
         ended_at = time.perf_counter()
         self._scheduler.ran(ended_at)
         compute_s = ended_at - now
+        self._courtesy.ran(compute_s, ended_at)
         settled: list[tuple[_Waiting, object]] = []
         for (work, _), outcome in zip(pieces, outcomes, strict=True):
             work.compute_s += compute_s
@@ -272,7 +283,9 @@ class Executor:
         return outcomes
 
     def _count(self, pieces: Sequence[tuple[_Waiting, int]], now: float) -> None:
-        waited_ms = sum(now - work.queued_at for work, _ in pieces) / len(pieces) * 1e3
+        # Without the pauses that are made for others: the announced speed has them already.
+        since = self._courtesy.resumes_at
+        waited_ms = sum(max(0.0, now - max(work.queued_at, since)) for work, _ in pieces) / len(pieces) * 1e3
         self._queue_ms = _smoothed(self.load.queue_ms, waited_ms)
         self._batch_size = _smoothed(self._batch_size or len(pieces), len(pieces))
         self._num_steps += sum(not work.num_tokens for work, _ in pieces)

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from huggingface_hub.constants import HF_HOME
 
@@ -39,11 +38,14 @@ from swarmllm.network.messages import Successor
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import FrameStream, hello
 from swarmllm.server.announcer import Announcer
+from swarmllm.server.courtesy import MAX_MS, Courtesy
+from swarmllm.server.device import num_blocks_that_fit, resolve_device
 from swarmllm.server.dummy_inputs import dummy_inputs
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
 from swarmllm.server.links import Links
+from swarmllm.server.machine_load import give_way
 from swarmllm.server.metrics import ServerMetrics, serve_metrics
 from swarmllm.server.network_speed import NetworkSpeed
 from swarmllm.server.prefix_cache import PrefixCache
@@ -69,13 +71,9 @@ DRAIN_S = 2.5
 be gone within 10."""
 HAND_OVER_S = 15.0
 """The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
-MEMORY_SHARE = 0.8
-"""Of the free memory that blocks may take when their number isn't given. Assumed: the rest is cache and activations."""
 CONNECT_TIMEOUT_S = 5.0
 LOWEST_PRIORITY = 19
 """Of POSIX. Under load such a process gets about 1/70 of the time of one with priority 0 (Linux)."""
-MAX_QUEUE_MS = 1e6
-"""A record may not say more."""
 
 
 async def serve(config: ServerConfig) -> None:
@@ -137,7 +135,7 @@ class _Server:
         self._checkpoint = checkpoint
         self._peer = peer
         self._directory = BlockDirectory(peer)
-        self._device = _resolve_device(config.device)
+        self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(checkpoint, config.dtype)
         self._quantization = resolve_quantization(checkpoint.config, config.quant_type)
         self._state = ServerState.JOINING
@@ -145,6 +143,7 @@ class _Server:
         self._blocks: BlockSpan | None = None
         self._adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
         self._throughput: Throughput | None = None
+        self._courtesy = Courtesy()
         self._budget = CacheBudget(0)
         self._bytes_per_token = self._hidden_bytes = 1
         self._claim: Span | None = None
@@ -169,7 +168,7 @@ class _Server:
     async def run(self, stop: asyncio.Event, started_at: float) -> None:
         """Go through the states; returns when the server has left."""
         self._span = await self._choose_span()
-        executor = self._executor = Executor(Budget(max_sessions=self._config.max_batch_sessions))
+        executor = self._executor = Executor(Budget(max_sessions=self._config.max_batch_sessions), self._courtesy)
         try:
             async with asyncio.TaskGroup() as tasks:
                 watchdog = tasks.create_task(self._watch_daemon(), name="watch the daemon")
@@ -178,6 +177,7 @@ class _Server:
                 pinging = tasks.create_task(
                     self._successors.run(self._peer.peer_id, lambda: self._span), name="ping successors"
                 )
+                watching = tasks.create_task(self._give_way(), name="give way")
                 links = Links(self._open_link, tasks)
                 handler = StreamHandler(
                     fingerprint=self._checkpoint.fingerprint,
@@ -199,7 +199,7 @@ class _Server:
                     if target is None:
                         break
                     self._span, self._blocks, self._claim = target, None, None
-                for task in (watchdog, announcing, measuring, pinging, reporting):
+                for task in (watchdog, announcing, measuring, pinging, watching, reporting):
                     task.cancel()
                 await _at_most(FAREWELL_S, self._announcer.withdraw())
                 await links.close()
@@ -213,7 +213,7 @@ class _Server:
         if config.block_indices is not None:
             return Span(*config.block_indices)
         block_bytes = self._checkpoint.block_bytes(self._dtype, self._quantization)
-        wanted = config.num_blocks or _num_blocks_that_fit(block_bytes, self._device)
+        wanted = config.num_blocks or num_blocks_that_fit(block_bytes, self._device)
         snapshot = await self._look()
         others = tuple(s for s in snapshot.servers if s.peer_id != self._peer.peer_id)
         span = choose_span(replace(snapshot, servers=others), wanted)
@@ -279,6 +279,15 @@ class _Server:
             if await self._adapters.refresh(blocks):
                 await self._announcer.announce()
 
+    async def _give_way(self) -> None:
+        if self._config.nice:
+            await give_way(self._courtesy, self._wanted_cores, self._config.update_period)
+
+    def _wanted_cores(self) -> int:
+        if self._device.type != "cpu":
+            return 1
+        return (self._throughput and self._throughput.num_threads) or torch.get_num_threads()
+
     def _prefix_cache(self) -> PrefixCache | None:
         num_tokens = self._config.prefix_cache_tokens
         if not num_tokens:
@@ -337,7 +346,7 @@ class _Server:
         if blocks is None or throughput is None:
             return info
         network_tokens_per_s = self._network.tokens_per_s(self._hidden_bytes)
-        return info.model_copy(
+        info = info.model_copy(
             update={
                 "throughput": self._config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
                 "network_mbps": self._network.mbps,
@@ -345,32 +354,12 @@ class _Server:
                 "decode_ms_per_block": throughput.decode_ms_per_block,
                 "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
                 "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,
-                "queue_ms": 0.0 if self._executor is None else min(self._executor.load.queue_ms, MAX_QUEUE_MS),
+                "queue_ms": 0.0 if self._executor is None else min(self._executor.load.queue_ms, MAX_MS),
                 "cache_tokens_left": self._budget.left_bytes // self._bytes_per_token,
                 "traits": blocks.traits,
             }
         )
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigurationError(f"device {name!r} can't be used here: {reason}") from None
-
-
-def _num_blocks_that_fit(block_bytes: list[int], device: torch.device) -> int:
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    num_blocks = int(free * MEMORY_SHARE) // max(block_bytes)
-    if num_blocks == 0:
-        raise ConfigurationError(
-            f"not even one block fits into the memory of {device}: it takes {max(block_bytes) / 1e9:.2f} GB, "
-            f"{free / 1e9:.2f} GB are free"
-        )
-    return min(num_blocks, len(block_bytes))
+        return self._courtesy.announced(info)
 
 
 async def _at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:

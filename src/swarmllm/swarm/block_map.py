@@ -93,13 +93,21 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
+def _state(server: ServerInfo) -> str:
+    """With how far it gives way to its owner's programs."""
+    name = state_name(server.state)
+    if server.speed_share == 1 or server.state != ServerState.ONLINE:
+        return name
+    return f"{name} at {server.speed_share:.0%}" if server.speed_share else f"{name}, paused"
+
+
 def _row(server: ServerInfo, num_blocks: int) -> Sequence[str]:
     measured = server.throughput > 0
     return (
         draw_blocks(server.span, num_blocks),
         short_peer_id(server.peer_id),
         f"{server.start}:{server.end}",
-        state_name(server.state),
+        _state(server),
         f"{server.throughput:.0f}" if measured else "-",
         f"{server.decode_ms_per_block * len(server.span):.1f}" if measured else "-",
         str(server.cache_tokens_left) if measured else "-",

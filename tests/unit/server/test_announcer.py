@@ -18,6 +18,9 @@ QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_
         ({"cache_tokens_left": 40000}, False),
         ({"cache_tokens_left": 30000}, True),
         ({"cache_tokens_left": 0}, True),
+        ({"speed_share": 0.6}, False),
+        ({"speed_share": 0.3}, True),
+        ({"speed_share": 0.0}, True),
     ],
 )
 def test_only_what_would_change_routes_is_told_at_once(change: dict[str, float], notable: bool) -> None:
