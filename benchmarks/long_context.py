@@ -1,0 +1,75 @@
+"""One session's decode step in short floats after a long past: transformers' own attention, and the ragged one.
+
+    python benchmarks/long_context.py [--shape 2048x4] [--contexts 128 512 2000] [--quant_type none] [--steps 15]
+
+Alternating in one process, medians; also from which context on a server that measures this machine takes the second.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from common import median, save_random_model, save_results, table
+
+from swarmllm.data_structures import Span
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.packing import NEVER, Packing, SessionCall
+from swarmllm.models.quantization import resolve_quantization
+from swarmllm.server.dummy_inputs import dummy_inputs
+from swarmllm.server.throughput import measure_throughput
+
+PROMPT_PIECE = 500
+
+
+@torch.inference_mode()
+def measure(blocks: BlockSpan, context: int, steps: int) -> tuple[float, float]:
+    """(ms per step as transformers computes it, ragged)."""
+    cache = blocks.new_cache()
+    while cache.length < context:
+        blocks.forward(dummy_inputs(blocks, min(PROMPT_PIECE, context - cache.length)), cache=cache)
+    call = SessionCall(dummy_inputs(blocks, 1), blocks.span, cache)
+    taken: dict[float, list[float]] = {NEVER: [], 0: []}
+    for _ in range(steps):
+        for ragged_from, times in taken.items():
+            blocks.packer.use(Packing.RAGGED, ragged_alone_from=ragged_from)
+            started = time.perf_counter()
+            blocks.forward_many([call])
+            times.append((time.perf_counter() - started) * 1e3)
+            cache.rollback(context)
+    return median(taken[NEVER]), median(taken[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="2048x4")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 512, 2000])
+    parser.add_argument("--quant_type", default="none")
+    parser.add_argument("--steps", type=int, default=15)
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+        checkpoint = open_checkpoint(str(save_random_model(args.shape, Path(directory))))
+        blocks = load_block_span(
+            checkpoint,
+            Span(0, checkpoint.num_blocks),
+            quantization=resolve_quantization(checkpoint.config, args.quant_type),
+            progress=False,
+        )
+        rows = []
+        for context in args.contexts:
+            usual_ms, ragged_ms = measure(blocks, context, args.steps)
+            rows.append([context, usual_ms, ragged_ms, usual_ms / ragged_ms])
+        chosen = measure_throughput(blocks)
+    print(table(["context", "as transformers, ms per step", "ragged, ms per step", "times as fast"], rows))
+    print(f"a server here would take the second from {chosen.ragged_alone_from or 'no'} tokens on")
+    names = ("context", "usual_ms", "ragged_ms", "ratio")
+    print(f"written to {save_results('long_context', [dict(zip(names, row, strict=True)) for row in rows])}")
+
+
+if __name__ == "__main__":
+    main()
