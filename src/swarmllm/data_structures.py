@@ -144,8 +144,10 @@ class Patch(PeerModel):
     block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
     path: Annotated[str, Field(max_length=128)]
     """Of the module inside its block."""
-    kind: Literal["lora", "ia3_in", "ia3_out", "loha", "prompt"]
-    shapes: Annotated[tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=2)], ...], Field(max_length=4)]
+    kind: Literal["lora", "ia3_in", "ia3_out", "loha", "prompt", "prefix"]
+    shapes: Annotated[
+        tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(min_length=1, max_length=4)
+    ]
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
 
 

@@ -5,6 +5,7 @@ identity, the strides or the autograd graph of the other's tensors.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.adapters import checked
 from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.client_shell import load_client_shell
 from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.server.batches import Graph
 
 Route = list[tuple[BlockSpan, Span]]
 
 
-def over_the_wire(inputs: BlockInputs) -> BlockInputs:
+def over_the_wire(inputs: BlockInputs, server: BlockSpan, span: Span) -> BlockInputs:
     copies = {name: tensor.detach().clone() for name, tensor in inputs.tensors().items()}
-    return BlockInputs.from_tensors(copies, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
+    arrived = BlockInputs.from_tensors(copies, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
+    part = None if inputs.adapter is None else inputs.adapter.part(span)
+    if part is None:
+        return arrived
+    hidden_size = inputs.hidden_states.shape[-1]
+    adapter = checked(part.patches, part.flat(), server.slots, hidden_size, server.key_value_shapes)
+    return replace(arrived, adapter=adapter)
 
 
 class InProcessSession:
@@ -37,7 +46,7 @@ class InProcessSession:
 
     @property
     def position(self) -> int:
-        (position,) = {cache.length for cache in self.caches}
+        (position,) = {cache.position for cache in self.caches}
         return position
 
     @position.setter
@@ -58,22 +67,23 @@ class _Remote(torch.autograd.Function):
     """Forward and backward of one hop; the server recomputes its forward in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hop: Any, inputs: BlockInputs, hidden: Tensor, embeds: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, hop: Any, inputs: BlockInputs, hidden: Tensor, embeds: Tensor | None, *trained: Tensor
+    ) -> Tensor:
         server, span = hop
-        ctx.hop, ctx.inputs = hop, inputs
-        return server.forward(over_the_wire(inputs), span).clone()
+        ctx.hop, ctx.inputs, ctx.num_trained = hop, inputs, len(trained)
+        return server.forward(over_the_wire(inputs, server, span), span).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         server, span = ctx.hop
-        inputs = over_the_wire(ctx.inputs)
-        wanted = [tensor for tensor in (inputs.hidden_states, inputs.inputs_embeds) if tensor is not None]
-        with torch.enable_grad():
-            for tensor in wanted:
-                tensor.requires_grad_()
-            output = server.forward(inputs, span)
-        grads = torch.autograd.grad(output, wanted, grad.clone(), allow_unused=True)
-        return None, None, grads[0], grads[1] if len(grads) > 1 else None
+        grads = Graph.record(server, over_the_wire(ctx.inputs, server, span), span).gradients(grad.clone())
+        of_adapter: list[Tensor | None] = [None] * ctx.num_trained
+        if "adapter" in grads:
+            parts = ctx.inputs.adapter.part(span).unflatten(grads["adapter"])
+            for index, part in zip(ctx.inputs.adapter.indices(span), parts, strict=True):
+                of_adapter[index] = part
+        return None, None, grads["hidden_states"], grads.get("inputs_embeds"), *of_adapter
 
 
 class InProcessRunner:
@@ -87,11 +97,11 @@ class InProcessRunner:
         for hop_idx, (server, span) in enumerate(self.route):
             inputs = inputs.with_hidden(hidden)
             if cache is None:
-                hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds)
+                hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds, *inputs.trained)
             else:
                 session = cache.session
                 assert isinstance(session, InProcessSession)
-                output = server.forward(over_the_wire(inputs), span, session.caches[hop_idx])
+                output = server.forward(over_the_wire(inputs, server, span), span, session.caches[hop_idx])
                 hidden = torch.empty(output.shape, dtype=output.dtype).copy_(output)
         return hidden
 

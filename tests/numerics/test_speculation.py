@@ -55,7 +55,7 @@ class AheadSession(InProcessSession):
     def run(self, inputs: BlockInputs) -> Tensor:
         hidden = inputs.hidden_states
         for (server, span), cache in zip(self.route, self.caches, strict=True):
-            hidden = server.forward(over_the_wire(inputs.with_hidden(hidden)), span, cache).clone()
+            hidden = server.forward(over_the_wire(inputs.with_hidden(hidden), server, span), span, cache).clone()
         return hidden
 
     def send(self, inputs: BlockInputs, position: int) -> None:

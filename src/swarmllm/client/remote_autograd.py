@@ -123,7 +123,7 @@ class BatchRunner:
     ) -> list[T]:
         """The rows in order, split over several routes in proportion to their throughput."""
         config = self._view.config
-        num_tokens = inputs.batch_size * inputs.seq_len
+        num_tokens = inputs.num_positions
         routes = await self._view.parallel_routes(span, num_tokens, min(config.max_parallel_routes, inputs.batch_size))
         jobs: list[Callable[[], Awaitable[T]]] = []
         start = 0
@@ -133,7 +133,7 @@ class BatchRunner:
             cap = min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route))
             limit = asyncio.Semaphore(MICRO_BATCHES_PER_HOP * len(route))
             share = inputs.rows(start, start + num_rows, self._traits)
-            wanted = -(-share.batch_size * share.seq_len // (MICRO_BATCHES_PER_HOP * len(route)))
+            wanted = -(-share.num_positions // (MICRO_BATCHES_PER_HOP * len(route)))
             of_route = self._micro_batches(share, min(cap, max(wanted, MIN_TOKENS)))
             jobs.extend(partial(_limited, limit, partial(run, rows, route)) for rows in of_route)
             start += num_rows
@@ -141,7 +141,7 @@ class BatchRunner:
 
     def _micro_batches(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
         """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone."""
-        size = max(1, max_tokens // inputs.seq_len)
+        size = max(1, max_tokens // (inputs.seq_len + inputs.num_prefix))
         num_parts = -(-inputs.batch_size // size)
         size = -(-inputs.batch_size // num_parts)
         for start in range(0, inputs.batch_size, size):
@@ -265,7 +265,7 @@ class BatchRunner:
         keep: bool = False,
         forward: int | None = None,
     ) -> Answer:
-        num_tokens = inputs.batch_size * inputs.seq_len
+        num_tokens = inputs.num_positions
         if num_tokens > hop.server.max_batch_tokens:
             raise ConfigurationError(
                 f"one sample of {num_tokens} tokens is above the servers' limit of {hop.server.max_batch_tokens}: "

@@ -132,7 +132,8 @@ class ActivationLog:
         for entry, piece in zip(self._entries, pieces, strict=True):
             tensor = piece.position_ids
             if tensor is None:
-                tensor = torch.arange(entry.position, entry.position + piece.seq_len, dtype=like.dtype)[None]
+                start = entry.position + piece.num_prefix
+                tensor = torch.arange(start, start + piece.seq_len, dtype=like.dtype)[None]
             positions.append(tensor.to(like.device).expand(*shape, rows, piece.seq_len))
         return torch.cat(positions, dim=-1)
 

@@ -11,11 +11,14 @@ applies it by hooks while a call runs (`applied`). Gradients with respect to the
     ia3_out    l [out]                        y · l
     loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
     prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
+    prefix     k, v [heads, prefix, head]     a whole block with these keys and values before those of a text
+
+A prefix is no hook: `BlockSpan` puts it into the cache of a call, whose positions begin behind it then.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +34,10 @@ from swarmllm.models.block_slots import BlockSlots
 
 MAX_RANK = 1024
 MAX_PROMPTS = 1024
-"""Positions of deep prompts. Assumed: papers use up to some hundreds."""
+"""Positions of deep prompts, or of a prefix. Assumed: papers use up to some hundreds."""
+
+KeyValueShapes = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
+"""(heads, head size) of the keys and of the values that a block keeps; blocks that can't have a prefix are missing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +56,20 @@ class BlockAdapter:
     def num_prompts(self) -> int:
         """Positions at the begin of a text at which it does something else than later."""
         return max((patch.shapes[0][0] for patch in self.patches if patch.kind == "prompt"), default=0)
+
+    @cached_property
+    def num_prefix(self) -> int:
+        """Positions of keys and values that come before a text."""
+        return max((patch.shapes[0][1] for patch in self.patches if patch.kind == "prefix"), default=0)
+
+    def prefix(self, span: Span) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values `[heads, prefix, head]` by block of `span`."""
+        pairs = zip(self.patches, self.values, strict=True)
+        return {
+            patch.block: (values[0], values[1])
+            for patch, values in pairs
+            if patch.kind == "prefix" and patch.block in span
+        }
 
     def part(self, span: Span) -> "BlockAdapter | None":
         """The patches of the blocks of `span`; None if there are none."""
@@ -86,16 +106,24 @@ class BlockAdapter:
         return BlockAdapter(self.patches, values, version=self.version)
 
 
-def checked(patches: Sequence[Patch], flat: Tensor, slots: BlockSlots, hidden_size: int | None = None) -> BlockAdapter:
+def checked(
+    patches: Sequence[Patch],
+    flat: Tensor,
+    slots: BlockSlots,
+    hidden_size: int | None = None,
+    key_value_shapes: KeyValueShapes | None = None,
+) -> BlockAdapter:
     """What a client sent, as an adapter for these blocks.
 
     Args:
         hidden_size: of hidden states `[batch, seq, hidden]`; None: they have another form, or are not known.
+        key_value_shapes: what these blocks keep in a cache; None: they can't have a prefix.
 
     Raises:
         RemoteProtocolError: it doesn't fit them.
     """
     needed = 0
+    _check_prefix([patch for patch in patches if patch.kind == "prefix"], key_value_shapes or {})
     for patch in patches:
         _check_patch(patch, slots, hidden_size)
         needed += sum(math.prod(shape) for shape in patch.shapes)
@@ -120,6 +148,8 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
                 f"{where}: prompts must be [at most {MAX_PROMPTS}, {hidden_size}], got {patch.shapes}"
             )
         return
+    if patch.kind == "prefix":
+        return  # `_check_prefix` has
     try:
         module = slots.block(patch.block).get_submodule(patch.path)
     except AttributeError:
@@ -139,6 +169,25 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
         raise RemoteProtocolError(f"{where}: its shapes {patch.shapes} don't fit a module {fan_in} → {fan_out}")
 
 
+def _check_prefix(patches: Sequence[Patch], shapes: KeyValueShapes) -> None:
+    """One for each block, and as long for all."""
+    if not patches:
+        return
+    num_prefix = patches[0].shapes[0][1] if len(patches[0].shapes[0]) == 3 else 0
+    if num_prefix > MAX_PROMPTS:
+        raise RemoteProtocolError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
+    for patch in patches:
+        if patch.block not in shapes:
+            raise RemoteProtocolError(f"block {patch.block} keeps no keys and values that a prefix could come before")
+        wanted = tuple((heads, num_prefix, size) for heads, size in shapes[patch.block])
+        if patch.path or patch.shapes != wanted:
+            raise RemoteProtocolError(
+                f"the prefix of block {patch.block} must be keys and values {wanted}, got {patch.shapes}"
+            )
+    if len({patch.block for patch in patches}) < len(patches):
+        raise RemoteProtocolError("a block can have one prefix only")
+
+
 def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
     """Of a linear module; None if it is something else (GPT-2's Conv1D is linear)."""
     if isinstance(module, nn.Linear):
@@ -154,7 +203,7 @@ def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0)
     """Within, the blocks of `span` compute with the adapter, on positions from `past` on."""
     with ExitStack() as hooks:
         for patch, values in zip(adapter.patches, adapter.values, strict=True):
-            if patch.block not in span:
+            if patch.block not in span or patch.kind == "prefix":
                 continue
             module = slots.block(patch.block).get_submodule(patch.path)
             if patch.kind == "prompt":

@@ -39,6 +39,16 @@ class BlockInputs:
     trained: tuple[Tensor, ...] = ()
     """On a client: the parameters that `adapter.tensors()` are copies of, in their order; gradients go to them."""
 
+    @property
+    def num_prefix(self) -> int:
+        """Positions before the text whose keys and values come with the adapter."""
+        return 0 if self.adapter is None else self.adapter.num_prefix
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a batch, of all its rows, that take memory on a server; for limits."""
+        return self.batch_size * (self.seq_len + self.num_prefix)
+
     def tensors(self) -> dict[str, Tensor]:
         """What has to be encoded."""
         values = ((name, getattr(self, name)) for name in TENSOR_NAMES)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
-from swarmllm.models.adapters import applied
+from swarmllm.models.adapters import KeyValueShapes, applied
 from swarmllm.models.architecture import (
     blocks_class,
     cache_argument,
@@ -69,6 +70,8 @@ class BlockSpan:
             parameter.requires_grad_(False)
         model.eval()
         self.traits = BlockTraits()
+        self.key_value_shapes: KeyValueShapes = {}
+        """Of the blocks that can have a prefix, as the probes saw them."""
         self.packer = Packer(self, self._stack)
         cost = probe(self)
         self.cache_bytes_per_token, self.cache_bytes_per_session = cost.per_token, cost.per_session
@@ -112,7 +115,8 @@ class BlockSpan:
         """Run the blocks of `span` (default: all hosted) on `inputs`; returns hidden states of the same shape.
 
         With a cache: no gradients, and the cache has `inputs.seq_len` positions more afterwards (if this raises, it is
-        in an undefined state and must be dropped). Without: gradients flow to `hidden_states` and `inputs_embeds`.
+        in an undefined state and must be dropped). Without: gradients flow to `hidden_states`, `inputs_embeds` and the
+        adapter's values.
 
         Raises:
             UnsupportedModelError: the span cuts the model where it can't be cut.
@@ -127,15 +131,27 @@ class BlockSpan:
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
         if cache is None:
             with self.adapted(inputs, span):
-                return self.run(inputs, span)
-        with torch.inference_mode(), self.adapted(inputs, span, cache.length):
-            output = self.run(inputs, span, cache)
+                return self.run(inputs, span, self._with_prefix(None, inputs, span))
+        with torch.inference_mode(), self.adapted(inputs, span, cache.position):
+            output = self.run(inputs, span, self._with_prefix(cache, inputs, span))
             cache.advance(inputs.seq_len)
             return output
 
     def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
         """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
         return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span, past)
+
+    def _with_prefix(self, cache: SpanCache | None, inputs: BlockInputs, span: Span) -> SpanCache | None:
+        """The cache, or a new one for this call alone, with the adapter's prefix before a text that begins."""
+        if inputs.adapter is None or not inputs.num_prefix or (cache is not None and cache.length):
+            return cache
+        prefix = inputs.adapter.prefix(span)
+        if prefix.keys() != self.key_value_shapes.keys() & set(span):
+            raise ConfigurationError(f"blocks {span} need a prefix for each, or for none")
+        cache = self.new_cache(span) if cache is None else cache
+        of_blocks = {idx: (keys.to(self.dtype), values.to(self.dtype)) for idx, (keys, values) in prefix.items()}
+        cache.begin_with(of_blocks, inputs.batch_size)
+        return cache
 
     def forward_many(self, calls: Sequence[SessionCall]) -> list[Outcome]:
         """Run calls of several sessions, with as little waiting for each other as the model allows.
@@ -171,6 +187,10 @@ class BlockSpan:
             kwargs["use_cache"] = cache is not None
         if cache is not None:
             kwargs[self._cache_argument] = cache
+            if cache.num_prefix and inputs.attention_mask is not None:
+                if inputs.attention_mask.ndim != 2:
+                    raise ConfigurationError("behind a prefix, attention_mask must be [batch, past + seq]")
+                kwargs["attention_mask"] = functional.pad(inputs.attention_mask, (cache.num_prefix, 0), value=1)
         embeds = inputs.inputs_embeds
         if embeds is None:  # the preamble computes with them, but nothing of it reaches the blocks
             shape = (inputs.batch_size, inputs.seq_len, self.embedding_dim)

@@ -17,19 +17,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters import BlockAdapter
-from swarmllm.models.architecture import blocks_class, cache_argument, decoder_stack, find_blocks, is_encoder
+from swarmllm.models.architecture import blocks_class, cache_argument, decoder_stack, find_blocks
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_slots import ForwardStopped
+from swarmllm.models.call_cache import cache_of_call, note_prepared
 from swarmllm.models.checkpoint import Checkpoint
 from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks, watch_optimizers
 from swarmllm.models.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.skeleton import drop_blocks, load_pruned, on_meta, pruned
+from swarmllm.models.tuned_prefix import TunedPrefix, text_mask
 from swarmllm.models.tuned_prompts import TunedPrompts, attach_prompts, whole_length
 
 HEAD_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id", "classifier_dropout")
@@ -150,7 +151,8 @@ class ClientShell:
         name = cache_argument(decoder_stack(self))
         given = model_kwargs.get(name)
         if given is not None:
-            _require_remote(given)
+            if not isinstance(given, RemoteCache):
+                raise ConfigurationError("generate() can only continue a cache that an earlier call has returned")
             given._is_user_defined = True  # transformers' own mark: positions continue, the cache is returned
             return
         if generation_config.use_cache is False:
@@ -162,6 +164,7 @@ class ClientShell:
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[name] = cache
+        note_prepared(self, cache)
 
     def _remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
@@ -308,11 +311,11 @@ def _adopt_stack(model: PreTrainedModel) -> None:
             kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
         _refuse_inner_outputs(self.config, kwargs)
         if _detour.get() is None:
-            cache = _cache_of_call(shell, self.config, kwargs, name) if takes_cache else None
+            cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
             prompts: TunedPrompts | None = shell.tuned_prompts
             with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
             with whole_length(cache):
-                token = _call.set(_describe(shell, self, kwargs, cache))
+                token = _call.set(_describe(shell, self, kwargs, cache, prefix))
                 try:
                     outputs = cls.forward(self, **kwargs)
                 finally:
@@ -325,7 +328,11 @@ def _adopt_stack(model: PreTrainedModel) -> None:
 
 
 def _describe(
-    shell: PreTrainedModel, stack: PreTrainedModel, kwargs: dict[str, Any], cache: RemoteCache | None
+    shell: PreTrainedModel,
+    stack: PreTrainedModel,
+    kwargs: dict[str, Any],
+    cache: RemoteCache | None,
+    prefix: TunedPrefix | None,
 ) -> _Call:
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = ids if ids is not None else embeds
@@ -338,6 +345,9 @@ def _describe(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ConfigurationError(f"{name} must be a tensor, not a {type(tensor).__name__}")
+    num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
+    if num_prefix and "attention_mask" in tensors:
+        tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
     extra_inputs = shell.swarm_traits.extra_inputs
     if "input_ids" in extra_inputs:
         if ids is None:
@@ -348,39 +358,13 @@ def _describe(
     if "inputs_embeds" in extra_inputs:
         tensors["inputs_embeds"] = embeds if embeds is not None else stack.get_input_embeddings()(ids)
     adapters: BlockAdapters = shell.swarm_adapters
-    if cache is not None and cache.length:  # a session keeps the adapter that it began with
+    if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
         return _Call(given.shape[0], given.shape[1], tensors, cache, adapters.last)
-    deep_prompts = () if shell.tuned_prompts is None else shell.tuned_prompts.patches()
-    adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, deep_prompts)
+    in_blocks = prefix if prefix is not None else shell.tuned_prompts
+    adapter, trained = adapters.collect(
+        getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()
+    )
     return _Call(given.shape[0], given.shape[1], tensors, cache, adapter, trained)
-
-
-def _cache_of_call(shell: Any, config: PreTrainedConfig, kwargs: dict[str, Any], name: str) -> RemoteCache | None:
-    """The remote cache of this forward: the given one, or a new one where transformers would make its own."""
-    cache = kwargs.get(name)
-    if cache is not None:
-        _require_remote(cache)
-        remote: RemoteCache = cache
-        return remote
-    use_cache = kwargs.get("use_cache")
-    if use_cache is None:  # what can't generate has no use for a session on the servers
-        use_cache = shell.can_generate() and getattr(config, "use_cache", False)
-    if not use_cache or torch.is_grad_enabled() or is_encoder(config):
-        kwargs["use_cache"] = False  # with gradients, the blocks run on the whole batch at once
-        return None
-    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given = embeds if ids is None else ids
-    opened: RemoteCache | None = None if given is None else shell._remote_cache(given.shape[0], None)
-    kwargs[name] = opened
-    return opened
-
-
-def _require_remote(cache: Cache) -> None:
-    if not isinstance(cache, RemoteCache):
-        raise ConfigurationError(
-            f"the keys and values live on the servers, so a {type(cache).__name__} can't be used as past_key_values; "
-            'leave it out, or continue an inference_session(); instead of peft\'s prefixes use tuning_mode="deep_ptune"'
-        )
 
 
 def _refuse_inner_outputs(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:

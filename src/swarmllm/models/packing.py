@@ -119,7 +119,7 @@ class Packer:
         Raises:
             Exception: whatever the model's code raises; the caches are in an undefined state then.
         """
-        past = min(call.cache.length for call in calls)
+        past = min(call.cache.position for call in calls)
         with torch.inference_mode(), self._blocks.adapted(calls[0].inputs, calls[0].span, past):
             outputs = self._run_ragged(calls) if way == Packing.RAGGED else self._run_padded(calls)
             for call in calls:
@@ -188,8 +188,10 @@ class Packer:
     def _is_plain(self, call: SessionCall) -> bool:
         """Whether nothing about the call is unusual: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self._blocks.traits
-        if inputs.adapter is not None and inputs.adapter.num_prompts > call.cache.length:
+        if inputs.adapter is not None and inputs.adapter.num_prompts > call.cache.position:
             return False
+        if inputs.num_prefix != call.cache.num_prefix:
+            return False  # alone, `BlockSpan.forward` begins with it
         if call.span not in self._blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
             return False
         if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:
@@ -200,7 +202,9 @@ class Packer:
         if positions is not None and (positions.ndim != 2 or not self._takes_positions):
             return False
         mask = inputs.attention_mask
-        return mask is None or (mask.shape == (inputs.batch_size, call.end_position) and bool(mask.all()))
+        return mask is None or (
+            mask.shape == (inputs.batch_size, call.end_position - call.cache.num_prefix) and bool(mask.all())
+        )
 
     # ------------------------------------------------------------------ the two ways
 

@@ -40,7 +40,7 @@ class CacheCost:
 
 
 def probe(span: "BlockSpan") -> CacheCost:
-    """Run all probes; leaves what they found in `span.traits` and `span.packer`.
+    """Run all probes; leaves what they found in `span.traits`, `span.key_value_shapes` and `span.packer`.
 
     Takes about four forwards of the span, and some of one block of each kind, over a few positions.
 
@@ -167,6 +167,7 @@ class _Probe:
         cache = self.span.new_cache(record_past=True) if self.span.keeps_cache else None
         entering[hosted.end] = self._run(self.inputs(), hosted, cache, entering.__setitem__)
         if cache is not None:
+            self.span.key_value_shapes = cache.key_value_shapes()
             growing, fixed = cache.used_bytes()
             self.cost = CacheCost(per_token=growing // (BATCH * SEQ), per_session=fixed // BATCH)
         forbidden: set[int] = set()

@@ -50,11 +50,13 @@ class RemoteCache(PhantomCache):
         self.session = session
         self.num_hidden = 0
         """Positions at the begin, if there are any, that nobody but the stack is told of (`models/tuned_prompts`)."""
+        self.num_prefix = 0
+        """Positions before those of the session, whose keys and values its adapter brings (`models/tuned_prefix`)."""
         self._rows = batch_size
 
     @property
     def length(self) -> int:
-        return max(0, self.session.position - self.num_hidden)
+        return max(0, self.session.position - self.num_hidden) + self.num_prefix
 
     @property
     def batch_size(self) -> int:

@@ -6,7 +6,7 @@ Used by `BlockSpan` and, with phantoms only, by `RemoteCache`.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class RollbackUnsupportedError(ValueError):
 class PhantomCache(DynamicCache):
     """A cache in which only some blocks have real layers; subclasses say how long it is."""
 
+    num_prefix = 0
+    """Positions at its begin that no text has filled (`models/adapters`, prefix)."""
+
     def __init__(self, config: PreTrainedConfig, span: Span | None) -> None:
         super().__init__(config=text_config(config))
         self.span = span
@@ -46,7 +49,7 @@ class PhantomCache(DynamicCache):
 
     @property
     def length(self) -> int:
-        """Positions that all blocks of this cache have seen."""
+        """Positions that all blocks of this cache have seen, a prefix included: what the model's code counts."""
         raise NotImplementedError
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -59,7 +62,7 @@ class SpanCache(PhantomCache):
     def __init__(self, config: PreTrainedConfig, span: Span, *, record_past: bool = False) -> None:
         super().__init__(config, span)
         self._config = config
-        self._length = 0
+        self._length = self.num_prefix = 0
         self._records_past = False
         if record_past:
             self.record_past()
@@ -67,6 +70,29 @@ class SpanCache(PhantomCache):
     @property
     def length(self) -> int:
         return self._length
+
+    @property
+    def position(self) -> int:
+        """Positions of text: what sessions count."""
+        return self._length - self.num_prefix
+
+    def begin_with(self, prefix: Mapping[int, tuple[Tensor, Tensor]], batch_size: int) -> None:
+        """Before the first step: keys and values `[heads, prefix, head]` by block, the same for all rows of the batch.
+
+        Gradients flow to them, if the cache serves one forward only.
+        """
+        for block_idx, pair in prefix.items():
+            self.layers[block_idx].update(*(tensor.expand(batch_size, -1, -1, -1) for tensor in pair))
+            self.num_prefix = self._length = pair[0].shape[-2]
+
+    def key_value_shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """(heads, head size) of the keys and of the values in each hosted block, if it keeps nothing else."""
+        return {
+            block_idx: ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
+            for block_idx in self.span or ()
+            if type(layer := self.layers[block_idx]) in (GrowingLayer, DynamicSlidingWindowLayer)
+            and layer.is_initialized
+        }
 
     def advance(self, num_tokens: int) -> None:
         """Called after all hosted blocks have seen `num_tokens` more."""
@@ -81,15 +107,15 @@ class SpanCache(PhantomCache):
 
     @torch.inference_mode()
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` on.
+        """Forget everything from `position` of the text on; with all of the text, the prefix goes as well.
 
         Raises:
             RollbackUnsupportedError: some layer can't; nothing has been changed then.
             ValueError: the position lies outside the cache.
         """
-        if not 0 <= position <= self._length:
-            raise ValueError(f"can't roll back to {position} in a cache of {self._length} positions")
-        surplus = self._length - position
+        if not 0 <= position <= self.position:
+            raise ValueError(f"can't roll back to {position} in a cache of {self.position} positions")
+        surplus = self.position - position
         if surplus == 0:
             return
         if position == 0:  # always possible, also for recurrent states
@@ -99,7 +125,7 @@ class SpanCache(PhantomCache):
             _check_rollback(layer, self._length, surplus)
         for layer in self._hosted_layers():
             layer.crop(-surplus)
-        self._length = position
+        self._length -= surplus
 
     @torch.inference_mode()
     def select_batch(self, indices: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ class Graph:
                 adapter = adapter.leaves()
                 trained = adapter.tensors()
             outputs = blocks.forward(replace(inputs, adapter=adapter), span)
-            return cls(outputs, wanted, trained, span, inputs.batch_size * inputs.seq_len)
+            return cls(outputs, wanted, trained, span, inputs.num_positions)
 
     def gradients(self, grad_outputs: Tensor) -> dict[str, Tensor]:
         """Of the inputs by name, and of the adapter's values as one tensor `adapter`. Works once.

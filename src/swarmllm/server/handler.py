@@ -202,7 +202,9 @@ class StreamHandler:
         """
         header = parse(BatchHeader, message.header, None)
         span = self.check_span(header.start, header.end)
-        num_tokens = header.batch_size * header.seq_len
+        adapter = self.adapter_of(header, stream.peer_id)
+        num_prefix = 0 if adapter is None else adapter.num_prefix
+        num_tokens = header.batch_size * (header.seq_len + num_prefix)
         if num_tokens > self._max_batch_tokens:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"

@@ -76,7 +76,8 @@ class InputChecks:
         values = tensors["values"].to(self._blocks.device)
         plain = len(self._sample_shape) == 3 and self._blocks.traits.batch_axis == 0
         hidden_size = self._sample_shape[-1] if plain else None
-        return checked(header.patches, values, self._blocks.slots, hidden_size)
+        blocks = self._blocks
+        return checked(header.patches, values, blocks.slots, hidden_size, blocks.key_value_shapes)
 
     def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         axis = self._blocks.traits.batch_axis

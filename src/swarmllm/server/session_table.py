@@ -72,8 +72,10 @@ class SessionTable:
         # A position is first an input that waits, then cache and perhaps an output that is kept.
         cache_bytes_per_token = -(-self._blocks.cache_bytes_per_token * len(span) // len(self._blocks.span))
         bytes_per_token = cache_bytes_per_token + self._hidden_bytes_per_token
-        session_bytes = self._blocks.cache_bytes_per_session
-        lease = self.budget.lease((bytes_per_token * header.max_length + session_bytes) * header.batch_size)
+        row_bytes = bytes_per_token * header.max_length + self._blocks.cache_bytes_per_session
+        if adapter is not None:
+            row_bytes += cache_bytes_per_token * adapter.num_prefix
+        lease = self.budget.lease(row_bytes * header.batch_size)
         session = Session(
             id=header.session,
             token=header.token,
@@ -82,7 +84,7 @@ class SessionTable:
             span=span,
             executor=self._executor,
             lease=lease,
-            bytes_per_token=bytes_per_token,
+            row_bytes=row_bytes,
             hidden_bytes_per_token=self._hidden_bytes_per_token,
             batch_size=header.batch_size,
             max_length=header.max_length,

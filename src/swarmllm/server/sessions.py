@@ -98,8 +98,8 @@ class Session:
     span: Span
     executor: Executor
     lease: CacheLease
-    bytes_per_token: int
-    """Of cache, and of inputs that wait or outputs that are kept; per row of the batch."""
+    row_bytes: int
+    """Of cache, and of inputs that wait or outputs that are kept, for each row of the batch."""
     hidden_bytes_per_token: int
     batch_size: int
     max_length: int
@@ -219,7 +219,7 @@ class Session:
     async def _run_step(self, step: Step) -> None:
         header = step.header
         end = header.position + header.seq_len
-        length = min(self.cache.length, self._log.length) if self.keeps_outputs else self.cache.length
+        length = min(self.cache.position, self._log.length) if self.keeps_outputs else self.cache.position
         if header.position > length:
             raise SessionLostError(f"the step starts at position {header.position}, this cache ends at {length}")
         if header.timings and header.timings[-1][0] >= self.span.start:
@@ -305,7 +305,7 @@ class Session:
             SessionLostError: this session has missed an earlier choice.
             RemoteProtocolError: the choice makes no sense.
         """
-        if self.cache.length == 0 or header.rows == self.rows:
+        if self.cache.position == 0 or header.rows == self.rows:
             self.rows = header.rows
             return False
         if header.rows != self.rows + 1 or header.batch_index is None:
@@ -317,14 +317,13 @@ class Session:
         return True
 
     def _resize_lease(self, batch_size: int) -> None:
-        row_bytes = self.bytes_per_token * self.max_length + self.blocks.cache_bytes_per_session
-        self.lease.resize(row_bytes * batch_size)
+        self.lease.resize(self.row_bytes * batch_size)
 
     def _bring_cache_to(self, header: StepHeader, select: bool) -> None:
         """In the device thread: give the cache the step's rows and position."""
         if select:
             self._select_batch(header)
-        if header.position < self.cache.length:
+        if header.position < self.cache.position:
             try:
                 self.cache.rollback(header.position)
             except RollbackUnsupportedError as error:
@@ -378,8 +377,10 @@ class Session:
 
     async def _run_replay(self, header: ReplayHeader) -> None:
         """Send the kept outputs for positions [0, length) again, in chunks, to the successor."""
-        if header.length > self.cache.length:
-            raise SessionLostError(f"{header.length} positions are to be replayed, this cache has {self.cache.length}")
+        if header.length > self.cache.position:
+            raise SessionLostError(
+                f"{header.length} positions are to be replayed, this cache has {self.cache.position}"
+            )
         if not self.keeps_outputs:
             raise RemoteProtocolError("the last server of a chain keeps no outputs to replay")
         if self._choose_rows(header):

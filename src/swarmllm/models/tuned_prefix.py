@@ -1,0 +1,110 @@
+"""Keys and values that a client trains and puts before every text, in each block: prefix tuning.
+
+After Li & Liang 2021 (arXiv:2101.00190). peft's `PrefixTuningConfig` trains them, and hands them to the model as a
+cache that is already filled, the same for each row. Here they are read from it, and travel to the servers once, like
+any other adapter (`models/adapters`, `prefix`); the servers begin the caches of sessions and batches with them. The
+positions of a session are those of the text; its cache tells transformers both together. Called by `client_shell`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from swarmllm.data_structures import Patch
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.adapters import MAX_PROMPTS
+from swarmllm.models.architecture import is_encoder, text_config
+from swarmllm.models.span_cache import PhantomCache
+
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Kinds of caches that hold nothing but keys and values."""
+
+
+class PrefixCache(PhantomCache):
+    """What a batch without a session sees before itself: only a length."""
+
+    def __init__(self, config: PreTrainedConfig, num_prefix: int) -> None:
+        super().__init__(config, None)
+        self.num_prefix = num_prefix
+
+    @property
+    def length(self) -> int:
+        return self.num_prefix
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+class TunedPrefix:
+    """The keys and values `[heads, prefix, head]` by block, as parts of the trainer's graph."""
+
+    def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]], num_prefix: int) -> None:
+        self._pairs = pairs
+        self._num_prefix = num_prefix
+
+    def __len__(self) -> int:
+        return self._num_prefix
+
+    @classmethod
+    def read(cls, cache: Any, model: PreTrainedModel, batch_size: int) -> "TunedPrefix":
+        """What `cache`, given for a batch of so many rows, holds for the blocks of `model`.
+
+        Raises:
+            ConfigurationError: it is no prefix, or the model can't have one.
+        """
+        name = type(model).__name__
+        config = text_config(model.config)
+        layers = cache.layers if isinstance(cache, DynamicCache) else []
+        if not any(layer.is_initialized for layer in layers):
+            raise ConfigurationError(
+                f"the keys and values live on the servers, so a {type(cache).__name__} can't be used as "
+                "past_key_values; leave it out, or continue an inference_session()"
+            )
+        if is_encoder(config):
+            raise ConfigurationError(f"{name} is an encoder, which keeps no keys and values: use peft's prompt tuning")
+        if model.tuned_prompts is not None:
+            raise ConfigurationError("tuning_mode and peft's prefix tuning don't go together")
+        num_blocks = int(config.num_hidden_layers)
+        num_owners = num_blocks - (getattr(config, "num_kv_shared_layers", 0) or 0)  # the others take theirs
+        if any(type(layer) not in LAYERS for layer in DynamicCache(config=config).layers[:num_owners]):
+            raise ConfigurationError(f"some blocks of {name} keep other things than keys and values: use peft's LoRA")
+        if len(layers) < num_owners or not all(layer.is_initialized for layer in layers[:num_owners]):
+            raise ConfigurationError(f"a prefix must have keys and values for each of the {num_blocks} blocks")
+        num_prefix = max(layer.get_seq_length() for layer in layers[:num_owners])
+        if num_prefix > MAX_PROMPTS:
+            raise ConfigurationError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for block_idx, layer in enumerate(layers[:num_owners]):
+            for tensor in (layer.keys, layer.values):
+                if tensor.shape[0] != batch_size or tensor.shape[-2] != num_prefix:
+                    raise ConfigurationError(
+                        f"a prefix must be [batch, heads, positions, head size], of {batch_size} rows and {num_prefix} "
+                        f"positions in each block, not {list(tensor.shape)}: is it longer than a sliding window?"
+                    )
+                if not torch.equal(tensor, tensor[:1].expand_as(tensor)) and bool(tensor.isfinite().all()):
+                    raise ConfigurationError("a prefix must be the same for all rows of a batch")
+            pairs[block_idx] = layer.keys[0], layer.values[0]
+        return cls(pairs, num_prefix)
+
+    def patches(self) -> Iterator[tuple[Patch, list[Tensor]]]:
+        """The prefix as changes of blocks."""
+        for block_idx, pair in self._pairs.items():
+            shapes = tuple(tuple(tensor.shape) for tensor in pair)
+            yield Patch(block=block_idx, path="", kind="prefix", shapes=shapes), list(pair)
+
+
+def text_mask(mask: Tensor, num_prefix: int) -> Tensor:
+    """Without the columns of the prefix, which servers put back: `[batch, prefix + seq]` → `[batch, seq]` of 0 and 1.
+
+    Raises:
+        ConfigurationError: it isn't that.
+    """
+    if mask.ndim != 2 or not bool(mask[:, :num_prefix].all()):
+        raise ConfigurationError(
+            "behind a prefix, attention_mask must be [batch, prefix + seq], and see all of the prefix"
+        )
+    return (mask[:, num_prefix:] != 0).to(torch.int64)  # peft makes a mask of floats
