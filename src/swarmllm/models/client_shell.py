@@ -30,7 +30,7 @@ from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks, watch_optimizers
 from swarmllm.models.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.skeleton import drop_blocks, load_pruned, on_meta, pruned
-from swarmllm.models.tuned_prefix import TunedPrefix, text_mask
+from swarmllm.models.tuned_prefix import PrefixCache, TunedPrefix, text_mask
 from swarmllm.models.tuned_prompts import TunedPrompts, attach_prompts, whole_length
 
 HEAD_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id", "classifier_dropout")
@@ -152,7 +152,7 @@ class ClientShell:
         given = model_kwargs.get(name)
         if given is not None:
             if not isinstance(given, RemoteCache):
-                raise ConfigurationError("generate() can only continue a cache that an earlier call has returned")
+                raise ConfigurationError("past_key_values of generate() can only be what an earlier call has returned")
             given._is_user_defined = True  # transformers' own mark: positions continue, the cache is returned
             return
         if generation_config.use_cache is False:
@@ -320,6 +320,8 @@ def _adopt_stack(model: PreTrainedModel) -> None:
                     outputs = cls.forward(self, **kwargs)
                 finally:
                     _call.reset(token)
+                    if isinstance(spent := kwargs.get(name), PrefixCache):
+                        spent.num_prefix = 0  # some models return it, and peft looks how long it is
             return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
         return cls.forward(self, **kwargs)
 
