@@ -188,16 +188,53 @@ def test_death_with_compressed_hidden_states(
     assert not torch.equal(model.head(torch.cat(after, dim=1)), local.lm_head(exact))
 
 
+@places("first", "middle")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_death_behind_a_prefix(
+    model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replacement's cache begins with the prefix, too."""
+    import peft
+
+    def tuned(of: Any) -> Any:
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return peft.get_peft_model(of, config)
+
+    sessions: list[Any] = []
+    new_session = model.remote_blocks.new_cache_session
+
+    def noted(*args: Any) -> Any:
+        sessions.append(new_session(*args))
+        return sessions[-1]
+
+    def strike() -> None:
+        (session,) = (session for session in sessions if session.route)
+        doom(swarm.on_route(session.route, place), requests_of(session))
+
+    monkeypatch.setattr(model.remote_blocks, "new_cache_session", noted)
+    options = {"input_ids": prompt(), "max_new_tokens": NUM_TOKENS, "do_sample": False}
+    expected = tuned(copy.deepcopy(local)).generate(**options).tolist()
+    adapted = tuned(model)
+    assert adapted.generate(**options, logits_processor=at_token(6, strike)).tolist() == expected
+    assert 1 <= max(session.num_repairs for session in sessions) <= 2
+    assert expected != generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS).tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
-def test_training_gives_the_same_losses_while_servers_die(model: Any, swarm: Faulty, local: PreTrainedModel) -> None:
-    from peft import PromptTuningConfig, TaskType, get_peft_model
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_training_gives_the_same_losses_while_servers_die(
+    model: Any, swarm: Faulty, local: PreTrainedModel, method: str
+) -> None:
+    import peft
 
     def losses(of: Any, before_step: Callable[[int], object]) -> list[float]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
-            tuned = get_peft_model(of.requires_grad_(False), config)
+            config = getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+            tuned = peft.get_peft_model(of.requires_grad_(False), config)
         optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.5)
         found = []
         for step in range(7):

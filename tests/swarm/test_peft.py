@@ -29,6 +29,10 @@ INSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
     ),
     "IA3": lambda names: peft.IA3Config(task_type="CAUSAL_LM", target_modules=names, feedforward_modules=names[-1:]),
     "LoHa": lambda names: peft.LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=names),
+    "prefix tuning": lambda _: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "projected prefix tuning": lambda _: peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16
+    ),
 }
 """By the names of linear modules to change, the last of them in the feed-forward part."""
 OUTSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
@@ -99,6 +103,56 @@ def test_adapters_travel_only_after_they_have_changed(llama: Path, swarm: LocalS
             optimizer.zero_grad()
         with adapted.disable_adapter():
             torch.testing.assert_close(adapted(input_ids=ids).logits, load_local(llama)(input_ids=ids).logits)
+
+
+def test_a_prefix_travels_once_and_its_adapter_works_locally(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    ids, mask = prompt(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :5] = 0
+    with connected(llama, swarm.initial_peers, prefill_chunk_tokens=8) as model:
+        adapted = tuned(model, INSIDE["projected prefix tuning"]([]))
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+        for step in range(1, 3):
+            adapted(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+            adapted.generate(input_ids=ids[:1], max_new_tokens=2)
+            assert model.swarm.adapters.num_uploads == 2 * step, "once to each of the two servers"
+            optimizer.step()
+            optimizer.zero_grad()
+        adapted.eval().save_pretrained(tmp_path)
+        inputs = {"input_ids": ids, "attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
+        texts = [adapted.generate(**inputs, num_beams=beams).tolist() for beams in (1, 3)]
+        with adapted.disable_adapter():
+            torch.testing.assert_close(adapted(input_ids=ids).logits, load_local(llama)(input_ids=ids).logits)
+    loaded = peft.PeftModel.from_pretrained(load_local(llama), tmp_path)
+    assert [loaded.generate(**inputs, num_beams=beams).tolist() for beams in (1, 3)] == texts
+    with connected(llama, swarm.initial_peers) as model:
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path)
+        assert [loaded.generate(**inputs, num_beams=beams).tolist() for beams in (1, 3)] == texts
+
+
+def test_texts_behind_several_prefixes_at_once(llama: Path, swarm: LocalSwarm) -> None:
+    """Equal prompts, long enough to be shared, behind other prefixes: nobody gets another's keys and values."""
+    ids = prompt(1, 80)
+    expected, got = {}, {}
+
+    def text(model: Any, num_virtual_tokens: int) -> list[list[int]]:
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=num_virtual_tokens)
+        adapted = tuned(model, config) if num_virtual_tokens else model
+        return adapted.generate(input_ids=ids, max_new_tokens=24, do_sample=False).tolist()
+
+    def run(num_virtual_tokens: int) -> None:
+        with connected(llama, swarm.initial_peers) as model:
+            got[num_virtual_tokens] = text(model, num_virtual_tokens)
+
+    for length in (0, 5, 40):
+        expected[length] = text(load_local(llama), length)
+    assert len({str(value) for value in expected.values()}) == 3
+    for _ in range(2):
+        threads = [threading.Thread(target=run, args=(length,)) for length in expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == expected
 
 
 def trained_alone(directory: Path, peers: list[str], seed: int) -> dict[str, Tensor]:

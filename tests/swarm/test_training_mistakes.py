@@ -8,10 +8,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from swarm_models import connected, load_local, prompt
+from swarm_models import connected, prompt
 from torch import Tensor, nn
+from transformers import DynamicCache
 
-from swarmllm import LocalSwarm
+from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import ConfigurationError, SwarmError
 
 LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
@@ -129,13 +130,26 @@ def test_other_models_train_as_ever(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_prefix_tuning_is_refused(llama: Path, swarm: LocalSwarm) -> None:
+def test_mistakes_with_prefix_tuning(llama: Path, swarm: LocalSwarm) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     ids = prompt(2)
-    assert peft.get_peft_model(load_local(llama), config)(input_ids=ids).logits.isfinite().all(), "works locally"
     with connected(llama, swarm.initial_peers) as model:
         adapted = peft.get_peft_model(model, config)
-        with pytest.raises(ConfigurationError, match=r'instead of peft\'s prefixes use tuning_mode="deep_ptune"'):
-            adapted(input_ids=ids)
-        with pytest.raises(ConfigurationError, match=r'instead of peft\'s prefixes use tuning_mode="deep_ptune"'):
+        expected = adapted(input_ids=ids).logits
+        with model.inference_session(), pytest.raises(ConfigurationError, match="outside of inference sessions"):
             adapted.generate(input_ids=ids, max_new_tokens=2)
+        with pytest.raises(ConfigurationError, match=r"above the servers' limit of 8192: use shorter"):
+            adapted(input_ids=prompt(1, 8190))
+        too_long = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=1025)
+        with pytest.raises(ConfigurationError, match="a prefix may have 1024 positions, not 1025"):
+            peft.get_peft_model(model, too_long)(input_ids=ids)
+        other_heads = DynamicCache([(torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4, 16))] * 8)
+        with pytest.raises(ConfigurationError, match="doesn't fit the model's blocks: .*the prefix of block 0") as caught:
+            model(input_ids=ids, past_key_values=other_heads)
+        assert "\n" not in str(caught.value)
+        assert torch.equal(adapted(input_ids=ids).logits, expected)
+    prompts = {"tuning_mode": "ptune", "pre_seq_len": 2}
+    with AutoDistributedModel.from_pretrained(str(llama), initial_peers=swarm.initial_peers, **prompts) as model:
+        adapted = peft.get_peft_model(model, config)
+        with pytest.raises(ConfigurationError, match="don't go together"):
+            adapted(input_ids=ids)
