@@ -144,7 +144,7 @@ def test_mistakes_with_prefix_tuning(llama: Path, swarm: LocalSwarm) -> None:
         with pytest.raises(ConfigurationError, match="a prefix may have 1024 positions, not 1025"):
             peft.get_peft_model(model, too_long)(input_ids=ids)
         other_heads = DynamicCache([(torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4, 16))] * 8)
-        with pytest.raises(ConfigurationError, match="doesn't fit the model's blocks: .*the prefix of block 0") as caught:
+        with pytest.raises(ConfigurationError, match=r"doesn't fit the model's blocks: .*prefix of block") as caught:
             model(input_ids=ids, past_key_values=other_heads)
         assert "\n" not in str(caught.value)
         assert torch.equal(adapted(input_ids=ids).logits, expected)
