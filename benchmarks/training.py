@@ -1,6 +1,7 @@
 """Batches and gradients: next to the local model, through slow networks, and with an interactive client beside them.
 
-    python benchmarks/training.py [--repeats 5] [--parts local pipeline together] [--delays 0 5 20 50] [--servers 1 2 4]
+    python benchmarks/training.py [--repeats 5] [--parts local pipeline push together] [--delays 0 5 20 50]
+                                  [--servers 1 2 4] [--push-servers 4]
 
 local: a forward of 16x128 tokens and a step of prompt tuning, by two servers of one thread each and by the local model
 with one thread, in turn; what counts is the ratio. Each once with the head of a language model, which the client
@@ -9,6 +10,8 @@ has one thread as well, and then one per core.
 pipeline: tokens per second of forward and of forward and backward, over servers behind a delay (one way), the batch in
 1 micro-batch, which is relayed from server to server as a whole, and in more. The servers' blocks take a stated time
 (`paced_server.py`), 20 ms for 256 tokens on each of 4 servers, so that four servers are four even on two cores.
+push: seconds of a forward and of a forward and backward over such servers, passed on from server to server and relayed
+by the client, in turn.
 together: time between tokens of an interactive client, alone and beside two clients that train.
 Writes results/training.json.
 """
@@ -22,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +143,19 @@ def cut_into(num_micro_batches: int) -> Iterator[None]:
         remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS = per_hop, min_tokens
 
 
+def paced() -> dict[str, Any]:
+    """Options for servers whose blocks take a stated time."""
+    program = [sys.executable, str(Path(__file__).with_name("paced_server.py")), str(MS_PER_TOKEN_AND_BLOCK)]
+    return {"quant_type": "none", "num_threads": 1, "throughput": 100.0, "program": program}
+
+
 def pipeline(path: Path, servers: list[int], delays: list[float], repeats: int) -> list[dict[str, Any]]:
     """Tokens per second by servers, delay and micro-batches; the micro-batches of each case take turns."""
-    program = [sys.executable, str(Path(__file__).with_name("paced_server.py")), str(MS_PER_TOKEN_AND_BLOCK)]
     results: list[dict[str, Any]] = []
     with SlowNetwork() as network:
         for num_servers in servers:
-            options = {"quant_type": "none", "num_threads": 1, "throughput": 100.0, "program": program}
             config = ClientConfig(max_batch_tokens=TOKENS)
-            with network.swarm(path, num_servers=num_servers, **options) as swarm:
+            with network.swarm(path, num_servers=num_servers, **paced()) as swarm:
                 for delay_ms in delays:
                     network.set(delay_ms=delay_ms)
                     with AutoDistributedModel.from_pretrained(
@@ -189,6 +197,47 @@ def _pipeline_case(model: Any, num_servers: int, delay_ms: float, repeats: int) 
             }
         )
     return found
+
+
+def pushing(path: Path, num_servers: int, delays: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Seconds by batch and delay, with `ClientConfig.push` and without it, in turn."""
+    results: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(SlowNetwork())
+        swarm = stack.enter_context(network.swarm(path, num_servers=num_servers, **paced()))
+        for delay_ms in delays:
+            network.set(delay_ms=delay_ms)
+            models = [
+                stack.enter_context(
+                    AutoDistributedModel.from_pretrained(
+                        str(path), initial_peers=swarm.initial_peers, client_config=ClientConfig(push=push)
+                    )
+                )
+                for push in (True, False)
+            ]
+            results += [_pushing_case(models, rows, repeats) | {"delay_ms": delay_ms} for rows in (1, ROWS)]
+    return results
+
+
+def _pushing_case(models: list[Any], rows: int, repeats: int) -> dict[str, Any]:
+    hidden = torch.randn(rows, LENGTH, models[0].config.hidden_size)
+
+    def forward(model: Any) -> None:
+        with torch.no_grad():
+            model.remote_blocks(hidden)
+
+    def both(model: Any) -> None:
+        model.remote_blocks(hidden.clone().requires_grad_()).sum().backward()
+
+    result: dict[str, Any] = {"batch": f"{rows} x {LENGTH}"}
+    for name, work in (("forward", forward), ("forward+backward", both)):
+        for model in models:
+            work(model), work(model)  # warm-up: connections
+        runs = [[seconds(partial(work, model)) for model in models] for _ in range(repeats)]
+        result[f"{name} pushed s"] = median(pushed for pushed, _ in runs)
+        result[f"{name} relayed s"] = median(relayed for _, relayed in runs)
+        result[f"{name} x"] = median(relayed / pushed for pushed, relayed in runs)
+    return result
 
 
 def together(path: Path, num_tokens: int = 60) -> dict[str, float]:
@@ -234,8 +283,9 @@ def _p95_ms(model: Any, num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures batches and gradients through a swarm.")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=["local", "pipeline", "together"])
+    parser.add_argument("--parts", nargs="+", default=["local", "pipeline", "push", "together"])
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--push-servers", type=int, default=4)
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -250,6 +300,10 @@ def main() -> None:
             path = save_random_model("64x8", Path(directory))
             results["pipeline"] = pipeline(path, args.servers, args.delays, args.repeats)
             print(table(list(results["pipeline"][0]), [list(row.values()) for row in results["pipeline"]]), flush=True)
+        if "push" in args.parts:
+            path = save_random_model("64x12" if args.push_servers > 8 else "64x8", Path(directory))
+            results["push"] = pushing(path, args.push_servers, args.delays, args.repeats)
+            print(table(list(results["push"][0]), [list(row.values()) for row in results["push"]]), flush=True)
         if "together" in args.parts:
             results["together"] = together(save_random_model("512x8", Path(directory)))
             print(table(("what", "value"), list(results["together"].items())), flush=True)

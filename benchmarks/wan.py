@@ -135,7 +135,7 @@ def floor(row: Row, network: Network, num_servers: int, token_bytes: int, local:
         return 1 / ((num_servers + 1) * way_s + 1 / local.tokens_per_s + transfer_s)
     num_tokens = int(row.what.split()[1]) * BATCH_SEQUENCE
     transfer_s = num_tokens * token_bytes / bytes_per_s
-    return num_tokens / (2 * num_servers * way_s + num_tokens / local.tokens_per_s + transfer_s)
+    return num_tokens / ((num_servers + 1) * way_s + num_tokens / local.tokens_per_s + transfer_s)
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ class ClientConfig:
     max_batch_tokens: int = 1024
     """Most tokens of one micro-batch in forward and backward; servers announce their own cap as well."""
     push: bool = True
-    """Let servers pass hidden states on to each other; False relays everything through the client."""
+    """Let servers pass hidden states and gradients on to each other; False relays everything through the client."""
     speculation: str = "auto"
     """Guess the next tokens and check several at once, without changing what is generated: "ngram" guesses from the
     text so far; a hub id or directory names a small model of the same family that guesses; "auto" is "ngram" over links
@@ -139,7 +139,8 @@ class ClientConfig:
     "auto" so where it pays, that is in messages of 256 KiB or more over links that carry less than 150 Mbit/s, and what
     servers send as their own `--compression` says. With `verify_fraction`, "auto" is "none"."""
     verify_fraction: float = 0.0
-    """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks."""
+    """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks.
+    Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on."""
     max_message_bytes: int = 256 << 20
     """Largest message that is accepted from a server."""
 

@@ -51,17 +51,17 @@ def doom_the_first_asked(
     model: Any, swarm: Faulty, doom: Doom, place: str, kind: MessageType, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """The server of that place to which the model sends the first batch of that kind dies with it; its id, then."""
-    batches, victims = model.remote_blocks.batches, []
-    request = batches._request
+    requests, victims = model.remote_blocks.batches.requests, []
+    request = requests.send
 
     async def noted(asked: MessageType, hop: Any, *args: Any, **options: Any) -> Any:
         if asked is kind and (hop.span.start, hop.span.end) == SPANS[PLACES[place]] and not victims:
             victims.append(peer_id := hop.server.peer_id)
-            connection = await batches._connection(hop.server)
+            connection = await requests.connection(hop.server)
             doom(swarm.server(peer_id), lambda: connection._pending)
         return await request(asked, hop, *args, **options)
 
-    monkeypatch.setattr(batches, "_request", noted)
+    monkeypatch.setattr(requests, "send", noted)
     return victims
 
 

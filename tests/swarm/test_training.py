@@ -48,9 +48,9 @@ def test_micro_batches_change_nothing(llama: Path, swarm: LocalSwarm, local: Pre
 def test_a_backward_uses_the_forward_that_its_server_kept(
     llama: Path, swarm: LocalSwarm, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, forgotten: bool
 ) -> None:
-    with connected(llama, swarm.initial_peers) as model:
-        batches = model.remote_blocks.batches
-        request, sent = batches._request, []
+    with connected(llama, swarm.initial_peers, push=False) as model:
+        requests = model.remote_blocks.batches.requests
+        request, sent = requests.send, []
 
         async def noted(kind: MessageType, *args: Any, forward: int | None = None, **options: Any) -> Any:
             if forward is not None and forgotten:
@@ -58,7 +58,7 @@ def test_a_backward_uses_the_forward_that_its_server_kept(
             sent.append((kind, forward is not None))
             return await request(kind, *args, forward=forward, **options)
 
-        monkeypatch.setattr(batches, "_request", noted)
+        monkeypatch.setattr(requests, "send", noted)
         with torch.no_grad():
             model(prompt(), use_cache=False)
         assert_same_gradients(model, local, prompt(1, 12))

@@ -12,21 +12,23 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from swarmllm.client.batch_requests import BatchRequests
 from swarmllm.client.concurrency import gather
-from swarmllm.client.connection import Answer, Connection, new_request_id
+from swarmllm.client.connection import Answer
+from swarmllm.client.pushed_batches import Part, PushedBatches
+from swarmllm.client.remote_call import RemoteCall
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, CorruptActivationsError, SessionLostError, SwarmError
+from swarmllm.errors import CorruptActivationsError, SessionLostError, SwarmError
 from swarmllm.models.activation_checks import MAX_ABS, checked
 from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.messages import BatchHeader
 from swarmllm.network.protocol import MessageType
 from swarmllm.swarm.retry import Retries
 
@@ -58,8 +60,8 @@ class BatchRunner:
     def __init__(self, view: SwarmView, traits: BlockTraits) -> None:
         self._view = view
         self._traits = traits
-        self._connections: dict[str, Connection] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self.requests = BatchRequests(view)
+        self.pushed = PushedBatches(view, self.requests)
         self.spot_checks = SpotChecks(view, traits, self.run_hop)
 
     # ------------------------------------------------------------------ synchronous
@@ -70,16 +72,14 @@ class BatchRunner:
         Raises:
             SwarmError: the swarm can't do it within the retries.
         """
-        outputs: Tensor = _RemoteCall.apply(  # type: ignore[no-untyped-call]
+        outputs: Tensor = RemoteCall.apply(  # type: ignore[no-untyped-call]
             self, inputs, span, torch.is_grad_enabled(), inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
         )
         return outputs
 
     def close(self) -> None:
         """Close the streams; call it in the event loop."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
+        self.requests.close()
 
     # ------------------------------------------------------------------ whole batches
 
@@ -87,7 +87,7 @@ class BatchRunner:
         """Outputs, and per micro-batch what each span was given; `keep` if a backward will come."""
 
         async def run(rows: BlockInputs, route: list[RouteHop]) -> tuple[Tensor, list[_Stage]]:
-            return await self._forward_rows(rows, span, route, keep=keep)
+            return await self._forward_rows(rows, span, route, keep=keep, lean=not keep)
 
         results = self._view.loop.run(self._all_rows(inputs, span, run))
         return torch.cat([outputs for outputs, _ in results], dim=self._traits.batch_axis), [s for _, s in results]
@@ -150,22 +150,49 @@ class BatchRunner:
     # ------------------------------------------------------------------ one micro-batch
 
     async def _forward_rows(
-        self, inputs: BlockInputs, span: Span, route: list[RouteHop] | None = None, *, keep: bool = False
+        self,
+        inputs: BlockInputs,
+        span: Span,
+        route: list[RouteHop] | None = None,
+        *,
+        keep: bool = False,
+        lean: bool = False,
     ) -> tuple[Tensor, list[_Stage]]:
-        """Span after span, first along `route`; when a server fails, the rest takes another one from there on."""
+        """Span after span, first along `route`; when a server fails, the rest takes another one from there on.
+
+        Servers that can pass on to each other do so; after a failure everything is relayed. `lean`: the stages aren't
+        needed, and what was passed on is not among them.
+        """
         stages: list[_Stage] = []
         retries = Retries(self._view.config.max_retries)
-        start = span.start
+        start, pushing = span.start, True
         while start < span.end:
             try:
                 hops, route = route or await self._view.find_route(Span(start, span.end)), None
-                for hop in hops:
-                    outputs, kept = await self._forward_hop(hop, inputs, keep=keep)
-                    if self.spot_checks.due():
-                        await self.spot_checks.check_hop(hop, inputs, outputs)
-                    stages.append(_Stage(hop.span, inputs, kept))
-                    inputs, start = inputs.with_hidden(outputs), hop.span.end
+                while hops:
+                    length = self.pushed.chain_length([hop.server for hop in hops], inputs) if pushing else 1
+                    chain, hops = hops[:length], hops[length:]
+                    if length == 1:
+                        outputs, kept = await self._forward_hop(chain[0], inputs, keep=keep)
+                        if self.spot_checks.due():
+                            await self.spot_checks.check_hop(chain[0], inputs, outputs)
+                        stages.append(_Stage(chain[0].span, inputs, kept))
+                        inputs, start = inputs.with_hidden(outputs), chain[0].span.end
+                        continue
+                    parts = [Part(hop, inputs) for hop in chain]
+                    outcome = await self.pushed.run(MessageType.FORWARD, parts, keep=keep, lean=lean)
+                    for hop, answer in zip(chain, outcome.answers, strict=False):
+                        if lean and answer.header.pushed and hop is not chain[-1]:
+                            continue
+                        outputs = self._checked(answer, inputs, "hidden_states", inputs.hidden_states)
+                        stages.append(_Stage(hop.span, inputs, (hop.server, answer.header.id) if keep else None))
+                        inputs, start = inputs.with_hidden(outputs), hop.span.end
+                    if outcome.error is not None:
+                        raise outcome.error
+                    if len(outcome.answers) < length:
+                        pushing, hops = False, [hop for hop in (*chain, *hops) if hop.span.start >= start]
             except SwarmError as error:
+                pushing = False
                 await self._pause(retries, error)
         return inputs.hidden_states, stages
 
@@ -185,19 +212,57 @@ class BatchRunner:
         pieces = list(self._micro_batches(inputs, hop.server.max_batch_tokens))
         keep = keep and len(pieces) == 1
         for rows in pieces:
-            answer = await self._request(MessageType.FORWARD, hop, rows, keep=keep)
+            answer = await self.requests.send(MessageType.FORWARD, hop, rows, keep=keep)
             outputs.append(self._checked(answer, rows, "hidden_states", rows.hidden_states))
         kept = (hop.server, answer.header.id) if keep else None
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis), kept
 
     async def _backward_rows(self, stages: list[_Stage], grad_outputs: Tensor) -> dict[str, Tensor]:
         grads = {"hidden_states": grad_outputs}
-        for stage in reversed(stages):
-            of_stage = await self._backward_stage(stage, grads["hidden_states"])
-            if "inputs_embeds" in of_stage and "inputs_embeds" in grads:
-                of_stage["inputs_embeds"] = of_stage["inputs_embeds"] + grads["inputs_embeds"]
-            grads = {**grads, **of_stage}
+        left, pushing = list(stages), True
+        while left:
+            kept = [stage.kept[0] for stage in takewhile(lambda stage: stage.kept, reversed(left)) if stage.kept]
+            length = self.pushed.chain_length(kept, left[-1].inputs) if pushing else 1
+            if length == 1:
+                found = [await self._backward_stage(left.pop(), grads["hidden_states"])]
+            else:
+                chain = [left.pop() for _ in range(length)]
+                found, again = await self._backward_chain(chain, grads["hidden_states"])
+                left += reversed(again)
+                pushing = not again
+            for of_stage in found:
+                if "inputs_embeds" in of_stage and "inputs_embeds" in grads:
+                    of_stage["inputs_embeds"] = of_stage["inputs_embeds"] + grads["inputs_embeds"]
+                grads = {**grads, **of_stage}
         return grads
+
+    async def _backward_chain(
+        self, chain: list[_Stage], grad_outputs: Tensor
+    ) -> tuple[list[dict[str, Tensor]], list[_Stage]]:
+        """The gradients of stages whose servers pass them on to each other, last stage first, and what is left to do.
+
+        What has been passed on is not known here, so when a server fails all of them are left, and those that have
+        begun are to be computed from their inputs.
+        """
+        parts = [
+            Part(RouteHop(stage.kept[0], stage.span), stage.inputs, stage.kept[1]) for stage in chain if stage.kept
+        ]
+        outcome = await self.pushed.run(MessageType.BACKWARD, parts, grad_outputs, lean=True)
+        num_done = len(outcome.answers)
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            found = []
+            for stage, answer in zip(chain, outcome.answers, strict=False):
+                is_last = answer is outcome.answers[-1]
+                found.append(self._gradients(answer, stage.inputs, stage.span, grad_outputs if is_last else None))
+            return found, chain[num_done:]
+        except SwarmError as error:
+            self._view.report(error)
+            if not error.retriable:
+                raise
+            logger.info("gradients are relayed after: %s", error)
+            return [], [*(replace(stage, kept=None) for stage in chain[: num_done + 1]), *chain[num_done + 1 :]]
 
     async def _backward_stage(self, stage: _Stage, grad_outputs: Tensor) -> dict[str, Tensor]:
         """The gradients of one span's inputs; if nobody holds the whole span any more, by way of its parts."""
@@ -230,13 +295,21 @@ class BatchRunner:
         self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor, forward: int | None = None
     ) -> dict[str, Tensor]:
         """One server's part of a backward pass; of a `forward` that it has kept, if it is named."""
-        answer = await self._request(MessageType.BACKWARD, hop, inputs, grad_outputs, forward=forward)
+        answer = await self.requests.send(MessageType.BACKWARD, hop, inputs, grad_outputs, forward=forward)
+        return self._gradients(answer, inputs, hop.span, grad_outputs)
+
+    def _gradients(
+        self, answer: Answer, inputs: BlockInputs, span: Span, hidden_like: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What a BACKWARD has answered; without that of hidden_states if there is nothing `like` it."""
+        grads = {}
         # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
-        grads = {"hidden_states": self._checked(answer, inputs, "hidden_states", grad_outputs, math.inf)}
+        if hidden_like is not None:
+            grads["hidden_states"] = self._checked(answer, inputs, "hidden_states", hidden_like, math.inf)
         if inputs.inputs_embeds is not None:
             embeds = inputs.inputs_embeds
             grads["inputs_embeds"] = self._checked(answer, inputs, "inputs_embeds", embeds, math.inf)
-        return grads | self._adapter_gradients(answer, inputs, hop.span)
+        return grads | self._adapter_gradients(answer, inputs, span)
 
     def _adapter_gradients(self, answer: Answer, inputs: BlockInputs, span: Span) -> dict[str, Tensor]:
         """By `adapter.INDEX`, its place among the adapter's tensors."""
@@ -254,58 +327,6 @@ class BatchRunner:
             raise error
         logger.info("trying again after: %s", error)
         await asyncio.sleep(delay_s)
-
-    async def _request(
-        self,
-        kind: MessageType,
-        hop: RouteHop,
-        inputs: BlockInputs,
-        grad_outputs: Tensor | None = None,
-        *,
-        keep: bool = False,
-        forward: int | None = None,
-    ) -> Answer:
-        num_tokens = inputs.num_positions
-        if num_tokens > hop.server.max_batch_tokens:
-            raise ConfigurationError(
-                f"one sample of {num_tokens} tokens is above the servers' limit of {hop.server.max_batch_tokens}: "
-                "use shorter sequences, or servers with a larger --max_batch_tokens"
-            )
-        tensors = inputs.tensors() if forward is None else {}
-        mask = tensors.get("attention_mask")
-        ones_mask = mask is not None and mask.dtype == torch.int64 and mask.ndim == 2 and bool(mask.all())
-        if ones_mask:
-            del tensors["attention_mask"]
-        if grad_outputs is not None:
-            tensors["grad_outputs"] = grad_outputs
-        header = BatchHeader(
-            id=new_request_id(),
-            start=hop.span.start,
-            end=hop.span.end,
-            batch_size=inputs.batch_size,
-            seq_len=inputs.seq_len,
-            tensors=(),
-            ones_mask=ones_mask,
-            keep=keep,
-            forward=forward,
-            compression=self._view.config.compression,
-        )
-        connection = await self._connection(hop.server)
-        fields = await self._view.adapters.header_fields(
-            connection, inputs.adapter, hop.span, timeout_s=self._view.config.step_timeout_s
-        )
-        header = header.model_copy(update=fields)
-        outgoing = await connection.compressed(tensors)
-        answer = await connection.request(kind, header, outgoing, timeout_s=self._view.config.step_timeout_s)
-        self._view.health.succeeded(hop.server.peer_id)
-        return answer
-
-    async def _connection(self, server: ServerInfo) -> Connection:
-        async with self._connecting.setdefault(server.peer_id, asyncio.Lock()):
-            connection = self._connections.get(server.peer_id)
-            if connection is None or connection.error is not None:
-                connection = self._connections[server.peer_id] = await self._view.open_connection(server)
-            return connection
 
     def _checked(
         self, answer: Answer, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS
@@ -340,59 +361,3 @@ def checked_values(grad: Tensor | None, like: Tensor, peer_id: str) -> Tensor:
     if grad is None or grad.shape != like.shape or not grad.is_floating_point():
         raise CorruptActivationsError("the gradient of the adapter is missing or has another shape", peer_id)
     return grad
-
-
-class _RemoteCall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        runner: BatchRunner,
-        inputs: BlockInputs,
-        span: Span,
-        grad_enabled: bool,
-        hidden_states: Tensor,
-        embeds: Tensor | None,
-        *trained: Tensor,
-    ) -> Tensor:
-        keep = grad_enabled and any(ctx.needs_input_grad)
-        outputs, stages = runner.forward(_detached(inputs), span, keep=keep)
-        if keep:
-            ctx.runner, ctx.stages = runner, stages
-            ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
-            ctx.may_overflow = _scales_losses()
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.may_overflow and not bool(grad_outputs.isfinite().all()):
-            raise ConfigurationError(
-                "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
-                "lower the learning rate"
-            )
-        grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
-        _, _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
-        of_adapter: list[Tensor | None] = []
-        for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
-            grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
-            of_adapter.append(None if grad is None else grad.view(shape).to(device, dtype))
-        return (
-            *(None, None, None, None),
-            grads["hidden_states"] if hidden else None,
-            grads["inputs_embeds"] if embeds else None,
-            *of_adapter,
-        )
-
-
-def _scales_losses() -> bool:
-    """Under float16 autocast a gradient scaler multiplies losses until they overflow, and skips those steps itself."""
-    return any(
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        for device in ("cuda", "cpu")
-    )
-
-
-def _detached(inputs: BlockInputs) -> BlockInputs:
-    tensors = {name: tensor.detach() for name, tensor in inputs.tensors().items()}
-    detached = BlockInputs.from_tensors(tensors, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
-    return replace(detached, adapter=inputs.adapter)

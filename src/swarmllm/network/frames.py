@@ -73,6 +73,7 @@ class MessageType(IntEnum):
     CLOSE = 24
     ADAPTER = 25
     PROBE = 26
+    PUSH = 27
 
 
 CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR))

@@ -10,6 +10,8 @@ A stream begins with HELLO and WELCOME (`network/protocol`). Then either side ma
     REPLAY             RESULT | ERROR     client → server: send the kept outputs of this session again, to its successor
     ATTACH             RESULT | ERROR     server → successor: steps of that session will come on this stream
     FORWARD, BACKWARD  RESULT | ERROR     client → server: a batch without a KV cache
+    PUSH               –                  server → server: what a FORWARD or BACKWARD there waits for;
+                                          client → server: that it shall not wait for it any more
     ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
     CLOSE              –                  client → server: free the session
     PROBE              –                  server → server: nothing; its payload is dropped, its way is measured
@@ -35,6 +37,8 @@ Header = TypeVar("Header", bound=PeerModel)
 
 RequestId = Annotated[int, Field(ge=0, lt=1 << 63)]
 SessionId = Annotated[str, Field(min_length=SESSION_ID_LENGTH, max_length=SESSION_ID_LENGTH)]
+Token = SessionId
+PeerId = Annotated[str, Field(min_length=40, max_length=64)]
 Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
@@ -49,13 +53,25 @@ Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCK
 """Per server that the step went through: first block, microseconds in the queue, microseconds of computing."""
 
 
-class Successor(PeerModel):
+class Target(PeerModel):
+    """A server to which another one passes something on, and the secret by which it takes it."""
+
+    peer_id: PeerId
+    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
+    token: Token
+
+
+class Successor(Target):
     """The next server of a chain, and the session that the client has opened there."""
 
-    peer_id: Annotated[str, Field(min_length=40, max_length=64)]
-    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
     session: SessionId
-    token: SessionId
+
+
+class Source(PeerModel):
+    """The other end: who passes something on, and by which secret it is known."""
+
+    peer_id: PeerId
+    token: Token
 
 
 class OpenHeader(PeerModel):
@@ -155,7 +171,20 @@ class BatchHeader(PeerModel):
     """FORWARD: its BACKWARD will come soon, so what it computes should be kept."""
     forward: RequestId | None = None
     """BACKWARD: the id of the FORWARD that was to be kept."""
+    source: Source | None = None
+    """Who pushes the hidden states (BACKWARD: the outputs' gradient), which are not among `tensors` then."""
+    target: Target | None = None
+    """To whom the outputs (BACKWARD: the hidden states' gradient) are pushed."""
+    lean: bool = False
+    """What has been pushed needs not be answered as well."""
     compression: Compression = "auto"
+
+
+class PushHeader(PeerModel):
+    """PUSH: `hidden_states` or `grad_outputs` for the request that named this token; no tensors: they won't come."""
+
+    token: Token
+    tensors: Descriptors = ()
 
 
 class AdapterHeader(PeerModel):
@@ -178,6 +207,8 @@ class ResultHeader(PeerModel):
     position: Position = 0
     """STEP: where its outputs begin; LINK: the position up to which the session has sent its outputs."""
     timings: Timings = ()
+    pushed: bool = False
+    """FORWARD, BACKWARD: its `target` has been sent what it waits for."""
 
 
 class ErrorHeader(PeerModel):

@@ -5,6 +5,7 @@ server     start-up, the life of the process, leaving
 handler    one stream: what a peer asks for, checked and dispatched
 sessions   one client's KV cache on this server, and its place in a chain
 links      persistent streams to successors
+pushes     what servers pass on to each other for batches
 kv_cache   the byte budget that sessions lease from
 executor   the one thread that touches blocks and caches
 announcer  what the swarm is told, and how often

@@ -18,12 +18,14 @@ from swarmllm import __version__
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
     BlocksNotServedError,
+    CorruptActivationsError,
     PeerError,
     RemoteProtocolError,
     ServerOverloadedError,
     SwarmError,
     WeightsMismatchError,
 )
+from swarmllm.models.activation_checks import plausible
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.network.compression import Outgoing, compressed
@@ -48,6 +50,7 @@ from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.input_checks import InputChecks
 from swarmllm.server.links import Links
 from swarmllm.server.peer_limits import PeerLimits
+from swarmllm.server.pushes import Pushes, push
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.sessions import Session, Step
@@ -85,6 +88,7 @@ class StreamHandler:
         self.adapters = AdapterStore()
         self._served_adapters = served_adapters
         self.batches = KeptBatches(max_batch_tokens)
+        self.pushes = Pushes(self.limits)
         self._takes_clients = False
 
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
@@ -96,6 +100,7 @@ class StreamHandler:
     async def retire(self, timeout_s: float) -> None:
         """Take nothing new, hand the sessions over, and let the blocks go when everything that runs has ended."""
         self._takes_clients = False
+        self.pushes.clear()
         if self._sessions is not None:
             await self._sessions.hand_over(timeout_s)
         try:
@@ -209,25 +214,49 @@ class StreamHandler:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
-        batches, peer_id = self.batches, stream.peer_id
-        turns = self._turns(header, message, span, peer_id)
+        if header.source is None:
+            return await self._run_batch(header, message, span, stream, {})
+        async with self.pushes.taken(header.source, stream.peer_id) as pushed:
+            self.check_client(stream.peer_id)
+            span = self.check_span(header.start, header.end)  # other blocks may be served by now
+            name = "hidden_states" if message.type == MessageType.FORWARD else "grad_outputs"
+            tensors = self.inputs.read_pushed(header, name, pushed, header.source.peer_id)
+            return await self._run_batch(header, message, span, stream, tensors)
+
+    async def _run_batch(
+        self, header: BatchHeader, message: Message, span: Span, stream: FrameStream, pushed: dict[str, Tensor]
+    ) -> tuple[ResultHeader, Outgoing]:
+        batches, peer_id, target = self.batches, stream.peer_id, header.target
+        turns = self._turns(header, message, span, peer_id, pushed)
         timed = await self._executor.run_in_turns(turns, Priority.BATCH)
         result = timed.value
         if isinstance(result, Batch):
             batches.put(peer_id, header.id, result)
             result = {"hidden_states": result.outputs}
-        timings = ((span.start, timed.queue_us, timed.compute_us),)
         compression = self._compression if header.compression == "auto" else header.compression
-        return ResultHeader(id=header.id, end=span.end, timings=timings), await compressed(result, stream, compression)
+        sent = None
+        if target is not None:
+            name = "hidden_states" if message.type == MessageType.FORWARD else "grad_outputs"
+            sent = await push(self.links, target, name, result["hidden_states"], compression)
+        if sent is not None:  # the client shall have what its target has
+            others = {name: tensor for name, tensor in result.items() if name != "hidden_states"}
+            result = others if header.lean else others | {"hidden_states": sent}
+        timings = ((span.start, timed.queue_us, timed.compute_us),)
+        answer = ResultHeader(id=header.id, end=span.end, timings=timings, pushed=sent is not None)
+        return answer, await compressed(result, stream, compression, exactly=sent is not None)
 
     def _turns(
-        self, header: BatchHeader, message: Message, span: Span, peer_id: str
+        self, header: BatchHeader, message: Message, span: Span, peer_id: str, pushed: dict[str, Tensor]
     ) -> Turns[Batch | dict[str, Tensor]]:
         """What the device thread is to do for that request."""
         if header.forward is not None:
-            grad_outputs = self.inputs.read_gradient(header, message)
+            grad_outputs = self.inputs.read_gradient(header, message, pushed)
             return self.batches.take(peer_id, header.forward).gradients(grad_outputs)
-        inputs, given = self.inputs.read(header, message)
+        inputs, given = self.inputs.read(header, message, pushed)
+        axis = self.blocks.traits.batch_axis
+        if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
+            source = None if header.source is None else header.source.peer_id
+            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", source)
         inputs = replace(inputs, adapter=self.adapter_of(header, peer_id))
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
@@ -287,6 +316,8 @@ class _Stream:
                     self._handler.check_client(self._stream.peer_id)
                     take = partial(self._handler.take_adapter, peer_id=self._stream.peer_id)
                     await self._start(tasks, message, take)
+                case MessageType.PUSH:
+                    self._handler.pushes.arrived(message, self._stream.peer_id)
                 case MessageType.PROBE:
                     pass  # it has arrived, and that is all that its sender wants to know
                 case _:

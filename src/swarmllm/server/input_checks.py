@@ -4,9 +4,12 @@ Blocks broadcast what fits by chance, so a few bytes too many could make them al
 its table takes a GPU's whole context with it. Called by `server/handler` before anything is queued.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import Tensor
 
-from swarmllm.errors import RemoteProtocolError
+from swarmllm.errors import CorruptActivationsError, RemoteProtocolError
 from swarmllm.models.adapters import BlockAdapter, checked
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
@@ -14,7 +17,9 @@ from swarmllm.network.frames import Message
 from swarmllm.network.messages import AdapterHeader, BatchHeader, StepHeader
 from swarmllm.network.tensor_codec import decode_tensors
 from swarmllm.server.dummy_inputs import dummy_inputs
+from swarmllm.server.pushes import Pushed
 
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 MAX_POSITION_KINDS = 8
 """Kinds of `position_ids`: 3 or 4 in today's models with several."""
 
@@ -26,13 +31,15 @@ class InputChecks:
         self._blocks = blocks
         self._sample_shape = tuple(dummy_inputs(blocks, 1).hidden_states.shape)
 
-    def read(self, header: StepHeader | BatchHeader, message: Message) -> tuple[BlockInputs, Tensor | None]:
-        """The tensors of the message, and the gradient of the outputs if there is one.
+    def read(
+        self, header: StepHeader | BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING
+    ) -> tuple[BlockInputs, Tensor | None]:
+        """The tensors of the message and those `pushed` for it, and the gradient of the outputs if there is one.
 
         Raises:
             RemoteProtocolError: they are not what the header says.
         """
-        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        tensors = _with_pushed(header, message, pushed)
         grad_outputs = tensors.pop("grad_outputs", None)
         batch, seq = header.batch_size, header.seq_len
         hidden = self._hidden_shape(batch, seq)
@@ -52,17 +59,35 @@ class InputChecks:
         _check_positions(inputs.position_ids, batch, seq)
         return inputs, grad_outputs
 
-    def read_gradient(self, header: BatchHeader, message: Message) -> Tensor:
+    def read_gradient(self, header: BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """The gradient of the outputs, which comes alone when the forward has been kept.
 
         Raises:
             RemoteProtocolError: it isn't there, or isn't what the header says.
         """
-        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        tensors = _with_pushed(header, message, pushed)
         if tensors.keys() != {"grad_outputs"}:
             raise RemoteProtocolError("BACKWARD of a kept forward comes with grad_outputs alone")
         _check_floats("grad_outputs", tensors["grad_outputs"], self._hidden_shape(header.batch_size, header.seq_len))
         return tensors["grad_outputs"]
+
+    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, source: str) -> dict[str, Tensor]:
+        """What `source` has pushed for the request of that header: the tensor of that name.
+
+        Raises:
+            CorruptActivationsError: it isn't that, or can't be right.
+        """
+        payload = pushed.message.payload
+        try:
+            tensors = decode_tensors(pushed.header.tensors, payload, max_bytes=len(payload))
+            if tensors.keys() != {name}:
+                raise RemoteProtocolError(f"{name} alone should have come")
+            _check_floats(name, tensors[name], self._hidden_shape(header.batch_size, header.seq_len))
+        except RemoteProtocolError as error:  # the client, who is told, is not its sender
+            raise CorruptActivationsError(
+                f"a server passed on something else than asked for: {error}", source
+            ) from None
+        return tensors
 
     def read_adapter(self, header: AdapterHeader, message: Message) -> BlockAdapter:
         """The adapter of the message, on the blocks' device.
@@ -82,6 +107,13 @@ class InputChecks:
     def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         axis = self._blocks.traits.batch_axis
         return (*self._sample_shape[:axis], batch, seq, *self._sample_shape[axis + 2 :])
+
+
+def _with_pushed(header: StepHeader | BatchHeader, message: Message, pushed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+    if twice := tensors.keys() & pushed.keys():
+        raise RemoteProtocolError(f"{min(twice)} come from another server, so they can't come with the request too")
+    return {**tensors, **pushed}
 
 
 def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

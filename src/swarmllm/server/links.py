@@ -1,19 +1,20 @@
-"""Persistent streams to successors: one per peer, shared by all sessions whose outputs go there.
+"""Persistent streams to successors: one per peer, shared by all sessions and batches whose outputs go there.
 
 Kept open between sessions, because a new stream's first messages are slow over long distances (its flow-control window
-starts small). Called by `server/sessions`; knows nothing about blocks.
+starts small). Called by `server/sessions` and `server/pushes`; knows nothing about blocks.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmllm.errors import PeerError, PeerUnreachableError, SessionLostError, SwarmError
-from swarmllm.network.messages import AttachHeader, ResultHeader, Successor, parse
+from swarmllm.network.frames import ByteChunk
+from swarmllm.network.messages import AttachHeader, PushHeader, ResultHeader, Successor, Target, parse
 from swarmllm.network.protocol import FrameStream, Message, MessageType, raise_error
 
-OpenStream = Callable[[Successor], Awaitable[FrameStream]]
+OpenStream = Callable[[Target], Awaitable[FrameStream]]
 OnLost = Callable[[PeerError], None]
 
 FIRST_REQUEST_ID = 1 << 62
@@ -28,6 +29,7 @@ class Link:
         self._ids = itertools.count(FIRST_REQUEST_ID)
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._listeners: dict[str, OnLost] = {}  # by the successor's session
+        self._pushing = asyncio.Lock()
         self.error: PeerError | None = None
 
     async def attach(self, successor: Successor, on_lost: OnLost) -> None:
@@ -52,6 +54,29 @@ class Link:
             raise
         finally:
             self._pending.pop(request, None)
+
+    async def push(self, header: PushHeader, chunks: Sequence[ByteChunk], tasks: asyncio.TaskGroup) -> None:
+        """Send a PUSH, one at a time.
+
+        It goes on in `tasks` if this is cancelled, because half a message would end the stream, and with it the
+        sessions of others.
+
+        Raises:
+            PeerError: the stream broke.
+        """
+        await self._pushing.acquire()
+        sending = tasks.create_task(self._send(header, chunks), name="push")
+        sending.add_done_callback(lambda _: self._pushing.release())
+        error = await asyncio.shield(sending)
+        if error is not None:
+            raise error
+
+    async def _send(self, header: PushHeader, chunks: Sequence[ByteChunk]) -> SwarmError | None:
+        try:
+            await self.stream.send(MessageType.PUSH, header.model_dump(), chunks)
+        except SwarmError as error:  # the task group is the server's own, which must not hear of it
+            return error
+        return None
 
     def forget(self, session: str) -> None:
         """Nobody here pushes to that session of the successor any more."""
@@ -112,14 +137,14 @@ class Links:
 
     def __init__(self, open_stream: OpenStream, tasks: asyncio.TaskGroup) -> None:
         self._open_stream = open_stream
-        self._tasks = tasks
+        self.tasks = tasks
         self._links: dict[str, Link] = {}
         self._dialling: dict[str, _Dialling] = {}
 
     def __len__(self) -> int:
         return len(self._links)
 
-    async def get(self, successor: Successor) -> Link:
+    async def get(self, successor: Target) -> Link:
         """The link to that peer, opened now if there is none.
 
         Raises:
@@ -135,7 +160,7 @@ class Links:
                     stream = await self._open_stream(successor)
                     stream.start_keepalive()
                     link = self._links[peer_id] = Link(stream)
-                    self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
+                    self.tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
                 return link
         finally:
             dialling.num_waiting -= 1

@@ -42,10 +42,16 @@ class PeerLimits:
 
     async def take(self, peer_id: str, num_bytes: int) -> None:
         """Wait for room; a request that is larger than all of it goes alone."""
-        while self._bytes[peer_id] and self._bytes[peer_id] + num_bytes > MAX_BYTES_PER_PEER:
+        while not self.take_now(peer_id, num_bytes):
             self._freed.clear()
             await self._freed.wait()
+
+    def take_now(self, peer_id: str, num_bytes: int) -> bool:
+        """Whether there is room, which is taken then."""
+        if self._bytes[peer_id] and self._bytes[peer_id] + num_bytes > MAX_BYTES_PER_PEER:
+            return False
         self._bytes[peer_id] += num_bytes
+        return True
 
     def give_back(self, peer_id: str, num_bytes: int) -> None:
         """The request has been answered."""

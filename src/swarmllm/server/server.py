@@ -34,7 +34,7 @@ from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.block_directory import BlockDirectory
 from swarmllm.network.discovery import LanAnnouncement, find_swarm
-from swarmllm.network.messages import Successor
+from swarmllm.network.messages import Target
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import FrameStream, hello
 from swarmllm.server.announcer import Announcer
@@ -312,7 +312,7 @@ class _Server:
             "the peer-to-peer daemon (p2pd) died, so nobody can reach this server: start it again"
         )
 
-    async def _open_link(self, other: Successor | ServerInfo) -> FrameStream:
+    async def _open_link(self, other: Target | ServerInfo) -> FrameStream:
         stream = await self._peer.open_stream(other.peer_id, other.addrs, timeout_s=CONNECT_TIMEOUT_S)
         await hello(stream, fingerprint=self._checkpoint.fingerprint, software=__version__, timeout_s=CONNECT_TIMEOUT_S)
         return stream

@@ -1,0 +1,179 @@
+"""Batches whose hidden states and gradients go from server to server: the same numbers as by way of the client."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_models import NUM_BLOCKS, OPTIONS, connected, prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
+from swarmllm.client import pushed_batches
+from swarmllm.client.batch_requests import Between
+from swarmllm.network.messages import Source, Target
+from swarmllm.network.stream import traffic
+
+NOBODY = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+
+
+@pytest.fixture(scope="module")
+def swarm(llama: Path) -> Iterator[LocalSwarm]:
+    """Three servers in a row."""
+    with LocalSwarm(llama, spans=[(0, 3), (3, 5), (5, NUM_BLOCKS)], **OPTIONS) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
+    with connected(llama, swarm.initial_peers) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def relaying(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
+    with connected(llama, swarm.initial_peers, push=False) as model:
+        yield model
+
+
+def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, labels=ids, **inputs).loss
+    loss.backward()
+    return loss.detach(), embeds.grad
+
+
+def num_pushed(model: Any) -> int:
+    return int(model.remote_blocks.batches.pushed.num_pushed)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    result: Tensor = model(ids, use_cache=False, **inputs).logits
+    return result
+
+
+def assert_nobody_is_avoided(model: Any) -> None:
+    assert not model.swarm.health.avoided(now=0.0)
+
+
+def test_a_forward_takes_the_short_way(model: Any, relaying: Any) -> None:
+    ids = prompt(4, 100)
+    hidden_bytes = ids.numel() * 64 * 4
+    expected, way, bytes_of = logits(relaying, ids), [], []
+    for one in (relaying, model):
+        logits(one, ids)  # opens connections
+        sent, received = traffic.sent_bytes, traffic.received_bytes
+        assert torch.equal(logits(one, ids), expected)
+        bytes_of.append((traffic.sent_bytes - sent, traffic.received_bytes - received))
+        way.append(num_pushed(one))
+    assert way[0] == 0
+    assert way[1] > 0
+    relayed, pushed = bytes_of
+    assert min(relayed) > 3 * hidden_bytes
+    assert max(pushed) < 1.5 * hidden_bytes
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_are_those_of_relaying(model: Any, relaying: Any, local: PreTrainedModel, padded: bool) -> None:
+    ids = prompt(6, 40)
+    inputs = {}
+    if padded:
+        mask = torch.ones(6, 40, dtype=torch.int64)
+        mask[0, :30] = 0
+        inputs = {"attention_mask": mask}
+    before = num_pushed(model)
+    got, expected = gradients(model, ids, **inputs), gradients(relaying, ids, **inputs)
+    assert num_pushed(model) > before
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(got, gradients(local, ids, **inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_boundary_goes_from_server_to_server(llama: Path, swarm: LocalSwarm) -> None:
+    """One micro-batch over three servers: two boundaries forward, two backward."""
+    with connected(llama, swarm.initial_peers) as model:
+        gradients(model, prompt(1, 12))
+        assert num_pushed(model) == 4
+
+
+def test_compressed_once_by_whoever_computed(llama: Path, swarm: LocalSwarm) -> None:
+    found = []
+    for push in (True, False):
+        with connected(llama, swarm.initial_peers, compression="int8", push=push) as model:
+            found.append((logits(model, prompt(4, 40)), *gradients(model, prompt(4, 40))))
+            assert bool(num_pushed(model)) is push
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_spot_checks_are_for_what_was_relayed(llama: Path, swarm: LocalSwarm) -> None:
+    with connected(llama, swarm.initial_peers, verify_fraction=0.01) as model:
+        gradients(model, prompt(4, 40))
+        assert num_pushed(model) == 0
+
+
+@pytest.mark.parametrize("work", [logits, gradients])
+def test_a_target_that_cannot_be_reached(
+    llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
+) -> None:
+    """It is relayed, without blame, and the two aren't asked again."""
+    between, middle = pushed_batches._between, swarm.servers[1].peer_id
+
+    def to_nobody(*args: Any) -> Iterator[tuple[Any, Between]]:
+        for part, said in between(*args):
+            nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
+            yield part, replace(said, target=nobody) if part.peer_id == middle else said
+
+    monkeypatch.setattr(pushed_batches, "_between", to_nobody)
+    with connected(llama, swarm.initial_peers) as model:
+        got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)
+        pushed = model.remote_blocks.batches.pushed
+        assert set(pushed._unlinked) == {(middle, NOBODY)}
+        assert pushed.num_pushed == (2 if work is gradients else 1)
+        assert_nobody_is_avoided(model)
+        assert not model.swarm.counts
+
+
+def test_servers_that_are_not_linked(llama: Path, swarm: LocalSwarm, relaying: Any) -> None:
+    """A chain ends where the next server couldn't be reached last time."""
+    first, middle, last = (server.peer_id for server in swarm.servers)
+    with connected(llama, swarm.initial_peers) as model:
+        pushed = model.remote_blocks.batches.pushed
+        pushed._unlink(middle, last)
+        assert torch.equal(logits(model, prompt(1, 12)), logits(relaying, prompt(1, 12)))
+        assert pushed.num_pushed == 1
+        pushed._unlink(first, middle)
+        assert torch.equal(logits(model, prompt(1, 12)), logits(relaying, prompt(1, 12)))
+        assert pushed.num_pushed == 1
+        pushed._unlinked.clear()
+        assert torch.equal(logits(model, prompt(1, 12)), logits(relaying, prompt(1, 12)))
+        assert pushed.num_pushed == 3
+
+
+@pytest.mark.parametrize("work", [logits, gradients])
+def test_a_push_that_never_comes(
+    llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
+) -> None:
+    """The server says that it still waits, so nobody knows whose fault it is, and it is relayed."""
+    between = pushed_batches._between
+
+    def with_another_secret(*args: Any) -> Iterator[tuple[Any, Between]]:
+        for part, said in between(*args):
+            source = None if said.source is None else Source(peer_id=said.source.peer_id, token="f" * 32)
+            yield part, replace(said, source=source if said.target is None else said.source)
+
+    monkeypatch.setattr(pushed_batches, "_between", with_another_secret)
+    with connected(llama, swarm.initial_peers, step_timeout_s=1.0) as model:
+        for _ in range(2):
+            got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
+            for one, other in zip(got, expected, strict=True):
+                assert torch.equal(one, other)
+        assert_nobody_is_avoided(model)
+        assert set(model.swarm.counts) == {"session_lost"}
