@@ -11,12 +11,14 @@ from tests.numerics.test_sweep import ARCHITECTURES
 from tests.numerics.tiny_models import NUM_BLOCKS, VARIANTS, save_tiny
 from torch import Tensor
 
+from swarmllm import embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.models.packing import NEVER, Packing, SessionCall
+from swarmllm.models.quantization import Quantization
 from swarmllm.models.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.server.packing_speed import measure_packing
 
@@ -274,6 +276,7 @@ def test_short_floats(tmp_path: Path) -> None:
 def test_a_long_session_alone_in_short_floats(model_type: str, tmp_path: Path) -> None:
     """It may run as if it had company, from some length on: the same up to rounding, also after what can't."""
     blocks = load(model_type, tmp_path, torch.bfloat16)
+    blocks.packer.exact_alone = False
     blocks.packer.use(Packing.RAGGED, ragged_alone_from=12)
     sessions = Sessions(blocks, rows=(2,))
     with packs_counted(blocks) as sizes:
@@ -290,6 +293,7 @@ def test_a_long_session_alone_that_fails_is_tried_as_ever(tmp_path: Path) -> Non
     blocks = load("qwen2", tmp_path, torch.bfloat16)
     sessions = Sessions(blocks, rows=(1,))
     sessions.step([5])
+    blocks.packer.exact_alone = False
     blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
 
     def fail(*_: object) -> list[Tensor]:
@@ -300,12 +304,24 @@ def test_a_long_session_alone_that_fails_is_tried_as_ever(tmp_path: Path) -> Non
     assert sessions.step([1]) == 0.0
 
 
-def test_float32_alone_stays_as_transformers_computes_it(tmp_path: Path) -> None:
-    blocks = load("llama", tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_as_they_are_stored_compute_alone_what_transformers_computes(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    blocks = load("llama", tmp_path, dtype)
     blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
     assert blocks.packer.ragged_alone_from == NEVER
     sessions = Sessions(blocks, rows=(1,))
     assert [sessions.step([length]) for length in (5, 1, 1)] == [0.0, 0.0, 0.0]
+
+
+def test_quantized_weights_in_short_floats_need_not_be_exact() -> None:
+    checkpoint = open_checkpoint(str(embedded_model_path()))
+    for dtype, alone_from in ((torch.bfloat16, 5), (torch.float32, NEVER)):
+        blocks = load_block_span(checkpoint, Span(0, 1), dtype=dtype, quantization=Quantization("int8"), progress=False)
+        assert blocks.is_quantized
+        blocks.packer.use(Packing.RAGGED, ragged_alone_from=5)
+        assert blocks.packer.ragged_alone_from == alone_from
 
 
 def test_a_way_that_is_wrong_here_is_not_used_whatever_was_measured_elsewhere(tmp_path: Path) -> None:
@@ -323,7 +339,7 @@ def test_the_measurement_runs_and_leaves_nothing_behind(model_type: str, dtype: 
     blocks = load(model_type, tmp_path, dtype)
     way, alone_from = measure_packing(blocks, decode_ms_per_block=0.5)
     assert way in blocks.packer.ways
-    assert alone_from == 0 or (dtype == torch.bfloat16 and way == Packing.RAGGED)
+    assert alone_from == 0, "these weights are as they are stored"
     if blocks.keeps_cache:
         sessions = Sessions(blocks)
         limit = RELATIVE if dtype == torch.float32 else 16 * torch.finfo(dtype).eps

@@ -72,6 +72,8 @@ class BlockSpan:
         self.traits = BlockTraits()
         self.key_value_shapes: KeyValueShapes = {}
         """Of the blocks that can have a prefix, as the probes saw them."""
+        self.is_quantized = any(isinstance(part, QuantizedWeight) for part in weights)
+        """Whether weights were made smaller when they were loaded."""
         self.packer = Packer(self, self._stack)
         cost = probe(self)
         self.cache_bytes_per_token, self.cache_bytes_per_session = cost.per_token, cost.per_session

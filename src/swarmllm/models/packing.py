@@ -87,6 +87,9 @@ class Packer:
             pass
         self.way = Packing.ONE_BY_ONE
         """The one that is used."""
+        self.exact_alone = blocks.dtype == torch.float32 or not blocks.is_quantized
+        """Whether a session alone runs as transformers runs it, whatever is faster: with weights as they are stored its
+        tokens are those of the local model, and in short floats another order of adding up could change one."""
         self.ragged_alone_from = NEVER
         """Length of a session from which its steps run ragged even without company."""
 
@@ -95,14 +98,10 @@ class Packer:
         self.ways, self.way = tuple(ways), ways[0]
 
     def use(self, way: Packing, *, ragged_alone_from: float = NEVER) -> None:
-        """Use what was measured to be fastest, as far as it is right for these blocks.
-
-        In float32 a session alone runs as transformers runs it, whatever is faster: equal bit by bit.
-        """
+        """Use what was measured to be fastest, as far as it is right for these blocks."""
         if way in self.ways:
-            exact = self._blocks.dtype == torch.float32
             self.way = way
-            self.ragged_alone_from = ragged_alone_from if way == Packing.RAGGED and not exact else NEVER
+            self.ragged_alone_from = NEVER if self.exact_alone or way != Packing.RAGGED else ragged_alone_from
 
     def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[Outcome]:
         """See `BlockSpan.forward_many`; `way` None = the one in use."""

@@ -98,7 +98,7 @@ def measure_packing(blocks: BlockSpan, decode_ms_per_block: float) -> tuple[Pack
 
 
 def _ragged_alone_from(blocks: BlockSpan) -> int:
-    if blocks.device.type != "cpu" or blocks.dtype == torch.float32:
+    if blocks.device.type != "cpu" or blocks.packer.exact_alone:
         return 0
     part = _part(blocks, 1)
     if _longest(blocks) < LONG or not _can_be_filled(blocks.new_cache(part), part):
