@@ -224,6 +224,60 @@ async def test_a_session_larger_than_the_cache(raw: RawPeer) -> None:
     assert await raw.error() == "cache_full"
 
 
+def prefix(shape: list[int], **fields: Any) -> list[dict[str, Any]]:
+    """Patches of all three blocks, which have 2 heads of keys and values of 16 numbers."""
+    return [{"block": block, "path": "", "kind": "prefix", "shapes": [shape] * 2} | fields for block in range(3)]
+
+
+@pytest.mark.parametrize(
+    "patches",
+    [
+        prefix([2, 4]),
+        prefix([3, 4, 16]),
+        prefix([2, 4, 17]),
+        prefix([2, 0, 16]),
+        prefix([2, 1025, 16]),
+        prefix([2, 1 << 24, 16]),
+        prefix([2, 4, 16, 1]),
+        prefix([2, 4, 16], path="self_attn"),
+        prefix([2, 4, 16], block=3),
+        prefix([2, 4, 16], block=0),
+        prefix([2, 4, 16], shapes=[]),
+        prefix([2, 4, 16], shapes=[[2, 4, 16]]),
+        prefix([2, 4, 16], shapes=[[2, 4, 16], [2, 5, 16]]),
+        prefix([2, 5, 16])[:1] + prefix([2, 4, 16])[1:],
+        prefix([2, 4, 16]),  # but for as many values
+    ],
+    ids=str,
+)
+async def test_wrong_prefixes(raw: RawPeer, patches: list[dict[str, Any]]) -> None:
+    for values in (torch.zeros(7), torch.full((768,), torch.nan), torch.zeros(768, dtype=torch.int64)):
+        await raw.say(MessageType.ADAPTER, {"values": values}, handle=1, patches=patches)
+        assert await raw.error() == "remote_protocol"
+    await raw.open(adapter=1)
+    assert await raw.error() == "blocks_not_served", "it has not been kept"
+
+
+async def test_a_prefix_counts_with_every_row(raw: RawPeer) -> None:
+    values = {"values": torch.zeros(3 * 2 * 2 * 1000 * 16)}
+    await raw.say(MessageType.ADAPTER, values, handle=1, patches=prefix([2, 1000, 16]))
+    assert (await raw.answer()).type is MessageType.RESULT
+    batch = {"start": 0, "end": 3, "batch_size": 64, "seq_len": 4}
+    hidden = {"hidden_states": torch.zeros(64, 4, HIDDEN)}
+    await raw.say(MessageType.FORWARD, hidden, **batch, adapter=1)
+    assert await raw.error() == "overloaded"
+    await raw.open(batch_size=256, adapter=1)
+    assert await raw.error() == "cache_full"
+    for adapter in (None, 1):
+        await raw.open(batch_size=8 if adapter else 256, adapter=adapter)
+        assert (await raw.answer()).type is MessageType.RESULT
+    await raw.say(MessageType.ADAPTER, {"values": torch.zeros(256)}, handle=2, patches=prefix([2, 4, 16])[:1])
+    assert (await raw.answer()).type is MessageType.RESULT
+    one = {"start": 0, "end": 3, "batch_size": 1, "seq_len": 4}
+    await raw.say(MessageType.FORWARD, {"hidden_states": torch.zeros(1, 4, HIDDEN)}, **one, adapter=2)
+    assert await raw.error() == "configuration", "a block lacks it"
+
+
 async def test_rows_that_do_not_exist(raw: RawPeer) -> None:
     session = await raw.open()
     await raw.answer()
