@@ -49,7 +49,8 @@ MASK[1, :3] = 0  # padded on the left, as for generating
 
 def tuned(model: Any, task: str = "CAUSAL_LM", **options: Any) -> Any:
     """With a prefix of random values, the same for equal options."""
-    config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=NUM_PREFIX, encoder_hidden_size=12, **options)
+    options = {"num_virtual_tokens": NUM_PREFIX, "encoder_hidden_size": 12, **options}
+    config = peft.PrefixTuningConfig(task_type=task, **options)
     adapted = peft.get_peft_model(model, config).eval()
     generator = torch.Generator().manual_seed(7)
     for _, parameter in sorted(adapted.named_parameters()):
@@ -103,6 +104,14 @@ def test_as_the_local_model(model_type: str, tmp_path: Path) -> None:
     assert_same(results(tuned(client, **options)), expected)
     with torch.no_grad():
         assert float((client(input_ids=IDS).logits - plain).abs().max()) <= 1e-5, "and nothing of it stays"
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mistral", "gemma3_text"])
+def test_longer_than_a_sliding_window(model_type: str, tmp_path: Path) -> None:
+    local = save_tiny(model_type, tmp_path).requires_grad_(False)
+    window = local.config.sliding_window
+    expected = results(tuned(local, num_virtual_tokens=window + 3))
+    assert_same(results(tuned(InProcessSwarm(tmp_path).client, num_virtual_tokens=window + 3)), expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "qwen2"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -77,24 +78,31 @@ class TunedPrefix:
         num_prefix = max(layer.get_seq_length() for layer in layers[:num_owners])
         if num_prefix > MAX_PROMPTS:
             raise ConfigurationError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for block_idx, layer in enumerate(layers[:num_owners]):
-            for tensor in (layer.keys, layer.values):
-                if tensor.shape[0] != batch_size or tensor.shape[-2] != num_prefix:
-                    raise ConfigurationError(
-                        f"a prefix must be [batch, heads, positions, head size], of {batch_size} rows and {num_prefix} "
-                        f"positions in each block, not {list(tensor.shape)}: is it longer than a sliding window?"
-                    )
-                if not torch.equal(tensor, tensor[:1].expand_as(tensor)) and bool(tensor.isfinite().all()):
-                    raise ConfigurationError("a prefix must be the same for all rows of a batch")
-            pairs[block_idx] = layer.keys[0], layer.values[0]
-        return cls(pairs, num_prefix)
+        pairs = [_pair(layer, batch_size, num_prefix) for layer in layers[:num_owners]]
+        return cls(dict(enumerate(pairs)), num_prefix)
 
     def patches(self) -> Iterator[tuple[Patch, list[Tensor]]]:
         """The prefix as changes of blocks."""
         for block_idx, pair in self._pairs.items():
             shapes = tuple(tuple(tensor.shape) for tensor in pair)
             yield Patch(block=block_idx, path="", kind="prefix", shapes=shapes), list(pair)
+
+
+def _pair(layer: Any, batch_size: int, num_prefix: int) -> tuple[Tensor, Tensor]:
+    """The keys and values `[heads, prefix, head]` of one block."""
+    pair: list[Tensor] = []
+    for tensor in (layer.keys, layer.values):
+        # What a sliding window has dropped already, no position behind the prefix will see.
+        dropped = num_prefix - tensor.shape[-2] if isinstance(layer, DynamicSlidingWindowLayer) else 0
+        if tensor.shape[0] != batch_size or layer.get_seq_length() != num_prefix:
+            raise ConfigurationError(
+                f"a prefix must be [batch, heads, positions, head size], of {batch_size} rows and {num_prefix} "
+                f"positions in each block, not {list(tensor.shape)}"
+            )
+        if not torch.equal(tensor, tensor[:1].expand_as(tensor)) and bool(tensor.isfinite().all()):
+            raise ConfigurationError("a prefix must be the same for all rows of a batch")
+        pair.append(functional.pad(tensor[0], (0, 0, dropped, 0)) if dropped else tensor[0])
+    return pair[0], pair[1]
 
 
 def text_mask(mask: Tensor, num_prefix: int) -> Tensor:
