@@ -123,6 +123,13 @@ class Conversation:
             (MessageType.STEP, step_header(first, length, token, epoch=1, rows=1), {"hidden_states": token}),
             (MessageType.FORWARD, forward, {"hidden_states": prompt, "attention_mask": mask}),
             (MessageType.BACKWARD, forward, {"hidden_states": prompt, "grad_outputs": prompt}),
+            (
+                MessageType.FORWARD,
+                forward | {"id": 12, "end": 1, "target": {"peer_id": SERVER, "token": first}},
+                {"hidden_states": prompt},
+            ),
+            (MessageType.FORWARD, forward | {"id": 13, "start": 1, "source": {"peer_id": SERVER, "token": first}}, {}),
+            (MessageType.PUSH, {"token": first}, {"hidden_states": prompt}),
             (MessageType.ATTACH, {"id": 11, "session": second, "token": second[::-1]}, {}),
             (MessageType.STEP, step_header(second, length, token), {"hidden_states": token}),
             (MessageType.CLOSE, {"session": self.random.choice(self.sessions)}, {}),
