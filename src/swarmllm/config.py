@@ -276,7 +276,7 @@ class ServerConfig(PeerConfig):
     num_threads: int | None = None
     """CPU threads for computing; None = torch's default."""
     nice: bool = False
-    """Give way to the owner's other programs: run at the system's lowest priority, compute less the more cores they
+    """Give way to the owner's other programs: run at a low priority, compute less the more cores they
     keep busy, and tell the swarm, so that its clients go elsewhere."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids that may use this server; None = any."""

@@ -23,7 +23,7 @@ def test_the_more_others_want_the_less_is_left(one: float, other: float, num_cor
 def test_cores_that_nobody_wants_need_no_pause(num_cores: int, wanted: int, compute_s: float, now: float) -> None:
     courtesy = Courtesy()
     courtesy.look(max(0, num_cores - wanted), num_cores, wanted, now)
-    courtesy.ran(compute_s, now)
+    courtesy.ran(compute_s, compute_s, now)
     assert courtesy.pause_s(now) == 0
 
 
@@ -32,7 +32,7 @@ def test_pauses_are_bounded(loads: list[float], num_cores: int, wanted: int, com
     courtesy = Courtesy()
     for count, others in enumerate(loads):
         courtesy.look(others, num_cores, wanted, now + 10 * count)
-    courtesy.ran(compute_s, now)
+    courtesy.ran(compute_s, compute_s, now)
     pause_s = courtesy.pause_s(now)
     rounding_s = 1e-6 * (1 + now / 1e3)
     assert 0 <= pause_s <= min(MAX_PAUSE_S, compute_s * (1 / MIN_SHARE - 1)) + rounding_s

@@ -129,6 +129,23 @@ def test_a_prefix_travels_once_and_its_adapter_works_locally(llama: Path, swarm:
         assert [loaded.generate(**inputs, num_beams=beams).tolist() for beams in (1, 3)] == texts
 
 
+@pytest.mark.parametrize("method", ["LoRA", "prefix tuning"])
+def test_a_text_goes_on_with_what_it_began_with(method: str, llama: Path, swarm: LocalSwarm) -> None:
+    """Whatever else the model does between two of its steps."""
+    ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(3))
+    texts = []
+    with connected(llama, swarm.initial_peers) as remote:
+        for model in (remote, load_local(llama)):
+            adapted = tuned(model, INSIDE[method](["q_proj", "down_proj"]))
+
+            def without(ids: Tensor, scores: Tensor, adapted: Any = adapted) -> Tensor:
+                with adapted.disable_adapter():
+                    return scores - 0.5 * adapted(input_ids=ids, use_cache=False).logits[:, -1]
+
+            texts.append(adapted.generate(input_ids=ids, max_new_tokens=8, do_sample=False, logits_processor=[without]))
+    assert torch.equal(*texts)
+
+
 def test_texts_behind_several_prefixes_at_once(llama: Path, swarm: LocalSwarm) -> None:
     """Equal prompts, long enough to be shared, behind other prefixes: nobody gets another's keys and values."""
     ids = prompt(1, 80)

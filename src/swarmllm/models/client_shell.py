@@ -361,11 +361,14 @@ def _describe(
         tensors["inputs_embeds"] = embeds if embeds is not None else stack.get_input_embeddings()(ids)
     adapters: BlockAdapters = shell.swarm_adapters
     if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
-        return _Call(given.shape[0], given.shape[1], tensors, cache, adapters.last)
+        adapter = adapters.last if cache.begun_with is None else cache.begun_with[0]
+        return _Call(given.shape[0], given.shape[1], tensors, cache, adapter)
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
     adapter, trained = adapters.collect(
         getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()
     )
+    if cache is not None:
+        cache.begun_with = (adapter,)
     return _Call(given.shape[0], given.shape[1], tensors, cache, adapter, trained)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.span_cache import PhantomCache
 
@@ -52,6 +53,8 @@ class RemoteCache(PhantomCache):
         """Positions at the begin, if there are any, that nobody but the stack is told of (`models/tuned_prompts`)."""
         self.num_prefix = 0
         """Positions before those of the session, whose keys and values its adapter brings (`models/tuned_prefix`)."""
+        self.begun_with: tuple[BlockAdapter | None] | None = None
+        """The adapter of the session's first forward with this cache; None before that."""
         self._rows = batch_size
 
     @property

@@ -76,8 +76,8 @@ class TunedPrefix:
         if len(layers) < num_owners or not all(layer.is_initialized for layer in layers[:num_owners]):
             raise ConfigurationError(f"a prefix must have keys and values for each of the {num_blocks} blocks")
         num_prefix = max(layer.get_seq_length() for layer in layers[:num_owners])
-        if num_prefix > MAX_PROMPTS:
-            raise ConfigurationError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
+        if not 1 <= num_prefix <= MAX_PROMPTS:
+            raise ConfigurationError(f"a prefix may have 1 to {MAX_PROMPTS} positions, not {num_prefix}")
         pairs = [_pair(layer, batch_size, num_prefix) for layer in layers[:num_owners]]
         return cls(dict(enumerate(pairs)), num_prefix)
 

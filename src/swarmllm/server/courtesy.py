@@ -65,9 +65,9 @@ class Courtesy:
         elif share >= PAUSE_ENDS_AT:
             self.paused = False
 
-    def ran(self, compute_s: float, now: float) -> None:
-        """A forward has ended, which took so long."""
-        self.resumes_at = now + min(compute_s * (1 / self.share - 1), MAX_PAUSE_S)
+    def ran(self, cpu_s: float, took_s: float, now: float) -> None:
+        """A forward has ended. It took so long, of which it had a core for so long: the others have had the rest."""
+        self.resumes_at = now + min(max(0.0, cpu_s / self.share - took_s), MAX_PAUSE_S)
 
     def pause_s(self, now: float) -> float:
         """For how long the device has to leave the machine to the others; 0 = not at all."""

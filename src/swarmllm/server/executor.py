@@ -232,7 +232,7 @@ class Executor:
         return self._scheduler.pause_s(now)
 
     def _run_next(self) -> None:
-        now = time.perf_counter()
+        now, cpu_before = time.perf_counter(), time.thread_time()
         self._gathering.ran()
         pieces = [(work, size) for work, size in self._scheduler.next(now) if not work.future.cancelled()]
         if not pieces:
@@ -248,7 +248,7 @@ class Executor:
         ended_at = time.perf_counter()
         self._scheduler.ran(ended_at)
         compute_s = ended_at - now
-        self._courtesy.ran(compute_s, ended_at)
+        self._courtesy.ran(time.thread_time() - cpu_before, compute_s, ended_at)
         settled: list[tuple[_Waiting, object]] = []
         for (work, _), outcome in zip(pieces, outcomes, strict=True):
             work.compute_s += compute_s

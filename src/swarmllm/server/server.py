@@ -72,7 +72,11 @@ be gone within 10."""
 HAND_OVER_S = 15.0
 """The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
 CONNECT_TIMEOUT_S = 5.0
-LOWEST_PRIORITY = 19
+LOW_PRIORITY = 10
+"""Linux then leaves a tenth of a core to a program beside one that wants all of it. At 19 it would be a seventieth,
+also for answering pings and passing on what has been computed."""
+ANNOUNCEMENT_DELAYS_S = (0.0, 1.0, 3.0)
+"""Before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 """Of POSIX. Under load such a process gets about 1/70 of the time of one with priority 0 (Linux)."""
 
 
@@ -85,7 +89,7 @@ async def serve(config: ServerConfig) -> None:
     started_at = time.monotonic()
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     if config.nice:
-        os.nice(LOWEST_PRIORITY)  # before there are threads and children, which inherit it
+        os.nice(LOW_PRIORITY)  # before there are threads and children, which inherit it
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     checkpoint = await asyncio.to_thread(
@@ -217,7 +221,7 @@ class _Server:
         snapshot = await self._look()
         others = tuple(s for s in snapshot.servers if s.peer_id != self._peer.peer_id)
         span = choose_span(replace(snapshot, servers=others), wanted)
-        logger.info("chose blocks %s, which the swarm of %d other servers lacks most", span, len(others))
+        logger.info("chose blocks %s, which the swarm lacks most (other servers: %d)", span, len(others))
         return span
 
     async def _load(self, executor: Executor, stop: asyncio.Event) -> bool:
@@ -257,7 +261,11 @@ class _Server:
             SessionTable(blocks, hidden_bytes, executor, self._budget, pages, compression=self._config.compression),
         )
         self._state = ServerState.ONLINE
-        if not await self._announcer.announce():
+        for delay_s in ANNOUNCEMENT_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            if await self._announcer.announce():
+                break
+        else:
             raise PeerUnreachableError("the swarm's DHT doesn't take this server's announcement", self._peer.peer_id)
         print(f"swarmllm: serving blocks {self._span} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)

@@ -26,7 +26,11 @@ def test_half_of_the_cores_gone_is_half_of_the_speed() -> None:
     assert (told.throughput, told.decode_ms_per_block, told.context_ms_per_block_per_1k) == (50.0, 4.0, 2.0)
     assert (told.speed_share, told.queue_ms) == (0.5, 0.0)
     assert told.decode_ms_per_block_batch8 == 0.0, "what was not measured stays unknown"
-    courtesy.ran(0.1, now=7.0)
+    courtesy.ran(0.1, 0.15, now=7.0)
+    assert courtesy.pause_s(7.0) == pytest.approx(0.05), "what the others had meanwhile counts"
+    courtesy.ran(0.1, 0.3, now=7.0)
+    assert courtesy.pause_s(7.0) == 0.0
+    courtesy.ran(0.1, 0.1, now=7.0)
     assert courtesy.pause_s(7.0) == pytest.approx(0.1)
     assert courtesy.pause_s(7.2) == 0.0
 
