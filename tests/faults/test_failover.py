@@ -4,6 +4,7 @@
 """
 
 import copy
+import logging
 import os
 import signal
 import time
@@ -355,3 +356,59 @@ def test_when_nobody_is_left_the_error_names_the_blocks(llama: Any, swarm: Fault
             assert time.monotonic() - started_at < 30
         with pytest.raises(MissingBlocksError, match="blocks 2–3"):
             model(prompt(), labels=prompt())
+
+
+@pytest.mark.parametrize("strikes_at", ["forward", "backward"])
+def test_when_nobody_is_left_training_names_the_blocks(llama: Any, swarm: Faulty, strikes_at: str) -> None:
+    """The record of the dead is still there, and it is tried again, but not for longer than `route_timeout_s`."""
+    servers = {s.span: s.peer_id for s in swarm.living}
+    with connected(llama, swarm.initial_peers, allowed_servers=list(servers.values()), route_timeout_s=1) as model:
+        gradients(model, prompt(8, 40))
+        victim = swarm.on_route(model.swarm.route(), "middle")
+        if strikes_at == "forward":
+            victim.kill()
+            with pytest.raises(MissingBlocksError, match="blocks 2–3") as caught:
+                gradients(model, prompt(8, 40))
+        else:
+            loss = model(inputs_embeds=model.embed(prompt(8, 40)).requires_grad_(), labels=prompt(8, 40)).loss
+            victim.kill()
+            with pytest.raises(MissingBlocksError, match="blocks 2–3") as caught:
+                loss.backward()
+        assert caught.value.block_idxs == (2, 3)
+        assert victim.peer_id in model.swarm.health.blamed(now=0.0)
+
+
+@pytest.mark.parametrize("strikes_at", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+def test_training_does_not_ask_a_frozen_server_for_each_micro_batch(
+    model: Any,
+    swarm: Faulty,
+    local: PreTrainedModel,
+    strikes_at: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its silence is seen by all of them at once; then they go to its twin, and the log says so once."""
+    ids = prompt(12, 120)
+    gradients(model, ids)
+    victim = swarm.on_route(model.swarm.route(), "middle")
+    dialled: list[str] = []
+    open_connection = model.swarm.open_connection
+
+    def noted(server: Any, *args: Any) -> Any:
+        dialled.append(server.peer_id)
+        return open_connection(server, *args)
+
+    monkeypatch.setattr(model.swarm, "open_connection", noted)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    with caplog.at_level(logging.INFO, "swarmllm.client"):
+        if strikes_at == "forward":
+            freeze(victim)
+        loss = model(inputs_embeds=embeds, labels=ids).loss
+        if strikes_at == "backward":
+            freeze(victim)
+        loss.backward()
+    victim.kill()
+    assert_all_close((loss.detach(), embeds.grad), gradients(local, ids))
+    assert dialled.count(victim.peer_id) <= 1
+    told = [record.getMessage() for record in caplog.records if victim.peer_id in record.getMessage()]
+    assert len(told) == len(set(told)) <= 2, "once that it is silent, once that nobody can pass on to it"

@@ -13,7 +13,7 @@ from torch import Tensor
 from swarmllm.client.connection import Answer, Connection, new_request_id
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, ServerInfo
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.network.messages import BatchHeader, Source, Target
 from swarmllm.network.protocol import MessageType
@@ -38,7 +38,7 @@ class BatchRequests:
     def __init__(self, view: SwarmView) -> None:
         self._view = view
         self._connections: dict[str, Connection] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._dialling: dict[str, asyncio.Task[Connection | SwarmError]] = {}
 
     def close(self) -> None:
         """Close the streams."""
@@ -51,16 +51,31 @@ class BatchRequests:
         return self._connections.get(peer_id)
 
     async def connection(self, server: ServerInfo) -> Connection:
-        """The stream to that server, opened now if there is none.
+        """The stream to that server, opened now if there is none; requests at the same time share one attempt.
 
         Raises:
             PeerError: it can't be reached.
         """
-        async with self._connecting.setdefault(server.peer_id, asyncio.Lock()):
-            connection = self._connections.get(server.peer_id)
-            if connection is None or connection.error is not None:
-                connection = self._connections[server.peer_id] = await self._view.open_connection(server)
+        connection = self._connections.get(server.peer_id)
+        if connection is not None and connection.error is None:
             return connection
+        dialling = self._dialling.get(server.peer_id)
+        if dialling is None:
+            dialling = self._view.loop.tasks.create_task(self._dial(server), name=f"dial {server.peer_id}")
+            self._dialling[server.peer_id] = dialling
+        found = await asyncio.shield(dialling)
+        if isinstance(found, SwarmError):
+            raise found
+        return found
+
+    async def _dial(self, server: ServerInfo) -> Connection | SwarmError:
+        try:
+            connection = self._connections[server.peer_id] = await self._view.open_connection(server)
+            return connection
+        except SwarmError as error:
+            return error
+        finally:
+            del self._dialling[server.peer_id]
 
     async def send(
         self,

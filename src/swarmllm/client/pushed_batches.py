@@ -8,6 +8,7 @@ of two by way of the client, and the same holds for gradients, from the last ser
     answers, and its target has what it needs    waits for the next one
     answers, but can't reach its target          relays from there on, and remembers the pair
     fails, is lost, or doesn't answer in time    gives the chain up there, and says so to the servers behind
+    falls silent before its turn has come        the same: its source would try for seconds to reach it
 
 Whoever runs the chain (`client/remote_autograd`) then goes on by relaying, from the last hidden states that it has. The
 answers bring those of every server if they are wanted, after they have been passed on.
@@ -145,10 +146,10 @@ class PushedBatches:
         """Wait for one server after the other; those that are left behind are told not to wait."""
         answers: list[Answer] = []
         try:
-            for link in chain:
-                found = await self._answer(link)
+            for index, link in enumerate(chain):
+                found = await self._answer(link, chain[index + 1 :])
                 if isinstance(found, SwarmError):
-                    return Outcome(answers, link.blamed(found))
+                    return Outcome(answers, found)
                 answers.append(found)
                 if link.between.target is not None:
                     if not found.header.pushed:
@@ -161,17 +162,23 @@ class PushedBatches:
             for link in chain:
                 link.answer.cancel()
 
-    async def _answer(self, link: "_Link") -> Answer | SwarmError:
+    async def _answer(self, link: "_Link", behind: Sequence["_Link"]) -> Answer | SwarmError:
         """Of a server whose source has done its part; if it doesn't come, it is clear which of the two is to blame."""
         config, source = self._view.config, link.between.source
-        await asyncio.wait({link.answer}, timeout=config.step_timeout_s)
+        deadline = time.monotonic() + config.step_timeout_s
+        under_way = {one.answer for one in (link, *behind)}
+        while not link.answer.done() and (left_s := deadline - time.monotonic()) > 0:
+            _, under_way = await asyncio.wait(under_way, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for other in behind:
+                if isinstance(other.error, PeerTimeoutError) and not link.answer.done():
+                    return other.error
         if not link.answer.done() and source is not None:
             await self._withdraw([link])  # changes nothing if it has what it needs
             await asyncio.wait({link.answer}, timeout=config.connect_timeout_s)
             if link.answer.done() and isinstance(link.answer.result(), SessionLostError):
                 self._unlink(source.peer_id, link.part.peer_id)
         if link.answer.done():
-            return link.answer.result()
+            return link.error or link.answer.result()
         return PeerTimeoutError(f"no answer within {config.step_timeout_s:.0f} s", link.part.peer_id)
 
     async def _withdraw(self, chain: Sequence["_Link"]) -> None:
@@ -184,8 +191,10 @@ class PushedBatches:
                             await connection.send(MessageType.PUSH, PushHeader(token=link.between.source.token))
 
     def _unlink(self, source: str, target: str) -> None:
-        logger.info("%s doesn't pass on to %s, so batches go through this client there", source, target)
-        self._unlinked[source, target] = time.monotonic() + UNLINKED_S
+        now = time.monotonic()
+        if self._unlinked.get((source, target), now) <= now:  # once is enough for all micro-batches
+            logger.info("%s doesn't pass on to %s, so batches go through this client there", source, target)
+        self._unlinked[source, target] = now + UNLINKED_S
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +205,12 @@ class _Link:
     between: Between
     answer: "asyncio.Task[Answer | SwarmError]"
 
-    def blamed(self, error: SwarmError) -> SwarmError:
-        """The server may accuse its source, which gave it something wrong, but nobody else."""
-        source = self.between.source
+    @property
+    def error(self) -> SwarmError | None:
+        """What went wrong so far. The server may accuse its source, which gave it something wrong, but nobody else."""
+        error, source = self.answer.result() if self.answer.done() else None, self.between.source
+        if not isinstance(error, SwarmError):
+            return None
         if isinstance(error, PeerError) and (source is None or error.peer_id != source.peer_id):
             error.peer_id = self.part.peer_id
         return error

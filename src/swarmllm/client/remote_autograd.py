@@ -9,6 +9,7 @@ a server.
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from swarmllm.client.remote_call import RemoteCall
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
-from swarmllm.errors import CorruptActivationsError, SessionLostError, SwarmError
+from swarmllm.errors import CorruptActivationsError, MissingBlocksError, SessionLostError, SwarmError
 from swarmllm.models.activation_checks import MAX_ABS, checked
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.network.protocol import MessageType
@@ -164,12 +165,13 @@ class BatchRunner:
         needed, and what was passed on is not among them.
         """
         stages: list[_Stage] = []
-        retries = Retries(self._view.config.max_retries)
+        retries = self._retries()
         start, pushing = span.start, True
         while start < span.end:
             try:
                 hops, route = route or await self._view.find_route(Span(start, span.end)), None
                 while hops:
+                    hops = self._view.without_blamed(hops)
                     length = self.pushed.chain_length([hop.server for hop in hops], inputs) if pushing else 1
                     chain, hops = hops[:length], hops[length:]
                     if length == 1:
@@ -193,7 +195,7 @@ class BatchRunner:
                         pushing, hops = False, [hop for hop in (*chain, *hops) if hop.span.start >= start]
             except SwarmError as error:
                 pushing = False
-                await self._pause(retries, error)
+                await self._pause(retries, error, Span(start, span.end))
         return inputs.hidden_states, stages
 
     async def run_hop(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
@@ -221,6 +223,8 @@ class BatchRunner:
         grads = {"hidden_states": grad_outputs}
         left, pushing = list(stages), True
         while left:
+            blamed = self._view.blamed
+            left = [replace(one, kept=None) if one.kept and one.kept[0].peer_id in blamed else one for one in left]
             kept = [stage.kept[0] for stage in takewhile(lambda stage: stage.kept, reversed(left)) if stage.kept]
             length = self.pushed.chain_length(kept, left[-1].inputs) if pushing else 1
             if length == 1:
@@ -258,15 +262,14 @@ class BatchRunner:
                 found.append(self._gradients(answer, stage.inputs, stage.span, grad_outputs if is_last else None))
             return found, chain[num_done:]
         except SwarmError as error:
-            self._view.report(error)
+            self._note(error, "gradients are relayed after: %s")
             if not error.retriable:
                 raise
-            logger.info("gradients are relayed after: %s", error)
             return [], [*(replace(stage, kept=None) for stage in chain[: num_done + 1]), *chain[num_done + 1 :]]
 
     async def _backward_stage(self, stage: _Stage, grad_outputs: Tensor) -> dict[str, Tensor]:
         """The gradients of one span's inputs; if nobody holds the whole span any more, by way of its parts."""
-        retries = Retries(self._view.config.max_retries)
+        retries = self._retries()
         if stage.kept is not None:
             server, request = stage.kept
             try:
@@ -274,7 +277,7 @@ class BatchRunner:
             except SessionLostError:
                 pass  # it has forgotten this forward
             except SwarmError as error:
-                await self._pause(retries, error)
+                await self._pause(retries, error, stage.span)
         while True:
             try:
                 route = await self._view.find_route(stage.span)
@@ -289,7 +292,7 @@ class BatchRunner:
                     first += rows.batch_size
                 return pieces[0] if len(pieces) == 1 else self._joined(pieces)
             except SwarmError as error:
-                await self._pause(retries, error)
+                await self._pause(retries, error, stage.span)
 
     async def _backward_hop(
         self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor, forward: int | None = None
@@ -320,13 +323,27 @@ class BatchRunner:
         grads = zip(inputs.adapter.indices(span), part.unflatten(found), strict=True)
         return {f"adapter.{index}": grad for index, grad in grads}
 
-    async def _pause(self, retries: Retries, error: SwarmError) -> None:
-        self._view.report(error)
-        delay_s = retries.next_delay_s(error)
+    def _retries(self) -> Retries:
+        return Retries(self._view.config.max_retries, self._view.config.route_timeout_s)
+
+    async def _pause(self, retries: Retries, error: SwarmError, span: Span) -> None:
+        """Wait until another try for the blocks of `span` makes sense.
+
+        Raises:
+            SwarmError: none does.
+        """
+        if isinstance(error, MissingBlocksError):
+            raise error  # the look for a route has waited for them
+        self._note(error, "trying again after: %s")
+        reason = self._view.why_given_up(error, span)
+        delay_s = retries.next_delay_s(reason, time.monotonic())
         if delay_s is None:
-            raise error
-        logger.info("trying again after: %s", error)
+            raise reason from error
         await asyncio.sleep(delay_s)
+
+    def _note(self, error: SwarmError, message: str) -> None:
+        """Many micro-batches meet the failure of one server; the first one tells it."""
+        logger.log(logging.INFO if self._view.report(error) else logging.DEBUG, message, error)
 
     def _checked(
         self, answer: Answer, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS

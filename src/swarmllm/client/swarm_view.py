@@ -226,6 +226,17 @@ class SwarmView:
         except MissingBlocksError:
             return None
 
+    def without_blamed(self, route: list[RouteHop]) -> list[RouteHop]:
+        """The route, or another one for its blocks if one of its servers has failed meanwhile and can be spared."""
+        if self.blamed.isdisjoint(hop.server.peer_id for hop in route):
+            return route
+        return self.alternative(Span(route[0].span.start, route[-1].span.end), ()) or route
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """Peers that have failed and are avoided for now."""
+        return self.health.blamed(time.monotonic())
+
     async def parallel_routes(self, span: Span, num_tokens: int, max_routes: int) -> list[tuple[list[RouteHop], float]]:
         """Routes for a batch without a common server, the best one first, and what share of it each should take.
 
@@ -388,15 +399,16 @@ class SwarmView:
         self.loop.spawn(connection.read(), name=f"read from {server.peer_id}")
         return connection
 
-    def report(self, error: SwarmError) -> None:
-        """Take note of a failure, so that later routes avoid the peer if it is to blame."""
+    def report(self, error: SwarmError) -> bool:
+        """Take note of a failure, so that later routes avoid the peer if it is to blame; False if they did already."""
         self.counts[error.code] += 1
-        self.health.report(error, time.monotonic())
+        is_news = self.health.report(error, time.monotonic())
         if isinstance(error, PeerError):
             self.adapters.forget(error.peer_id)
         if isinstance(error, PeerError) and error.retriable:
             # What was announced may be out of date: look again before the next route.
             self._snapshot = replace(self._snapshot, taken_at=-math.inf)
+        return is_news
 
     def why_given_up(self, error: SwarmError, span: Span) -> SwarmError:
         """What to raise after the last retry: which blocks are missing, if the only servers of some don't answer."""

@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,11 @@ STREAM_PROTOCOL = "/swarmllm/stream/1"
 """libp2p's name for our streams. Versions are agreed in HELLO, so this one stays."""
 CONNECT_TIMEOUT_S = 5.0
 STARTUP_TIMEOUT_S = 15.0
+
+DIALLED = re.compile(r"\* \[(\S+)\] (?:dial \S+ \S+: (?:connect: )?)?(.+?)(?= \* \[|$)")
+"""What p2pd says of each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
+BACKOFF = "dial backoff"
+"""Its words for an address that it doesn't dial now, as that failed some seconds ago."""
 
 StreamHandler = Callable[[FrameStream], Awaitable[None]]
 
@@ -154,9 +160,7 @@ class Peer:
                     await daemon.connect(target, maddrs)
                 reader, writer = await daemon.open_stream(target, STREAM_PROTOCOL)
         except P2PDaemonError as error:
-            raise PeerUnreachableError(
-                f"the peer {peer_id} can't be reached: {' '.join(str(error).split())}", peer_id
-            ) from None
+            raise PeerUnreachableError(f"the peer {peer_id} can't be reached: {_reason(error)}", peer_id) from None
         except TimeoutError:
             raise PeerTimeoutError(f"the peer {peer_id} did not answer in {timeout_s:g} s", peer_id) from None
         return self._adopt(peer_id, reader, writer, max_message_bytes)
@@ -287,3 +291,10 @@ class Peer:
             await self._daemon.end()
         if self._identity_lock is not None:
             os.close(self._identity_lock)
+
+
+def _reason(error: P2PDaemonError) -> str:
+    """What p2pd says, without its preambles: address by address if it has dialled some."""
+    said = " ".join(str(error).split())
+    dialled = [f"{addr}: {'failed a moment ago' if why == BACKOFF else why}" for addr, why in DIALLED.findall(said)]
+    return ", ".join(dialled) or said

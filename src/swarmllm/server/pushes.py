@@ -182,6 +182,6 @@ async def push(links: Links, target: Target, name: str, tensor: Tensor, compress
         descriptors, chunks = encode_tensors(outgoing)
         await link.push(PushHeader(token=target.token, tensors=tuple(descriptors)), chunks, links.tasks)
     except (SwarmError, TimeoutError) as error:
-        logger.info("%s can't be reached, so the client relays: %s", target.peer_id, error)
+        logger.info("%s can't be reached, so the client relays: %s", target.peer_id, str(error) or "no answer")
         return None
     return as_received(outgoing)[name]

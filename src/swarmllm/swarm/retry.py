@@ -4,9 +4,10 @@ Pure: the caller passes the time in and sleeps itself. What an error means is sa
 trying again can help, and whether the peer is to blame.
 """
 
+import math
 from dataclasses import dataclass, field
 
-from swarmllm.errors import PeerError, SwarmError
+from swarmllm.errors import MissingBlocksError, PeerError, SwarmError
 
 FIRST_BACKOFF_S = 0.1
 """Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
@@ -21,12 +22,18 @@ class Retries:
     """One operation's attempts: counts failures and says how long to wait before the next try."""
 
     max_retries: int
+    patience_s: float = math.inf
+    """Since the first failure, for servers of blocks that nobody serves."""
     failures: int = 0
+    failed_at: float = math.inf
 
-    def next_delay_s(self, error: SwarmError) -> float | None:
+    def next_delay_s(self, error: SwarmError, now: float = 0.0) -> float | None:
         """Seconds to wait before trying again after `error`; None = give up and raise it."""
         self.failures += 1
+        self.failed_at = min(self.failed_at, now)
         if not error.retriable or self.failures > self.max_retries:
+            return None
+        if isinstance(error, MissingBlocksError) and now - self.failed_at >= self.patience_s:
             return None
         if self.failures == 1:
             return 0.0  # another server usually can take over at once
@@ -42,19 +49,21 @@ class PeerHealth:
     _avoid_until: dict[str, float] = field(default_factory=dict)
     _quarantined: set[str] = field(default_factory=set)
 
-    def report(self, error: SwarmError, now: float) -> None:
-        """Take note of a failure; only errors that name a peer change anything."""
+    def report(self, error: SwarmError, now: float) -> bool:
+        """Take note of a failure; only errors that name a peer change anything. False: it was avoided already."""
         if not isinstance(error, PeerError) or error.peer_id is None:
-            return
+            return True
         peer_id = error.peer_id
+        is_news = peer_id not in self.avoided(now)
         if error.blames_peer:
             faults = self._faults[peer_id] = self._faults.get(peer_id, 0) + 1
             pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
         elif error.code in ("overloaded", "cache_full", "blocks_not_served"):
             pause = FULL_SERVER_PAUSE_S
         else:
-            return
+            return True
         self._avoid_until[peer_id] = max(now + pause, self._avoid_until.get(peer_id, 0.0))
+        return is_news
 
     def succeeded(self, peer_id: str) -> None:
         """The peer did what it was asked to."""
@@ -66,6 +75,10 @@ class PeerHealth:
         """Peers not to use at time `now`."""
         paused = {peer_id for peer_id, until in self._avoid_until.items() if until > now}
         return frozenset(paused | self._quarantined)
+
+    def blamed(self, now: float) -> frozenset[str]:
+        """Those of them that were at fault, not only full."""
+        return self.avoided(now) & (self._faults.keys() | self._quarantined)
 
     def quarantine(self, peer_id: str) -> None:
         """Never use the peer again: it was caught lying, which a pause doesn't mend."""

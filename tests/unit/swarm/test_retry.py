@@ -9,6 +9,7 @@ from swarmllm.errors import (
     ConfigurationError,
     CorruptActivationsError,
     LocalProtocolError,
+    MissingBlocksError,
     PeerError,
     PeerTimeoutError,
     PeerUnreachableError,
@@ -41,6 +42,24 @@ def test_what_cannot_get_better_is_not_tried_again(error: Exception) -> None:
 
 def test_no_retries_means_none() -> None:
     assert Retries(max_retries=0).next_delay_s(PeerUnreachableError("gone", A)) is None
+
+
+def test_patience_ends_only_where_nobody_is_left() -> None:
+    retries = Retries(max_retries=9, patience_s=3)
+    missing = MissingBlocksError("nobody serves them", [2])
+    assert retries.next_delay_s(missing, now=100) is not None
+    assert retries.next_delay_s(PeerUnreachableError("gone", A), now=104) is not None
+    assert retries.next_delay_s(missing, now=102.9) is not None
+    assert retries.next_delay_s(missing, now=103) is None
+
+
+def test_a_fault_is_news_once() -> None:
+    health = PeerHealth(ban_s=10)
+    told = [health.report(PeerTimeoutError("oh", A), now) for now in (0, 1, 100)]
+    assert told == [True, False, True]
+    assert health.report(ServerOverloadedError("full", B), now=100)
+    assert health.avoided(100) == {A, B}
+    assert health.blamed(100) == {A}
 
 
 @pytest.mark.parametrize("error", BLAMED)
