@@ -206,7 +206,7 @@ def memory_finding(block_bytes: Sequence[int], free_bytes: int, where: str) -> F
     """How many blocks fit, as a server without `--num_blocks` counts them."""
     largest = max(block_bytes)
     fit = min(int(free_bytes * MEMORY_SHARE) // largest, len(block_bytes))
-    sizes = f"a block takes {largest / 1e6:.3g} MB, {free_bytes / 1e9:.2f} GB of {where}'s memory are free"
+    sizes = f"a block takes {largest / 1e6:.1f} MB, {free_bytes / 1e9:.2f} GB of {where}'s memory are free"
     if fit == 0:
         return bad(f"not even one block fits: {sizes}; end other programs, or choose --quant_type nf4")
     return ok(f"{fit} of {len(block_bytes)} blocks fit: {sizes}")

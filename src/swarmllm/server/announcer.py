@@ -18,6 +18,8 @@ LOOKS_PER_RENEWAL = 6
 """At the load: every 5 s with the usual update period."""
 LEAST_SHARE = 0.01
 """Below the least that is computed, and above none."""
+DELAYS_S = (0.0, 1.0, 3.0)
+"""Before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 NOTABLE_QUEUE_MS = 50.0
 """A shorter wait changes few routes. Assumed: round trips through the internet are as long."""
 
@@ -57,6 +59,14 @@ class Announcer:
         except SwarmError as error:
             logger.warning("could not announce this server: %s", error)
             return False
+
+    async def introduce(self) -> bool:
+        """Announce what the swarm doesn't know yet, trying a few times; False when the DHT didn't take it."""
+        for delay_s in DELAYS_S:
+            await asyncio.sleep(delay_s)
+            if await self.announce():
+                return True
+        return False
 
     async def run(self) -> None:
         """Announce for ever."""

@@ -75,8 +75,6 @@ CONNECT_TIMEOUT_S = 5.0
 LOW_PRIORITY = 10
 """Linux then leaves a tenth of a core to a program beside one that wants all of it. At 19 it would be a seventieth,
 also for answering pings and passing on what has been computed."""
-ANNOUNCEMENT_DELAYS_S = (0.0, 1.0, 3.0)
-"""Before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 """Of POSIX. Under load such a process gets about 1/70 of the time of one with priority 0 (Linux)."""
 
 
@@ -261,11 +259,7 @@ class _Server:
             SessionTable(blocks, hidden_bytes, executor, self._budget, pages, compression=self._config.compression),
         )
         self._state = ServerState.ONLINE
-        for delay_s in ANNOUNCEMENT_DELAYS_S:
-            await asyncio.sleep(delay_s)
-            if await self._announcer.announce():
-                break
-        else:
+        if not await self._announcer.introduce():
             raise PeerUnreachableError("the swarm's DHT doesn't take this server's announcement", self._peer.peer_id)
         print(f"swarmllm: serving blocks {self._span} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)

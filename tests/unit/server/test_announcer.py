@@ -1,9 +1,14 @@
-"""What makes a server announce itself before it is time to."""
+"""What makes a server announce itself before it is time to, and what happens when the DHT doesn't listen."""
+
+import asyncio
+from typing import Any
 
 import pytest
 
 from swarmllm.data_structures import ServerInfo
-from swarmllm.server.announcer import changed_notably
+from swarmllm.errors import PeerUnreachableError
+from swarmllm.server import announcer
+from swarmllm.server.announcer import Announcer, changed_notably
 
 QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_left=65536, max_batch_tokens=8192)
 
@@ -26,3 +31,34 @@ QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_
 def test_only_what_would_change_routes_is_told_at_once(change: dict[str, float], notable: bool) -> None:
     other = QUIET.model_copy(update=change)
     assert changed_notably(QUIET, other) == changed_notably(other, QUIET) == notable
+
+
+class Directory:
+    """Answers each announcement with the next of these."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self.answers = list(answers)
+
+    async def announce(self, *_: Any, **__: Any) -> bool:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected", "num_left"),
+    [
+        ((True, True), True, 1),
+        ((False, PeerUnreachableError("nobody"), True, True), True, 1),
+        ((False, False, False, True), False, 1),
+    ],
+)
+def test_who_is_new_tries_three_times(
+    answers: tuple[bool | Exception, ...], expected: bool, num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "DELAYS_S", (0.0, 0.0, 0.0))
+    directory: Any = Directory(*answers)
+    record: Any = None
+    assert asyncio.run(Announcer(directory, record, lambda: QUIET, 30.0).introduce()) is expected
+    assert len(directory.answers) == num_left
