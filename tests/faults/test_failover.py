@@ -358,6 +358,20 @@ def test_when_nobody_is_left_the_error_names_the_blocks(llama: Any, swarm: Fault
             model(prompt(), labels=prompt())
 
 
+def test_a_session_waits_once_for_blocks_that_nobody_serves(llama: Any, swarm: Faulty) -> None:
+    """`route_timeout_s`, and not once more for each retry."""
+    usable = list({s.span: s.peer_id for s in swarm.living}.values())
+    with (
+        connected(llama, swarm.initial_peers, allowed_servers=usable, max_retries=3, route_timeout_s=1) as model,
+        model.inference_session(max_length=100) as session,
+    ):
+        session.step(model.embed(prompt()))
+        swarm.on_route(session.route, "middle").stop()  # it takes its record along
+        with pytest.raises(MissingBlocksError, match="blocks 2–3"):
+            session.step(model.embed(prompt(1, 1)))
+        assert model.swarm.counts["missing_blocks"] == 1
+
+
 @pytest.mark.parametrize("strikes_at", ["forward", "backward"])
 def test_when_nobody_is_left_training_names_the_blocks(llama: Any, swarm: Faulty, strikes_at: str) -> None:
     """The record of the dead is still there, and it is tried again once: "can't be reached" is not the whole truth."""

@@ -29,6 +29,7 @@ from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import (
     ConfigurationError,
     CorruptActivationsError,
+    MissingBlocksError,
     PeerError,
     PeerTimeoutError,
     SessionClosedError,
@@ -195,7 +196,8 @@ class Chain:
         self.view.report(error)
         if self.on_failure is not None:
             self.on_failure(error)
-        delay_s = retries.next_delay_s(error)
+        is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
+        delay_s = None if is_missing else retries.next_delay_s(error)
         if delay_s is None:
             self._hang_up()  # whoever keeps the exception keeps this session: servers need not
             raise self.view.why_given_up(error, self._span) from error
