@@ -15,14 +15,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from swarmllm.client.concurrency import gather
 from swarmllm.client.connection import Answer, Connection, new_request_id
-from swarmllm.client.hop import Hop, Moment
+from swarmllm.client.hop import Hop, Moment, Terms
+from swarmllm.client.open_route import OpenRoute
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
@@ -83,7 +82,7 @@ class Chain:
     """Told, in the event loop, of every failure that is going to be repaired or raised."""
     on_route: Callable[[list[RouteHop], float], None] | None = None
     """Told, in the event loop, of the route when it has been opened or repaired, and how many seconds that took."""
-    _hops: list[Hop] = field(default_factory=list)
+    _hops: OpenRoute = field(init=False)
     _log: ActivationLog = field(init=False)
     _pending: dict[int, _Pending] = field(default_factory=dict)
     _epoch: int = 0
@@ -102,6 +101,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self._log = ActivationLog(self.traits)
+        self._hops = OpenRoute(self.view, self._span)
 
     @property
     def route(self) -> list[RouteHop]:
@@ -175,7 +175,7 @@ class Chain:
         retries = Retries(self.view.config.max_retries)
         while len(outputs) < len(chunks):
             try:
-                if not self._linked or not all(hop.usable for hop in self._hops):
+                if not self._linked or not self._hops.usable:
                     await self._repair()
                 else:
                     await self._move_if_better()
@@ -226,9 +226,7 @@ class Chain:
 
     def _hang_up(self) -> None:
         """Leave all servers. A further step would open the chain anew and replay what the client has kept."""
-        for hop in self._hops:
-            hop.connection.close()
-        self._hops = []
+        self._hops.close()
 
     # ------------------------------------------------------------------ steps
 
@@ -316,13 +314,13 @@ class Chain:
                 attention_mask=inputs.attention_mask,
             )
         except PeerError:
-            self._lose(answer.peer_id)
+            self._hops.lose(answer.peer_id)
             raise
 
     # ------------------------------------------------------------------ answers, called by the connections
 
     def _on_answer(self, connection: Connection, answer: Answer | SwarmError, request: int | None) -> None:
-        hop = next((hop for hop in self._hops if hop.connection is connection), None)
+        hop = self._hops.hop_of(connection)
         if hop is None:
             return
         if isinstance(answer, SwarmError):
@@ -343,7 +341,7 @@ class Chain:
             hop.lost = True
         pending = self._pending.get(request) if request is not None else None
         if isinstance(error, CorruptActivationsError) and error.peer_id is not None:
-            self._lose(error.peer_id)  # its successor found out
+            self._hops.lose(error.peer_id)  # its successor found out
         self._linked = False
         if not self._busy.locked():  # between two steps nobody else would take note of it
             self.view.report(error)
@@ -357,11 +355,6 @@ class Chain:
             return request not in self._pending
         culprit = error.peer_id if isinstance(error, PeerError) else None
         return culprit is not None and all(hop.peer_id != culprit for hop in self._hops)
-
-    def _lose(self, peer_id: str) -> None:
-        for hop in self._hops:
-            if hop.peer_id == peer_id:
-                hop.lost = True
 
     async def _relay(self, hop: Hop, answer: Answer, pending: _Pending, request: int) -> None:
         """Carry a result to the next server, because its predecessor can't."""
@@ -392,7 +385,7 @@ class Chain:
         if self._hops:
             self.num_repairs += 1
             self.view.counts["repairs"] += 1
-        await self._replace_lost()
+        await self._hops.complete(self._terms, self._epoch, self._costs())
         await self._rejoin(began_at)
 
     def _begin_epoch(self) -> None:
@@ -401,9 +394,9 @@ class Chain:
 
     async def _rejoin(self, began_at: float) -> None:
         """Link the hops, and fill the caches of the new ones."""
-        await self._link()
+        await self._hops.link(self._epoch)
         if self.position:
-            for before, run in list(self._new_runs()):
+            for before, run in list(self._hops.new_runs()):
                 await self._replay(before, run)
         for hop in self._hops:
             hop.new = False
@@ -411,49 +404,9 @@ class Chain:
         if self.on_route is not None:
             self.on_route(self.route, asyncio.get_running_loop().time() - began_at)
 
-    async def _replace_lost(self) -> None:
-        """A new route for each gap, and sessions on its servers."""
-        start, kept = 0, [hop for hop in self._hops if hop.usable]
-        for hop in self._hops:
-            if not hop.usable:
-                hop.connection.close()
-        self._hops = kept
-        gaps: list[Span] = []
-        for hop in kept:
-            if start < hop.span.start:
-                gaps.append(Span(start, hop.span.start))
-            start = hop.span.end
-        if start < self._span.end:
-            gaps.append(Span(start, self._span.end))
-        for gap in gaps:
-            await self._open(gap)
-
-    async def _open(self, span: Span) -> None:
-        """Sessions on the servers of a route; those that could be opened are kept even if others could not."""
-        route = await self.view.find_route(span, self._costs())
-        opening = await asyncio.gather(*(self._open_hop(hop) for hop in route), return_exceptions=True)
-        errors = [error for error in opening if isinstance(error, BaseException)]
-        for error in errors[1:]:
-            if isinstance(error, SwarmError):
-                self.view.report(error)
-        if errors:
-            raise errors[0]
-
-    async def _open_hop(self, route_hop: RouteHop) -> None:
-        hop = await self._new_session(route_hop, self._epoch)
-        self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
-
-    async def _new_session(self, route_hop: RouteHop, epoch: int) -> Hop:
-        return await Hop.open(
-            self.view,
-            route_hop,
-            self._on_answer,
-            batch_size=self._batch_size,
-            max_length=self.max_length,
-            epoch=epoch,
-            record_past=self.record_past,
-            adapter=self._adapter,
-        )
+    @property
+    def _terms(self) -> Terms:
+        return Terms(self._on_answer, self._batch_size, self.max_length, self.record_past, self._adapter)
 
     def _costs(self) -> RouteCosts:
         return self.view.costs(
@@ -461,25 +414,6 @@ class Chain:
             batch_size=self._batch_size,
             cache_tokens=self._batch_size * self.max_length,
         )
-
-    async def _link(self) -> None:
-        """Tell every hop where its outputs go; where that fails the client relays."""
-        successors: list[Hop | None] = [*self._hops[1:], None]
-        if not self.view.config.push:
-            successors = [None] * len(self._hops)
-        pairs = zip(self._hops, successors, strict=True)
-        await gather([partial(self._link_hop, hop, successor) for hop, successor in pairs])
-
-    async def _link_hop(self, hop: Hop, successor: Hop | None) -> None:
-        if hop.new and successor is None:
-            return  # a new session's outputs go to the client anyway
-        try:
-            await hop.link(successor, self._epoch)
-        except PeerError as error:
-            if successor is None or hop.connection.error is not None or error.peer_id == hop.peer_id:
-                hop.lost = True
-                raise
-            logger.info("%s can't reach its successor, so hidden states go through this client: %s", hop, error)
 
     # ------------------------------------------------------------------ moves
 
@@ -495,55 +429,20 @@ class Chain:
         return target is not None and await self._move(target)
 
     async def _move(self, route: Sequence[RouteHop]) -> bool:
-        """Open what is new of `route`; only if that works, leave what is old and fill the new caches.
+        """Whether the route could be taken; only then the old one is left and the new caches are filled.
 
         Raises:
             SwarmError: the old route is left, but the new one must be repaired.
         """
         began_at = asyncio.get_running_loop().time()
-        held = {(hop.peer_id, hop.span): hop for hop in self._hops}
-        kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
-        wanted = [hop for hop in route if (hop.server.peer_id, hop.span) not in held]
-        opened: list[Hop] = []
-
-        async def open_hop(route_hop: RouteHop) -> None:
-            opened.append(await self._new_session(route_hop, self._epoch + 1))
-
-        try:
-            await gather([partial(open_hop, hop) for hop in wanted])
-        except BaseException as error:
-            for hop in opened:
-                hop.connection.close()
-            if not isinstance(error, SwarmError):
-                raise
-            self.view.report(error)
-            logger.info("staying on the route, because a better one can't be taken: %s", error)
+        if not await self._hops.exchange(route, self._terms, self._epoch + 1):
             return False
-        logger.info("moving to a better route: %s", ", ".join(map(str, route)))
-        left = [hop for hop in self._hops if hop not in kept]
         self._begin_epoch()
         self._linked = False
-        self._hops = sorted([*kept, *opened], key=lambda hop: hop.span)
-        for hop in left:
-            hop.connection.close()
         self.num_moves += 1
         self.view.counts["moves"] += 1
         await self._rejoin(began_at)
         return True
-
-    def _new_runs(self) -> Iterator[tuple[Hop | None, list[Hop]]]:
-        """(the hop before, the new hops) for each stretch of new hops."""
-        before: Hop | None = None
-        run: list[Hop] = []
-        for hop in self._hops:
-            if hop.new:
-                run.append(hop)
-                continue
-            if run:
-                yield before, run
-            before, run = hop, []
-        if run:
-            yield before, run
 
     async def _replay(self, before: Hop | None, run: Sequence[Hop]) -> None:
         """Fill the caches of `run` with what once passed the boundary before it."""

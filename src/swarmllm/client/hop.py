@@ -28,6 +28,17 @@ class Moment:
     batch_index: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a chain's sessions are opened with, on every server."""
+
+    on_answer: OnAnswer
+    batch_size: int
+    max_length: int
+    record_past: bool = False
+    adapter: BlockAdapter | None = None
+
+
 @dataclass(eq=False)
 class Hop:
     """A session on one server; its cache is `new`, that is empty, until a repair has filled it."""
@@ -46,25 +57,21 @@ class Hop:
         cls,
         view: SwarmView,
         route_hop: RouteHop,
-        on_answer: OnAnswer,
+        terms: Terms,
         *,
-        batch_size: int,
-        max_length: int,
         epoch: int,
-        record_past: bool,
-        adapter: BlockAdapter | None = None,
     ) -> Self:
         """Connect, and lease KV cache for the session.
 
         Raises:
             SwarmError: the server can't be reached or refuses.
         """
-        connection = await view.open_connection(route_hop.server, on_answer)
+        connection = await view.open_connection(route_hop.server, terms.on_answer)
         timeout_s = view.config.connect_timeout_s
         hop = cls(route_hop, connection, secrets.token_hex(16), secrets.token_hex(16), timeout_s)
         try:
             fields = await view.adapters.header_fields(
-                connection, adapter, hop.span, timeout_s=view.config.step_timeout_s
+                connection, terms.adapter, hop.span, timeout_s=view.config.step_timeout_s
             )
         except BaseException:
             connection.close()
@@ -75,10 +82,10 @@ class Hop:
             token=hop.token,
             start=hop.span.start,
             end=hop.span.end,
-            batch_size=batch_size,
-            max_length=max_length,
+            batch_size=terms.batch_size,
+            max_length=terms.max_length,
             epoch=epoch,
-            record_past=record_past,
+            record_past=terms.record_past,
             compression=view.config.compression,
             **fields,
         )

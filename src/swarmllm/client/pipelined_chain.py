@@ -56,7 +56,7 @@ class PipelinedChain(Chain):
             elif position > end:
                 raise ConfigurationError(f"a step can't start at position {position}: {end} is known")
             step = self._register(inputs, position)
-            if self._linked and all(hop.usable for hop in self._hops):
+            if self._linked and self._hops.usable:
                 try:
                     step[1].inputs = await self._hops[0].send_step(step[0], self._moment, position, inputs)
                 except PeerError:
@@ -94,7 +94,7 @@ class PipelinedChain(Chain):
         retries = Retries(self.view.config.max_retries)
         while True:
             try:
-                if not self._linked or not all(hop.usable for hop in self._hops):
+                if not self._linked or not self._hops.usable:
                     await self._repair()
                     await self._send_again()
                 elif await self._move_if_better():
