@@ -35,10 +35,11 @@ CONTEXT_BUDGET_S = 0.4
 WORTH_A_THREAD = 0.9
 """More threads must be this much faster: they take the cores from somebody else, and oversubscribed cores are 5 to 20
 times slower (measured with two servers on two cores)."""
-PREFILL_SHARE = 0.5
+PREFILL_SHARE = 0.3
 """Of the time of one session's decode step, for the prompt's tokens that are computed beside it. Measured with 4
-sessions, hidden 512, 2 servers: with 8 tokens, which is this share, the 95th percentile of their time between tokens
-grows 1.7-fold beside a prompt of 2000; with 14 or 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.2."""
+sessions, hidden 512, 2 servers: with 8 tokens the 95th percentile of their time between tokens grows 1.5- to 1.7-fold
+beside a prompt of 2000; with 13 to 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.2. With half of the time it was 8 tokens
+on one machine and 13 on another."""
 MIN_PREFILL_TOKENS = 8
 """Fewer take as long on every CPU."""
 BUSY_SHARE = 0.7

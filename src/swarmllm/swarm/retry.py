@@ -56,7 +56,9 @@ class PeerHealth:
         peer_id = error.peer_id
         is_news = peer_id not in self.avoided(now)
         if error.blames_peer:
-            faults = self._faults[peer_id] = self._faults.get(peer_id, 0) + 1
+            if peer_id not in self.blamed(now):  # once, however many requests it has let down at a time
+                self._faults[peer_id] = self._faults.get(peer_id, 0) + 1
+            faults = self._faults[peer_id]
             pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
         elif error.code in ("overloaded", "cache_full", "blocks_not_served"):
             pause = FULL_SERVER_PAUSE_S

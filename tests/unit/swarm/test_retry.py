@@ -72,14 +72,24 @@ def test_a_peer_at_fault_is_banned_and_the_ban_ends(error: type[PeerError]) -> N
 
 def test_bans_double_to_a_bound_and_are_forgotten_after_success() -> None:
     health = PeerHealth(ban_s=1)
-    for _ in range(20):
-        health.report(PeerTimeoutError("oh", A), now=0)
-    assert health.avoided(MAX_BAN_FACTOR - 0.1) == {A}
-    assert health.avoided(MAX_BAN_FACTOR + 0.1) == set()
+    now = 0.0
+    for factor in (1, 2, 4, 8, 16, MAX_BAN_FACTOR):
+        health.report(PeerTimeoutError("oh", A), now)
+        assert health.avoided(now + factor - 0.1) == {A}
+        now += factor + 0.1
+        assert health.avoided(now) == set()
     health.succeeded(A)
-    assert health.avoided(0) == set()
-    health.report(PeerTimeoutError("oh", A), now=0)
-    assert health.avoided(1.1) == set()
+    health.report(PeerTimeoutError("oh", A), now)
+    assert health.avoided(now + 1.1) == set()
+
+
+def test_requests_that_fail_together_are_one_fault() -> None:
+    health = PeerHealth(ban_s=10)
+    health.report(ServerOverloadedError("full", A), now=0)
+    for now in (0, 0, 1, 2):
+        health.report(PeerTimeoutError("oh", A), now)
+    assert health.avoided(11.9) == {A}
+    assert health.avoided(12.1) == set()
 
 
 @pytest.mark.parametrize("error", FULL)
