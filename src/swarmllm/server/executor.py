@@ -5,6 +5,7 @@ Called by sessions and batch requests from the event loop; knows neither streams
 
 import asyncio
 import queue
+import resource
 import sys
 import threading
 import time
@@ -227,12 +228,14 @@ class Executor:
         now = time.perf_counter()
         if pause_s := self._courtesy.pause_s(now):
             return pause_s
-        if self._scheduler.others_decode(now):
-            return self._gathering.wait_s(now)
+        num_here, num_decoding = self._scheduler.decoding(now)
+        if 0 < num_here < num_decoding:
+            is_all = num_here == len(self._scheduler)
+            return self._gathering.wait_s(now, num_here=num_here, num_decoding=num_decoding if is_all else 0)
         return self._scheduler.pause_s(now)
 
     def _run_next(self) -> None:
-        now, cpu_before = time.perf_counter(), time.thread_time()
+        now, cpu_before, lost_before = time.perf_counter(), time.thread_time(), _times_core_lost()
         self._gathering.ran()
         pieces = [(work, size) for work, size in self._scheduler.next(now) if not work.future.cancelled()]
         if not pieces:
@@ -245,6 +248,7 @@ class Executor:
         else:
             outcomes = self._forward(pieces)
             self._count(pieces, now)
+            self._gathering.computed(time.perf_counter() - now, _times_core_lost() - lost_before)
         ended_at = time.perf_counter()
         self._scheduler.ran(ended_at)
         compute_s = ended_at - now
@@ -292,6 +296,12 @@ class Executor:
         self._num_tokens += sum(num_tokens for _, num_tokens in pieces)
         self._num_forwards += 1
         self._last_forward_at = now
+
+
+def _times_core_lost() -> int:
+    """How often this thread was made to leave its core to another one so far; 0 where only Linux would tell."""
+    of_thread: int | None = getattr(resource, "RUSAGE_THREAD", None)
+    return 0 if of_thread is None else resource.getrusage(of_thread).ru_nivcsw
 
 
 def _smoothed(before: float, newest: float) -> float:

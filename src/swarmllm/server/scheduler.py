@@ -96,11 +96,12 @@ class Scheduler(Generic[W]):
         """Nobody wants it any more; harmless when it has been taken already."""
         self._waiting.pop(work, None)
 
-    def others_decode(self, now: float) -> bool:
-        """Whether decode steps wait, and sessions that decoded a moment ago have none here now."""
+    def decoding(self, now: float) -> tuple[int, int]:
+        """Sessions whose decode steps wait, and all that decode: they, and those that did a moment ago."""
         waiting = {work.session for work in self._waiting if work.priority is Priority.DECODE}
         since = now - self.budget.decoding_s
-        return bool(waiting) and any(s not in waiting and at >= since for s, at in self._decoded_at.items())
+        others = sum(session not in waiting and at >= since for session, at in self._decoded_at.items())
+        return len(waiting), len(waiting) + others
 
     def pause_s(self, now: float) -> float:
         """For how long training should leave the device to decode steps that are due; 0 = not at all."""
