@@ -56,9 +56,9 @@ class PeerHealth:
         peer_id = error.peer_id
         is_news = peer_id not in self.avoided(now)
         if error.blames_peer:
-            if peer_id not in self.blamed(now):  # once, however many requests it has let down at a time
-                self._faults[peer_id] = self._faults.get(peer_id, 0) + 1
-            faults = self._faults[peer_id]
+            faults = self._faults.get(peer_id, 0)
+            if is_news or not faults:  # requests that it lets down at the same time are one fault
+                faults = self._faults[peer_id] = faults + 1
             pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
         elif error.code in ("overloaded", "cache_full", "blocks_not_served"):
             pause = FULL_SERVER_PAUSE_S

@@ -114,6 +114,7 @@ def test_quarantine_does_not_end() -> None:
     health.quarantine(B)
     health.succeeded(B)
     assert health.avoided(1e9) == {B} == health.quarantined
+    assert not health.report(CorruptActivationsError("again", B), now=0)
 
 
 def test_errors_travel_as_codes() -> None:
