@@ -112,7 +112,11 @@ def open_model(config: TextConfig) -> tuple[Any, Any]:
     )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.model, revision=config.revision, token=hub_token(), cache_dir=default_cache_dir()
+            config.model,
+            revision=config.revision,
+            token=hub_token(),
+            cache_dir=default_cache_dir(),
+            trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
         model.close()

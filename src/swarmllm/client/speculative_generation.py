@@ -53,7 +53,9 @@ class Speculator:
 
 def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False).to(
+            device
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(

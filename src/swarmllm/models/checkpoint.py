@@ -144,10 +144,15 @@ def open_checkpoint(
     if path is None:
         raise ConfigurationError(f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers")
     try:
-        config = AutoConfig.from_pretrained(str(path.parent))
+        config = AutoConfig.from_pretrained(str(path.parent), trust_remote_code=False)
     except json.JSONDecodeError as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
     except (ValueError, KeyError, OSError) as error:  # transformers: unknown or inconsistent config
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{source.name} brings code of its own, which swarmllm never runs: use a checkpoint of an architecture "
+                "that transformers has"
+            ) from None
         raise UnsupportedModelError(f"transformers can't read {path}: {_first_line(error)}") from error
     config._name_or_path = source.name
     check_supported(config)

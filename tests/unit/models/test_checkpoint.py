@@ -1,5 +1,6 @@
 """Opening checkpoints: what is found, what is read, and how damage is reported."""
 
+import io
 import json
 import os
 import shutil
@@ -311,3 +312,15 @@ def test_loading_leaves_the_random_state_alone(single: Path) -> None:
     cls = pruned(causal_lm_class(checkpoint.config), drop_blocks)
     load_pruned(cls, checkpoint, dtype=torch.float32, progress=False)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_checkpoints_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when somebody answers "y" on standard input, which transformers would ask."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    with pytest.raises(UnsupportedModelError, match="brings code of its own, which swarmllm never runs"):
+        open_checkpoint(str(tmp_path))
+    assert not ran.exists()
