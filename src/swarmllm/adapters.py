@@ -13,8 +13,8 @@ from typing import Any
 
 from swarmllm.command_line import Parser, run_program
 from swarmllm.config import hub_token
+from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.swarm.block_map import printable
 
 EXAMPLES = """examples:
   swarmllm adapters --base bigscience/bloom --task text-classification

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_BLOCKS = 4096
 """Assumed: no model of today has more than a few hundred blocks."""
@@ -55,6 +55,15 @@ class PeerModel(BaseModel):
     """Base of everything that remote peers send."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+def printable(text: str) -> str:
+    """Without control characters: a stranger's text shall not steer terminals, logs or the direction of writing."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
+
+
+PeerText = Annotated[str, AfterValidator(printable)]
+"""What a peer says in words, for people to read."""
 
 
 class BlockTraits(PeerModel):
@@ -114,11 +123,11 @@ class ServerInfo(PeerModel):
     """KV cache left, in tokens through the whole span."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     """Most tokens of one forward or backward request."""
-    dtype: Annotated[str, Field(max_length=32)] = "float32"
-    quant_type: Annotated[str, Field(max_length=32)] = "none"
-    version: Annotated[str, Field(max_length=32)] = ""
-    public_name: Annotated[str, Field(max_length=64)] = ""
-    adapters: Annotated[tuple[Annotated[str, Field(max_length=128)], ...], Field(max_length=64)] = ()
+    dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
+    quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
+    version: Annotated[PeerText, Field(max_length=32)] = ""
+    public_name: Annotated[PeerText, Field(max_length=64)] = ""
+    adapters: Annotated[tuple[Annotated[PeerText, Field(max_length=128)], ...], Field(max_length=64)] = ()
     traits: BlockTraits = BlockTraits()
     claim: tuple[BlockIndex, BlockIndex] | None = None
     """Blocks [start, end) that this server is about to move to; announced before it moves, so that only one does."""
@@ -154,8 +163,8 @@ class Patch(PeerModel):
 class ModelRecord(PeerModel):
     """One line of the swarm's register of models: which checkpoint a server serves."""
 
-    name: Annotated[str, Field(max_length=256)]
-    fingerprint: Annotated[str, Field(min_length=8, max_length=128)]
+    name: Annotated[PeerText, Field(max_length=256)]
+    fingerprint: Annotated[PeerText, Field(min_length=8, max_length=128)]
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
 
 

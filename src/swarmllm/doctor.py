@@ -358,22 +358,16 @@ async def _look_at_servers(peer: "Peer") -> list[Finding]:
     for record in records.values():
         servers = (await directory.servers(record.fingerprint))[:MAX_SERVERS]
         missing = SwarmSnapshot(record.num_blocks, servers).missing_blocks()
-        name = printable(record.name)
         if missing:
-            findings.append(note(f"{name}: nobody serves {len(missing)} of {record.num_blocks} blocks"))
+            findings.append(note(f"{record.name}: nobody serves {len(missing)} of {record.num_blocks} blocks"))
         results = await asyncio.gather(*(_dial_any(server.addrs) for server in servers))
         for server, problem in zip(servers, results, strict=True):
             if problem is not None:
                 mend = "see the firewall, --port and --announce_maddrs there"
-                findings.append(bad(f"server {server.peer_id} of {name}: {problem}; {mend}"))
+                findings.append(bad(f"server {server.peer_id} of {record.name}: {problem}; {mend}"))
         reached = sum(problem is None for problem in results)
-        findings.append(ok(f"{name}: {reached} of {len(servers)} servers take connections from here"))
+        findings.append(ok(f"{record.name}: {reached} of {len(servers)} servers take connections from here"))
     return findings
-
-
-def printable(text: str) -> str:
-    """What others announce, safe for a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 async def _dial_any(addrs: Sequence[str]) -> str | None:

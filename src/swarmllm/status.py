@@ -11,7 +11,7 @@ from swarmllm.command_line import Parser, add_initial_peers_flags, run_command
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError
-from swarmllm.swarm.block_map import describe_adapters, describe_coverage, describe_swarm, printable, state_name
+from swarmllm.swarm.block_map import describe_adapters, describe_coverage, describe_swarm, state_name
 from swarmllm.swarm.routing import find_route, route_cost_ms
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ModelStatus:
         """A headline, the table of servers, and what that means for users."""
         return "\n".join(
             [
-                f"{printable(self.record.name)} (fingerprint {self.record.fingerprint[:12]})",
+                f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
                 *(f"  {line}" for line in describe_swarm(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
@@ -71,7 +71,7 @@ async def look_up(directory: "BlockDirectory", name: str | None = None) -> list[
         names = {record.name for record in wanted}
         wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
         if not wanted:
-            served = f"it serves {', '.join(map(printable, sorted(names)))}" if names else "it serves no model at all"
+            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model at all"
             raise MissingBlocksError(f"nobody in this swarm serves {name}; {served}")
     found = []
     for record in wanted:

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot, printable
 from swarmllm.errors import MissingBlocksError
+from swarmllm.network.messages import ErrorHeader
 from swarmllm.status import ModelStatus, look_up
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
     describe_swarm,
     draw_blocks,
-    printable,
     state_name,
 )
 
@@ -99,7 +99,10 @@ def test_the_best_route() -> None:
 def test_strangers_cannot_steer_the_terminal() -> None:
     evil = server("evil", 0, 8, public_name="\x1b[2Jgone\n", version="\a1")
     assert "\x1b" not in "".join(describe_swarm(SwarmSnapshot(8, (evil,))))
-    assert printable("a\x1b[2J\nä") == "a?[2J?ä"
+    assert evil.public_name == "?[2Jgone "
+    assert printable("a\x1b[2J\n\u202eä") == "a?[2J ?ä"
+    assert ModelRecord(name="\x1bm", fingerprint="0123456789abcdef", num_blocks=8).name == "?m"
+    assert ErrorHeader(code="x\r", message="\x1b[1m\nrun this").message == "?[1m run this"
 
 
 def test_states_of_newer_servers() -> None:

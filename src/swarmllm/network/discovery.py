@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.network.identity import is_peer_id
 
@@ -246,7 +247,7 @@ def _checked(info: Any) -> FoundPeer | None:
         return None
     if not 8 <= len(fingerprint) <= 128 or not fingerprint.isalnum():
         return None
-    model = "".join(letter if letter.isprintable() else "?" for letter in model[:MAX_NAME_CHARS])
+    model = printable(model[:MAX_NAME_CHARS])
     maddrs = tuple(f"/ip4/{ip}/tcp/{info.port}/p2p/{peer_id}" for ip in ips)
     return FoundPeer(peer_id, maddrs, model, fingerprint)
 

@@ -24,7 +24,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
-from swarmllm.data_structures import MAX_BLOCKS, Patch, PeerModel
+from swarmllm.data_structures import MAX_BLOCKS, Patch, PeerModel, PeerText
 from swarmllm.errors import RemoteProtocolError
 
 MAX_POSITION = 1 << 24
@@ -214,11 +214,11 @@ class ResultHeader(PeerModel):
 class ErrorHeader(PeerModel):
     """ERROR: a request failed, or (id None) the session or stream did."""
 
-    code: Annotated[str, Field(max_length=64)]
-    message: Annotated[str, Field(max_length=2000)]
+    code: Annotated[PeerText, Field(max_length=64)]
+    message: Annotated[PeerText, Field(max_length=2000)]
     id: RequestId | None = None
     session: SessionId | None = None
-    peer_id: Annotated[str | None, Field(max_length=64)] = None
+    peer_id: Annotated[PeerText | None, Field(max_length=64)] = None
     """The peer at fault when it is not the sender: a successor that can't be reached."""
 
 

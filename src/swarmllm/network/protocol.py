@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
 
-from swarmllm.data_structures import PeerModel
+from swarmllm.data_structures import PeerModel, PeerText
 from swarmllm.errors import PeerTimeoutError, RemoteProtocolError, SwarmError, error_from_code
 from swarmllm.network.frames import MAX_MESSAGE_BYTES, Message, MessageType
 from swarmllm.network.messages import ErrorHeader, parse
@@ -58,8 +58,8 @@ class HelloHeader(PeerModel):
 
     min_version: Annotated[int, Field(ge=0, le=1 << 16)]
     max_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    software: Annotated[str, Field(max_length=64)] = ""
-    fingerprint: Annotated[str, Field(max_length=128)] = ""
+    software: Annotated[PeerText, Field(max_length=64)] = ""
+    fingerprint: Annotated[PeerText, Field(max_length=128)] = ""
     """The checkpoint that the client wants to run; empty if it doesn't matter."""
     encodings: Encodings = ()
 
@@ -68,7 +68,7 @@ class WelcomeHeader(PeerModel):
     """WELCOME: the server's answer."""
 
     version: Annotated[int, Field(ge=0, le=1 << 16)]
-    software: Annotated[str, Field(max_length=64)] = ""
+    software: Annotated[PeerText, Field(max_length=64)] = ""
     encodings: Encodings = ()
     info: dict[str, Any] = Field(default_factory=dict)
     """What the server tells about itself; `parse` it into the type that you expect."""

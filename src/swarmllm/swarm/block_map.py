@@ -74,7 +74,7 @@ def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
     lines = []
     for name, blocks in sorted(held.items()):
         missing = [block for block in range(snapshot.num_blocks) if block not in blocks]
-        lines.append(f"adapter {printable(name)}: " + (f"not on {describe_blocks(missing)}" if missing else "complete"))
+        lines.append(f"adapter {name}: " + (f"not on {describe_blocks(missing)}" if missing else "complete"))
     return lines
 
 
@@ -86,11 +86,6 @@ def short_peer_id(peer_id: str) -> str:
 def state_name(state: int) -> str:
     """`online`, or what a newer server may call itself by number."""
     return ServerState(state).name.lower() if state in list(ServerState) else f"state {state}"
-
-
-def printable(text: str) -> str:
-    """Without control characters: a stranger's text shall not steer the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _state(server: ServerInfo) -> str:
@@ -111,7 +106,7 @@ def _row(server: ServerInfo, num_blocks: int) -> Sequence[str]:
         f"{server.throughput:.0f}" if measured else "-",
         f"{server.decode_ms_per_block * len(server.span):.1f}" if measured else "-",
         str(server.cache_tokens_left) if measured else "-",
-        printable(server.dtype if server.quant_type == "none" else server.quant_type),
-        printable(server.version),
-        printable(server.public_name),
+        server.dtype if server.quant_type == "none" else server.quant_type,
+        server.version,
+        server.public_name,
     )
