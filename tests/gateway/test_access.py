@@ -15,7 +15,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 from starlette.responses import PlainTextResponse
-from web_gateway import NAME, RunningGateway
+from web_gateway import NAME, RunningGateway, running_gateway
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Ping, RejectConnection, Request, TextMessage
 
@@ -28,7 +28,8 @@ from swarmllm.gateway.settings import GatewayConfig
 
 def ask(method: str, path: str, headers: dict[str, str] | None = None, **settings: Any) -> httpx.Response:
     """One request to an application behind a guard with these settings."""
-    guard = Guard(PlainTextResponse("inside"), GatewayConfig(model="m", **settings), lambda path, status: None)
+    config = GatewayConfig(model="m", **settings)
+    guard = Guard(PlainTextResponse("inside"), config, Rates(config.requests_per_minute), lambda path, status: None)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=guard)
@@ -79,7 +80,25 @@ def test_preflight_needs_no_key(keys: str) -> None:
 def test_on_loopback_only_names_of_this_machine_are_answered() -> None:
     assert ask("GET", "/", {"Host": "rebound.example:8080"}).status_code == 403
     assert ask("GET", "/", {"Host": "chat.example"}, allowed_hosts=("chat.example",)).status_code == 200
-    assert ask("GET", "/", {"Host": "chat.example"}, host="0.0.0.0").status_code == 200
+
+
+def test_rebinding_reaches_no_gateway_off_loopback_either() -> None:
+    """A name that a hostile page made point here is refused on every address; what can't be such a name is not."""
+    for host in ("0.0.0.0", "::", "192.168.1.5"):
+        for name in ("rebound.example", "rebound.example:8080", "", "127.0.0.1.rebound.example"):
+            assert ask("GET", "/api/swarm", {"Host": name}, host=host).status_code == 403, name
+        own = [socket.gethostname(), f"{socket.gethostname()}.local", "localhost", "192.168.1.5:8080", "[fe80::1]:8080"]
+        for name in own:
+            assert ask("GET", "/", {"Host": name}, host=host).status_code == 200, name
+        for allowed in ("Chat.example", "*"):
+            assert ask("GET", "/", {"Host": "chat.example"}, host=host, allowed_hosts=(allowed,)).status_code == 200
+    assert ask("GET", "/", {"Host": "192.168.1.5"}).status_code == 403  # on loopback only its own numbers
+
+
+@pytest.mark.parametrize("headers", [{"Host": "[::1"}, {"Host": "a]"}, {"Origin": "http://["}])
+def test_headers_that_name_no_host_are_refused(headers: dict[str, str]) -> None:
+    answer = ask("GET", "/", headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) in {(400, "invalid_host"), (403, "unknown_host")}
 
 
 def test_rates_fill_up_again() -> None:
@@ -113,7 +132,10 @@ class Socket:
         self.accepted = isinstance(next(self._events), AcceptConnection)
 
     def ask(self, message: Any) -> None:
-        self._send(TextMessage(data=json.dumps(message)))
+        self.tell(json.dumps(message))
+
+    def tell(self, text: str) -> None:
+        self._send(TextMessage(data=text))
 
     def answer(self) -> dict[str, Any]:
         """The next message."""
@@ -167,6 +189,74 @@ def test_websocket_answers_several_requests_and_cancels(gateway: RunningGateway)
         assert "JSON object" in socket.answer()["error"]["message"]
     finally:
         socket.close()
+
+
+def test_websocket_messages_that_are_none_end_nothing(gateway: RunningGateway) -> None:
+    socket = Socket(gateway.url)
+    try:
+        for text, code in (
+            ("{", "invalid_json"),
+            ("[" * 100_000, "invalid_json"),
+            ('{"id": ' + "9" * 5000 + "}", "invalid_json"),
+            (json.dumps({"id": "i" * 129, "prompt": "Once"}), "invalid_value"),
+            (json.dumps({"id": [[]], "prompt": "Once"}), "invalid_value"),
+            (json.dumps({"cancel": {"a": 1}}), "invalid_value"),
+        ):
+            socket.tell(text)
+            assert socket.answer()["error"]["code"] == code, text[:50]
+        socket.ask({"id": "i" * 128, "prompt": "Once", "max_tokens": 1})
+        assert socket.answer()["request"] == "i" * 128
+    finally:
+        socket.close()
+
+
+def test_the_rate_holds_for_each_message_of_a_websocket(swarm: LocalSwarm) -> None:
+    with running_gateway(swarm.initial_peers, requests_per_minute=2) as gateway:
+        socket = Socket(gateway.url)
+        try:
+            for _ in range(2):
+                socket.ask({"prompt": 1})
+                assert socket.answer()["error"]["code"] != "rate_limit_exceeded"
+            socket.ask({"prompt": 1})
+            assert socket.answer()["error"]["code"] == "rate_limit_exceeded"
+            assert gateway.http.post("/v1/completions", json={"prompt": 1}).status_code == 429
+        finally:
+            socket.close()
+
+
+def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence, a head that never ends, a body that never ends, and more connections or sockets than there is room."""
+    monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("swarmllm.gateway.openai_routes.BODY_TIMEOUT_S", 0.5)
+    with running_gateway(swarm.initial_peers, max_connections=4) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+
+        def connect(text: str) -> socket.socket:
+            one = socket.create_connection((host, int(port)), timeout=60)
+            one.sendall(text.encode())
+            return one
+
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n"
+        for text in ("", head):
+            with connect(text) as one:
+                assert one.recv(1) == b""
+        with connect(f"{head}\r\n{{") as one:
+            assert one.recv(12) == b"HTTP/1.1 408"
+
+        monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 60.0)
+        idle = [connect("") for _ in range(6)]
+        assert [one.recv(1) for one in idle[:2]] == [b"", b""]  # those that were idle longest made room
+        assert httpx.get(f"{gateway.url}/v1/models").status_code == 200
+        for one in idle:
+            one.close()
+        sockets = [Socket(gateway.url) for _ in range(3)]  # half of the connections may be sockets
+        with pytest.raises(AssertionError):
+            sockets[0].answer()
+        for other in sockets[1:]:
+            other.ask([])
+            assert "JSON object" in other.answer()["error"]["message"]
+        for other in sockets:
+            other.close()
 
 
 def test_websocket_of_another_page_is_refused(gateway: RunningGateway) -> None:

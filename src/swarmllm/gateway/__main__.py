@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     web.add_argument("--api_keys_file", metavar="FILE", help="one API key per line; then the API needs one")
     web.add_argument("--requests_per_minute", type=int, metavar="N", help="of one key, or without keys of one address")
     web.add_argument("--cors_origins", nargs="+", metavar="ORIGIN", help="other web pages that may use the API")
-    web.add_argument("--allowed_hosts", nargs="+", metavar="NAME", help="names besides localhost, e.g. of a proxy")
+    web.add_argument("--allowed_hosts", nargs="+", metavar="NAME", help="names besides this machine's, e.g. of a proxy")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max_concurrent", type=int, metavar="N", help="prompts that are answered at a time")
     limits.add_argument("--max_waiting", type=int, metavar="N", help="prompts that may wait for that")
@@ -58,6 +58,7 @@ def build_parser() -> Parser:
     limits.add_argument("--default_max_tokens", type=int, metavar="N", help="of a chat's answer, if it doesn't say")
     limits.add_argument("--max_choices", type=int, metavar="N", help="answers to one prompt (n)")
     limits.add_argument("--max_body_bytes", type=int, metavar="N", help="of a request")
+    limits.add_argument("--max_connections", type=int, metavar="N", help="open at a time")
     limits.add_argument("--num_threads", type=int, metavar="N", help="CPU threads for the gateway's own part")
     add("--stop_on_stdin_eof", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -149,6 +150,8 @@ def web_server(gateway: "Gateway") -> "uvicorn.Server":
     """A server that leaves signals and logging to others."""
     import uvicorn
 
+    from swarmllm.gateway.connections import http_protocol
+
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -164,6 +167,7 @@ def web_server(gateway: "Gateway") -> "uvicorn.Server":
             log_level=logging.WARNING,
             access_log=False,
             server_header=False,
+            http=http_protocol(config.max_connections),
             ws="wsproto",
             ws_max_size=config.max_body_bytes,
             lifespan="on",

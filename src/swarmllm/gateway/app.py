@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from swarmllm.errors import SwarmError
 from swarmllm.gateway.engine import Engine
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import Guard
+from swarmllm.gateway.guard import Guard, Rates
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.openai_routes import OpenAIRoutes
@@ -36,12 +36,13 @@ class Gateway:
         self.metrics.read_from(lambda: model.swarm.swarm.counts)
         self.engine = Engine(model, self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
         self.watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics)
-        self.app: ASGIApp = Guard(self._starlette(), config, self._on_response)
+        self._rates = Rates(config.requests_per_minute)
+        self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
     def _starlette(self) -> Starlette:
         openai = OpenAIRoutes(self.engine, self.config, int(time.time()))
         pages = PageFiles()
-        generate = GenerateRoute(self.engine, openai, self.config)
+        generate = GenerateRoute(self.engine, openai, self.config, self._rates)
         self._paths = frozenset(
             (
                 "/v1/completions",

@@ -4,10 +4,12 @@ An ASGI layer around the whole application (`app`), so that nothing gets past it
 """
 
 import hmac
+import ipaddress
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -17,7 +19,11 @@ from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
 PROTECTED = ("/v1/", "/ws/")
-RATED = ("/v1/completions", "/v1/chat/completions", "/ws/generate")
+RATED = ("/v1/completions", "/v1/chat/completions")
+"""On a WebSocket each message counts instead (`websocket`)."""
+CALLER = "swarmllm.caller"
+"""Where the scope says whose rate a request counts for."""
+ANY_HOST = "*"
 MAX_CALLERS = 10_000
 """Keys or addresses whose rates are remembered; the one that was silent longest is forgotten first."""
 POLICY_VIOLATION = 1008
@@ -68,13 +74,18 @@ class Rates:
 class Guard:
     """`on_response(path, status)` is told of every HTTP answer."""
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig, on_response: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, rates: Rates, on_response: Callable[[str, int], None]
+    ) -> None:
         self._app = app
         self._config = config
         self._keys = config.api_keys()
-        self._rates = Rates(config.requests_per_minute)
+        self._rates = rates
         self._on_response = on_response
-        self._hosts = {*LOOPBACK, *config.allowed_hosts} if config.on_loopback else None
+        own_name = socket.gethostname().lower()
+        self._hosts = {*LOOPBACK, *(name.lower() for name in config.allowed_hosts)}
+        if not config.on_loopback:
+            self._hosts |= {own_name, f"{own_name}.local"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -108,9 +119,13 @@ class Guard:
         await self._app(scope, receive, send_and_count)
 
     def _check_host(self, connection: HTTPConnection) -> None:
-        """A page whose name was made to point to this machine (DNS rebinding) would ask under that name."""
-        host = urlsplit(f"//{connection.headers.get('host', '')}").hostname
-        if self._hosts is not None and host not in self._hosts:
+        """A page whose name was made to point to this machine (DNS rebinding) would ask under that name.
+
+        Who asks a number can't have been led here by a name; on loopback there are only numbers of its own.
+        """
+        host = _parsed(f"//{connection.headers.get('host', '')}").hostname or ""
+        is_number = not self._config.on_loopback and _is_ip_address(host)
+        if not (is_number or host in self._hosts or ANY_HOST in self._hosts):
             raise ApiError(
                 403, f"this gateway is not called {host!r}; name it with --allowed_hosts", code="unknown_host"
             )
@@ -118,7 +133,7 @@ class Guard:
     def _check_origin(self, connection: HTTPConnection, origin: str | None, allowed: bool) -> None:
         if origin is None or allowed or connection.url.path == "/health":
             return
-        if urlsplit(origin).netloc != connection.headers.get("host"):
+        if _parsed(origin).netloc != connection.headers.get("host"):
             raise ApiError(
                 403, f"pages of {origin} may not use this gateway; allow it with --cors_origins", code="cross_origin"
             )
@@ -137,6 +152,7 @@ class Guard:
                     401, "give an API key of this gateway: Authorization: Bearer KEY", code="invalid_api_key"
                 )
             caller = key
+        connection.scope[CALLER] = caller
         if path in RATED:
             self._rates.take(caller)
 
@@ -155,3 +171,19 @@ class Guard:
             "access-control-max-age": "600",
             "vary": "Origin",
         }
+
+
+def _parsed(url: str) -> SplitResult:
+    """Raises: ApiError: it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        raise ApiError(400, f"{url[:128]!r} names no host", code="invalid_host") from None
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -126,10 +126,10 @@ def _open_local(name: str, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        other = AutoTokenizer.from_pretrained(name)
+        other = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if other.get_vocab() != tokenizer.get_vocab():
             raise ConfigurationError(f"--fallback_to_local {name} has another tokenizer than the swarm's model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise

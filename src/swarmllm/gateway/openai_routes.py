@@ -21,6 +21,8 @@ from swarmllm.gateway.settings import GatewayConfig
 KEEPALIVE_S = 15.0
 """Seconds of silence after which a stream gets a comment. Assumed: proxies give up after 30 or 60."""
 
+BODY_TIMEOUT_S = 60.0
+"""For a whole request to arrive. Assumed: 1 MiB over the slowest line that people use."""
 LARGE_BYTES = 1 << 13
 """A body from which on checking and tokenizing it takes milliseconds, in which others want to be served."""
 
@@ -176,14 +178,18 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body, of which no more is read than is allowed.
 
     Raises:
-        ApiError: it is larger.
+        ApiError: it is larger, or doesn't come.
     """
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
     return b"".join(chunks)
 
 

@@ -34,7 +34,8 @@ class GatewayConfig:
     port: int = 8080
     """TCP port to listen on; 0 = any free one."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which a gateway on loopback may be asked besides localhost, e.g. of the proxy in front of it."""
+    """Names under which it may be asked besides localhost and, off loopback, numbers and the machine's own name: of the
+    proxy in front of it, or what the network calls it. `*`: any, also one that a hostile page has made up."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://…`, or `*`) of other web pages that may use the API; none by default."""
     api_keys_file: str | None = None
@@ -53,6 +54,9 @@ class GatewayConfig:
     """Largest `n`: answers to one prompt, computed as one batch."""
     max_body_bytes: int = 1 << 20
     """Largest request body."""
+    max_connections: int = 512
+    """Open at a time; beyond that, one on which nobody asks anything is closed. Half of the files that Linux lets a
+    process open by default."""
     num_threads: int = 4
     """CPU threads for the gateway's own part of the model. Assumed: every request's thread has so many of its own."""
 
@@ -67,6 +71,7 @@ class GatewayConfig:
             "default_max_tokens",
             "max_choices",
             "max_body_bytes",
+            "max_connections",
             "num_threads",
         )
         for name in positive:

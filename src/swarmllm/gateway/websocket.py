@@ -1,7 +1,8 @@
 """`WS /ws/generate`: the requests of /v1/… as messages of a WebSocket, answered by the same chunks.
 
-A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id` that is
-repeated in all that answers it. Several may be under way at a time. `{"cancel": id}` ends one, hanging up ends all.
+A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id`, that is
+a number or a short string, which is repeated in all that answers it. Several may be under way at a time.
+`{"cancel": id}` ends one, hanging up ends all.
 After the last chunk comes `{"done": true}`, or `{"error": …}`.
 """
 
@@ -15,43 +16,64 @@ from swarmllm.errors import SwarmError
 from swarmllm.gateway.answers import Answer
 from swarmllm.gateway.engine import Answering, Engine
 from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import CALLER, Rates
 from swarmllm.gateway.openai_routes import OpenAIRoutes, parse
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
 
 TOO_BIG = 1009
+TRY_AGAIN_LATER = 1013
 MAX_REQUESTS = 16
 """Under way on one socket."""
+MAX_ID_CHARS = 128
 
 
 class WebSocketRoute:
     """The handler; made once per gateway."""
 
-    def __init__(self, engine: Engine, routes: OpenAIRoutes, config: GatewayConfig) -> None:
+    def __init__(self, engine: Engine, routes: OpenAIRoutes, config: GatewayConfig, rates: Rates) -> None:
         self._engine = engine
         self._routes = routes
+        self._rates = rates
         self._max_bytes = config.max_body_bytes
+        self._max_sockets = max(1, config.max_connections // 2)
+        self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
 
     async def generate(self, socket: WebSocket) -> None:
         """Serve one socket until it closes."""
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(subprotocol=offered[0] if offered else None)
         conversation = _Conversation(socket, self._engine, self._routes)
+        if len(self._open) >= self._max_sockets and not await self._make_room():
+            await socket.close(TRY_AGAIN_LATER, f"{self._max_sockets} sockets are answered at the moment")
+            return
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
                     while True:
+                        self._open.pop(conversation, None)
+                        self._open[conversation] = socket
                         text = await socket.receive_text()
                         if len(text) > self._max_bytes:
                             await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
                             break
-                        await conversation.take(text, tasks)
+                        await conversation.take(text, tasks, self._rates, socket.scope[CALLER])
                 except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which nobody here sends
                     pass
                 finally:
+                    self._open.pop(conversation, None)
                     conversation.cancel_all()
         except* (WebSocketDisconnect, RuntimeError):  # sending to a socket that has been closed
             pass
+
+    async def _make_room(self) -> bool:
+        """Whether a socket on which nothing is under way could be closed: the one that was silent longest."""
+        for conversation, socket in self._open.items():
+            if conversation.is_idle:
+                del self._open[conversation]
+                await socket.close(TRY_AGAIN_LATER, "others want a socket")
+                return True
+        return False
 
 
 class _Conversation:
@@ -61,24 +83,26 @@ class _Conversation:
         self._routes = routes
         self._under_way: dict[str, Answering | None] = {}
 
-    async def take(self, text: str, tasks: asyncio.TaskGroup) -> None:
-        """One message."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be answered."""
+        return not self._under_way
+
+    async def take(self, text: str, tasks: asyncio.TaskGroup, rates: Rates, caller: str) -> None:
+        """One message; all but those that cancel count for the rate of `caller`."""
         label: Any = None
         try:
-            message = json.loads(text)
-            if not isinstance(message, dict):
-                raise ApiError(400, "a message is a JSON object", code="invalid_value")
+            message = _read(text)
             if "cancel" in message:
-                self._cancel(str(message["cancel"]))
+                self._cancel(str(_label(message["cancel"])))
                 return
-            label = message.get("id")
+            rates.take(caller)
+            label = _label(message.get("id"))
             if str(label) in self._under_way:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
             if len(self._under_way) >= MAX_REQUESTS:
                 raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
             body = parse(ChatRequest if "messages" in message else CompletionRequest, text)
-        except json.JSONDecodeError as error:
-            await self._send(label, ApiError(400, f"not JSON: {error}", code="invalid_json").body())
         except ApiError as error:
             await self._send(label, error.body())
         else:
@@ -121,3 +145,23 @@ class _Conversation:
         if label is not None:
             message = {**message, "request": label}
         await self._socket.send_text(json.dumps(message, separators=(",", ":")))
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Raises: ApiError: it is no JSON object."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:  # brackets within brackets, or a number of thousands of digits
+        raise ApiError(400, f"not JSON: {error}", code="invalid_json") from None
+    if not isinstance(message, dict):
+        raise ApiError(400, "a message is a JSON object", code="invalid_value")
+    return message
+
+
+def _label(given: Any) -> str | int | None:
+    """Raises: ApiError: it can't be repeated in every chunk of an answer."""
+    if given is None or (isinstance(given, str | int) and len(str(given)) <= MAX_ID_CHARS):
+        return given
+    raise ApiError(
+        400, f"an id is a number or a string of at most {MAX_ID_CHARS} characters", param="id", code="invalid_value"
+    )

@@ -1,0 +1,71 @@
+"""Connections on which nobody asks anything don't stay: uvicorn's HTTP protocol with a patience and an upper number.
+
+uvicorn itself waits for ever for the first byte of a request, and for each further one. What comes after the head of a
+request has limits of its own (`openai_routes.read_body`). Used by `gateway/__main__`.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+HEAD_TIMEOUT_S = 15.0
+"""For the whole head of a request, counted from the connection's begin or the last answer. Assumed: browsers connect in
+advance and send a head in one packet; uvicorn itself closes idle connections 5 s after an answer."""
+
+
+def http_protocol(max_connections: int) -> type[H11Protocol]:
+    """The protocol of a server with at most so many connections at a time, WebSockets included."""
+
+    class Patient(_Patient):
+        most = max_connections
+
+    return Patient
+
+
+class _Patient(H11Protocol):
+    most: int
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        cycle: RequestResponseCycle | None = self.cycle  # none before the first request
+        return cycle is None or cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.most:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.is_idle or self not in self.connections:  # it has become a WebSocket
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.is_idle:  # else the next request has come already
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest; this one is the last choice."""
+        idle = (one for one in self.connections if isinstance(one, _Patient) and one._patience is not None)
+        min(idle, key=lambda one: one._patience.when() if one._patience else 0.0).transport.close()
