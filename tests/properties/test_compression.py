@@ -80,6 +80,18 @@ def test_a_token_is_rounded_alike_in_whatever_company(tensor: Tensor, rows: int)
     assert torch.equal(whole.unpack().view(apart.shape), apart)
 
 
+@given(tensors(), st.data())
+def test_the_layout_in_memory_makes_no_difference(tensor: Tensor, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(tensor.dim())))
+    room = torch.empty([2 * size for size in tensor.permute(order).shape], dtype=tensor.dtype)
+    elsewhere = room[(slice(None, None, 2),) * tensor.dim()].permute([order.index(axis) for axis in range(len(order))])
+    packed, other = pack(tensor), pack(elsewhere.copy_(tensor))
+    assert (packed is None) == (other is None)
+    if packed is not None and other is not None:
+        assert torch.equal(packed.unpack(), other.unpack())
+        assert torch.equal(through_the_wire(packed), through_the_wire(other))
+
+
 packed_names = st.sampled_from(
     ["int8/bfloat16", "int8/float16", "int8/float32", "int8/int8", "int8/", "int8", "float32"]
 )

@@ -155,6 +155,27 @@ def test_several_prompts_sampled_in_one_batch(model: Any, local: PreTrainedModel
     assert_same_tokens(model, local, prompt(2), max_new_tokens=20, num_beams=4, num_return_sequences=2)
 
 
+LENGTHS = (1, 17, 65, 130, 257, 1000)
+"""At and beside the boundaries that servers have: pages of 64 positions, steps of up to 16, pieces of a prefill."""
+
+
+@pytest.mark.parametrize("chunk", [128, pytest.param(65, marks=pytest.mark.slow)])
+def test_prompts_of_many_lengths(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, chunk: int) -> None:
+    """Every length is tried in one process, in numerics/test_every_length."""
+    with connected(llama, swarm.initial_peers, prefill_chunk_tokens=chunk) as model:
+        for length in LENGTHS:
+            ids = prompt(1, length, seed=chunk)
+            assert_same_tokens(model, local, ids, max_new_tokens=2)
+            logits = local(ids).logits
+            torch.testing.assert_close(model(ids).logits, logits)
+            with torch.no_grad(), model.inference_session(max_length=length) as session:
+                torch.testing.assert_close(model.head(session.step(model.embed(ids))), logits)
+            padded, mask = prompt(3, length), torch.ones(3, length, dtype=torch.int64)
+            for row in range(3):
+                mask[row, : min(row, length - 1)] = 0
+            assert_same_tokens(model, local, padded, attention_mask=mask, max_new_tokens=2)
+
+
 def test_threads_generate_at_the_same_time(model: Any, local: PreTrainedModel) -> None:
     prompts = [prompt(1, 5 + index, seed=index) for index in range(6)]
     expected = [local.generate(ids, max_new_tokens=20, do_sample=False).tolist() for ids in prompts]

@@ -93,8 +93,10 @@ class SharedPrefix:
         while position < end:
             page_end = min(end, (position // PAGE_TOKENS + 1) * PAGE_TOKENS)
             for kind, tensor in columns.items():
-                part = tensor[position - start : page_end - start].contiguous()
-                self._hashes.setdefault(kind, hashlib.blake2b()).update(part.flatten().view(torch.uint8).numpy())
+                part = tensor[position - start : page_end - start]
+                # A last axis of 1 has stride 1 in every layout: torch calls some contiguous that it can't view so.
+                in_bytes = part.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+                self._hashes.setdefault(kind, hashlib.blake2b()).update(in_bytes)
             position = page_end
             if position % PAGE_TOKENS == 0:
                 self._new.append((position, self._digest()))

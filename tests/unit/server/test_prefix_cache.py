@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.numerics.tiny_models import save_tiny
 
 from swarmllm.data_structures import Span
@@ -125,6 +127,36 @@ def test_nothing_is_shared_between_spans_or_kinds_of_inputs(blocks: BlockSpan) -
     assert run(blocks, pages, replace(inputs, position_ids=positions))[2] == 0
     assert run(blocks, pages, replace(inputs, position_ids=positions + 1))[2] == 0
     assert run(blocks, pages, inputs.with_hidden(inputs.hidden_states.double().float()))[2] == 3 * PAGE_TOKENS
+
+
+def test_any_length_can_be_hashed(blocks: BlockSpan) -> None:
+    """The piece behind the last whole page may be one position, whose strides torch calls contiguous."""
+    nothing = blocks.new_cache()
+    for length in range(1, 1101):
+        hidden = torch.zeros(1, length, blocks.embedding_dim)
+        inputs = BlockInputs(
+            hidden_states=hidden, batch_size=1, seq_len=length, position_ids=torch.arange(length)[None]
+        )
+        assert SharedPrefix(PrefixCache(0), blocks, blocks.span).reuse(nothing, 0, inputs) is None
+
+
+@given(data=st.data())
+def test_the_layout_in_memory_makes_no_difference(blocks: BlockSpan, data: st.DataObject) -> None:
+    axes = data.draw(st.permutations(range(3)))
+    step, skipped = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
+    length = data.draw(st.sampled_from([1, 17, 64, 65, 129, 130]))
+    dtype = data.draw(st.sampled_from([torch.int64, torch.float32, torch.bfloat16]))
+    plain = prompt(blocks).hidden_states[:, :length].to(dtype)
+    room = torch.empty([size * step + skipped for size in plain.permute(axes).shape], dtype=dtype)
+    elsewhere = room[(slice(skipped, None, step),) * 3].permute(*(axes.index(axis) for axis in range(3)))
+    elsewhere.copy_(plain)
+
+    def digests(hidden: torch.Tensor) -> list[tuple[int, bytes]]:
+        prefix = SharedPrefix(PrefixCache(0), blocks, blocks.span)
+        prefix.reuse(blocks.new_cache(), 0, BlockInputs(hidden_states=hidden, batch_size=1, seq_len=length))
+        return prefix._new
+
+    assert digests(elsewhere) == digests(plain)
 
 
 def test_padding_and_single_tokens_end_the_sharing(blocks: BlockSpan) -> None:
