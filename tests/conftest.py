@@ -40,6 +40,9 @@ for name in ("HF_TOKEN", "SWARMLLM_INITIAL_PEERS", "SWARMLLM_LOG_LEVEL"):
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from tests import forked  # noqa: E402
+
+from swarmllm.demo import local_swarm  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0
@@ -86,6 +89,12 @@ async def _no_task_left_behind() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _servers_are_forked() -> None:
+    """Those of LocalSwarm, from a process that has imported what they need."""
+    local_swarm.Popen = forked.popen  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _session_leaves_no_process() -> Iterator[None]:
     """The end of the session: fixtures of wider scopes have been torn down, so nothing may run any more."""
     yield
@@ -93,6 +102,7 @@ def _session_leaves_no_process() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
+    forked.stop_warm_process()
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
@@ -113,7 +123,7 @@ def session_processes() -> list[psutil.Process]:
     """Every live process that this session started, also through others, also orphans."""
     found = []
     for process in psutil.process_iter():
-        if process.pid == os.getpid():
+        if process.pid in (os.getpid(), forked.warm_pid()):
             continue
         try:
             marked = process.environ().get(MARKER) == SESSION

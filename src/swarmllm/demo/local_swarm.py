@@ -14,13 +14,13 @@ import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from types import TracebackType
 from typing import Self, cast
 
@@ -50,10 +50,10 @@ class LocalServer:
         """Where it can be joined, once it is ready."""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 [*program, *arguments, "--stop_on_stdin_eof"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,  # Ctrl-C in the terminal reaches this program, which stops its servers
@@ -118,7 +118,7 @@ class LocalServer:
         """Wait for the end after `terminate()`; a server that doesn't manage is killed."""
         try:
             self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self.process.kill()
         self._reap()
         return self.process.returncode

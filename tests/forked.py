@@ -1,0 +1,202 @@
+"""Python programs for tests without their imports: forked from one process that has imported everything once.
+
+What a server imports costs it 5 s of a core, and tests start hundreds. So `popen`, which the rooms with servers put in
+the place of `subprocess.Popen`, asks a warm process to fork instead: measured, 0.7 s of a core and 37 MB for a
+server, instead of 6.9 s and 290 MB. What it forks is a process like any other: a pid to send signals to, pipes, a
+session and children of its own, and an exit code. `python -m swarmllm.server` itself is what the tests of commands, of
+the demo and of the examples start.
+
+The warm process is this file, run as a program. It computes nothing and has one thread, so forking it is safe. It ends
+when the pytest process does, however that ends; servers notice that themselves, by the end of their standard input.
+"""
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+IMPORTED = ("swarmllm.server.server", "transformers.models.llama.modeling_llama", "uvloop")
+REQUEST_BYTES = 1 << 16
+HIGHEST_FD = os.sysconf("SC_OPEN_MAX")
+
+
+class Forked:
+    """A forked program, with the face of `subprocess.Popen` as far as tests look at it."""
+
+    def __init__(self, request: dict[str, Any], log: IO[bytes]) -> None:
+        """Standard error goes to `log`, the others through pipes."""
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+        status, report = socket.socketpair()
+        stdin, to_stdin = os.pipe()
+        from_stdout, stdout = os.pipe()
+        handed_over = [report.detach(), stdin, stdout]
+        self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
+        try:
+            socket.send_fds(_warm_process().requests, [json.dumps(request).encode()], [*handed_over, log.fileno()])
+        finally:
+            for fd in handed_over:
+                os.close(fd)
+        self.pid = int(status.recv(REQUEST_BYTES))
+        threading.Thread(target=self._watch, args=[status], name=f"exit code of {self.pid}", daemon=True).start()
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, when it has ended."""
+        if not self._ended.wait(timeout) or self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Nothing happens to one that has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _watch(self, status: socket.socket) -> None:
+        with status:
+            self.returncode = int(status.recv(REQUEST_BYTES) or 1)  # nothing: the warm process was killed
+        self._ended.set()
+
+
+def popen(command: Sequence[str], *, stderr: IO[bytes], start_new_session: bool = False, **pipes: Any) -> Any:
+    """`subprocess.Popen` of a Python program, forked if what the warm process has imported fits to it."""
+    python, *arguments = command
+    environment = _environment()
+    if python != sys.executable or not hasattr(os, "pidfd_open") or environment != _warm_process().environment:
+        return subprocess.Popen(command, stderr=stderr, start_new_session=start_new_session, **pipes)
+    return Forked({"arguments": arguments, "cwd": str(Path.cwd()), "session": start_new_session}, stderr)
+
+
+def warm_pid() -> int | None:
+    """The warm process, if it has been started."""
+    return None if _WarmProcess.running is None else _WarmProcess.running.process.pid
+
+
+def stop_warm_process() -> None:
+    """To be called at the end of the session."""
+    if _WarmProcess.running is not None:
+        _WarmProcess.running.stop()
+
+
+class _WarmProcess:
+    """The pytest process's end of it."""
+
+    running: "_WarmProcess | None" = None
+    starting = threading.Lock()
+
+    def __init__(self) -> None:
+        self.environment = _environment()
+        """Libraries have read it when they were imported: whoever needs another one can't be forked."""
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest, which tears its servers down
+            )
+
+    def stop(self) -> None:
+        self.requests.close()
+        self.process.wait()
+
+
+def _warm_process() -> _WarmProcess:
+    with _WarmProcess.starting:
+        if _WarmProcess.running is None:
+            _WarmProcess.running = _WarmProcess()
+        return _WarmProcess.running
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def fork_on_request(requests: socket.socket) -> list[str]:
+    """Fork for whoever asks and report how the forked processes ended. Returns in these: what they are to run."""
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not requests:
+                selector.unregister(key.fileobj)
+                _report_end(key.fd, *key.data)
+                continue
+            message, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 4)
+            if not message:
+                sys.exit()
+            request, (report, *standard) = json.loads(message), fds
+            if not (pid := os.fork()):
+                selector.close()
+                requests.close()
+                _become(request, standard)
+                return list(request["arguments"])
+            for fd in standard:
+                os.close(fd)
+            _tell(report, pid)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, report))
+
+
+def _report_end(pidfd: int, pid: int, report: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    _tell(report, os.waitstatus_to_exitcode(status))
+    os.close(report)
+    os.close(pidfd)
+
+
+def _tell(report: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # whoever asked has ended
+        os.write(report, str(number).encode())
+
+
+def _become(request: dict[str, Any], standard: list[int]) -> None:
+    """Take over what is the new process's own."""
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    for number, fd in enumerate(standard):
+        os.dup2(fd, number)
+    os.closerange(len(standard), HIGHEST_FD)  # the warm process's own, among them other processes' reports
+    # New objects: Python asks only once whether it may seek.
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+
+
+def run(arguments: list[str]) -> None:
+    """What `python ARGUMENTS…` does."""
+    if arguments[0] == "-m":
+        sys.path[0] = ""
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(arguments[0]).parent)
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for module in IMPORTED:
+        import_module(module)
+    assert threading.active_count() == 1
+    gc.freeze()  # the pages stay shared with what is forked
+    run(fork_on_request(socket.socket(fileno=int(sys.argv[1]))))
