@@ -1,0 +1,57 @@
+"""A server for chaos: `python chaos_server.py MS_PER_BLOCK FAILURES [flags of swarmllm.server]`.
+
+It says that a block takes it MS_PER_BLOCK milliseconds, so that layouts have routes of all shapes. FAILURES is a file:
+as long as it holds a number above 0, memory runs out in each computation, which counts it down.
+"""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import swarmllm.server.server as server
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.server.__main__ import main
+from swarmllm.server.batches import Graph
+from swarmllm.server.throughput import Throughput
+
+OUT_OF_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "8589934592 bytes. Error code 12 (Cannot allocate memory)"
+)
+"""As torch says it, in a plain RuntimeError."""
+
+
+def misbehave(ms_per_block: float, failures: Path) -> None:
+    """Patch the measurement, and the two places through which every computation goes."""
+    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block, packing="ragged")
+    server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
+    honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
+
+    def forward(self: BlockSpan, *args: Any, **kwargs: Any) -> Any:
+        allocate()
+        return honest_forward(self, *args, **kwargs)
+
+    def gradients(self: Graph, *args: Any, **kwargs: Any) -> Any:
+        allocate()
+        return honest_gradients(self, *args, **kwargs)
+
+    def allocate() -> None:
+        if threading.current_thread().name != "swarmllm-device" or not failures.exists():
+            return
+        if left := int(failures.read_text()):
+            failures.write_text(str(left - 1))
+            raise RuntimeError(OUT_OF_MEMORY)
+
+    BlockSpan.forward = forward  # type: ignore[method-assign]
+    Graph.gradients = gradients  # type: ignore[method-assign]
+
+
+def program(ms_per_block: float, failures: Path) -> list[str]:
+    """The command line for `LocalSwarm`'s option of that name."""
+    return [sys.executable, __file__, str(ms_per_block), str(failures)]
+
+
+if __name__ == "__main__":
+    misbehave(float(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(sys.argv[3:]))
