@@ -18,6 +18,7 @@ from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.server.__main__ import main
 from swarmllm.server.batches import Graph
+from swarmllm.server.scheduler import Scheduler, Work
 from swarmllm.server.throughput import Throughput
 
 
@@ -31,6 +32,7 @@ class Fault(Enum):
     CORRUPT = "corrupt"  # NaN in what it returns
     LIE = "lie"  # plausible, but wrong
     STALL = "stall"  # answers pings, but never the request
+    DEAD_THREAD = "dead_thread"  # a mistake of ours ends the device thread
 
 
 def misbehave(fault: Fault, trigger: Path) -> None:
@@ -66,6 +68,14 @@ def misbehave(fault: Fault, trigger: Path) -> None:
                 return outputs * 1.5
         return outputs
 
+    honest_ran = Scheduler.ran
+
+    def ran(self: Scheduler[Work], now: float) -> None:
+        if fault is Fault.DEAD_THREAD and trigger.exists():
+            raise RuntimeError("a mistake of ours")
+        honest_ran(self, now)
+
+    Scheduler.ran = ran  # type: ignore[method-assign]
     BlockSpan.forward = forward  # type: ignore[method-assign,assignment]
     Graph.gradients = gradients  # type: ignore[method-assign]
 

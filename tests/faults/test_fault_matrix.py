@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_server import Fault, program
-from swarm_models import OPTIONS, connected, load_local, prompt, save_llama
+from swarm_models import OPTIONS, TIMEOUT_S, connected, load_local, prompt, save_llama
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -19,7 +19,7 @@ from swarmllm import LocalSwarm
 
 SPANS = {"first": (0, 3), "middle": (3, 5), "last": (5, 8)}
 PROMPT = prompt(length=24)
-FAULTS = [Fault.CRASH, Fault.FREEZE, Fault.NO_DAEMON, Fault.CORRUPT, Fault.STALL]
+FAULTS = [Fault.CRASH, Fault.FREEZE, Fault.NO_DAEMON, Fault.CORRUPT, Fault.STALL, Fault.DEAD_THREAD]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,12 @@ def training_backward(model: Any, break_it: Callable[[], object]) -> Tensor:
 
 
 WORK = [prefill, decode, beam, training_forward, training_backward]
-QUICK = {(decode, Fault.CRASH, "middle"), (beam, Fault.CRASH, "last"), (training_backward, Fault.CORRUPT, "first")}
+QUICK = {
+    (decode, Fault.CRASH, "middle"),
+    (beam, Fault.CRASH, "last"),
+    (training_backward, Fault.CORRUPT, "first"),
+    (decode, Fault.DEAD_THREAD, "first"),
+}
 """Run on every commit; the others are slow."""
 
 
@@ -131,6 +136,9 @@ def test_nothing_is_lost(
             result = work(model, trigger.touch)
             avoided = model.swarm.health.avoided(now=0.0)
             failures = model.swarm.counts
+        if fault is Fault.DEAD_THREAD:  # at once, and not only for this client
+            assert faulty.process.wait(TIMEOUT_S) == 1
+            assert "ended by a mistake of swarmllm (RuntimeError: a mistake of ours)" in faulty.log_path.read_text()
     finally:
         faulty.kill()
     assert trigger.exists()

@@ -89,7 +89,7 @@ class InProcessServers:
         """Send a request and return its answer; raises the error that it is."""
         descriptors, chunks = encode_tensors(tensors or {})
         await stream.send(kind, {"id": next(self._ids), "tensors": descriptors} | header, chunks)
-        answer = await (answered_by or stream).receive()
+        answer = await _first_message({stream, answered_by or stream})
         if answer.type is MessageType.ERROR:
             raise_error(answer.header, stream.peer_id)
         return answer
@@ -151,3 +151,12 @@ async def in_process_servers(*blocks: BlockSpan) -> AsyncIterator[InProcessServe
 async def _end(sock: socket.socket, peer_id: str) -> FrameStream:
     _, stream = await asyncio.get_running_loop().create_connection(lambda: FrameStream(peer_id), sock=sock)
     return stream
+
+
+async def _first_message(streams: set[FrameStream]) -> Message:
+    """What comes first on any of them."""
+    receiving = [asyncio.ensure_future(stream.receive()) for stream in streams]
+    done, others = await asyncio.wait(receiving, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    return done.pop().result()

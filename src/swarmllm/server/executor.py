@@ -4,6 +4,7 @@ Called by sessions and batch requests from the event loop; knows neither streams
 """
 
 import asyncio
+import logging
 import queue
 import resource
 import sys
@@ -13,11 +14,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Never, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from swarmllm.errors import BlocksNotServedError, LocalProtocolError
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
 from swarmllm.server.courtesy import Courtesy
@@ -27,6 +29,8 @@ from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 __all__ = ["Executor", "Load", "Priority", "SessionStep", "Timed"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 """A server must be gone within 10 s of SIGTERM, however long a block's load or a batch would still take."""
@@ -110,6 +114,9 @@ class Executor:
         """Calls that are queued or running."""
         self._idle = asyncio.Event()
         self._idle.set()
+        self._waiting: set[asyncio.Future[Timed[object]]] = set()
+        self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How the thread ended, if that is a mistake."""
         self._stopping = False
         self._queue_ms = 0.0
         self._batch_size = 0.0
@@ -168,15 +175,19 @@ class Executor:
         return cast(Timed[Tensor], await self._result(waiting))
 
     async def _result(self, waiting: _Waiting) -> Timed[object]:
+        if self._dead.done():
+            raise _ended_here(self._dead.result())
         self._inbox.put(waiting)
         self.num_calls += 1
         self._idle.clear()
+        self._waiting.add(waiting.future)
         try:
             return await waiting.future
         except asyncio.CancelledError:
             self._inbox.put(_Withdrawn(waiting))
             raise
         finally:
+            self._waiting.discard(waiting.future)
             self.num_calls -= 1
             if not self.num_calls:
                 self._idle.set()
@@ -184,6 +195,24 @@ class Executor:
     async def wait_until_idle(self) -> None:
         """Return when nothing is queued or running."""
         await self._idle.wait()
+
+    async def watch(self) -> Never:
+        """Wait until the thread ends without having been told to; everybody who waits for it is told as well.
+
+        Raises:
+            LocalProtocolError: it has ended, so this server can't compute any more.
+        """
+        reason = await asyncio.shield(self._dead)
+        raise LocalProtocolError(
+            f"the device thread, which computes for this server, ended by a mistake of swarmllm ({reason}): "
+            "start the server again, and please report it"
+        )
+
+    def _died(self, reason: str) -> None:
+        self._dead.set_result(reason)
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(_ended_here(reason))
 
     async def close(self) -> None:
         """Let what is queued finish, then end the thread; a call that takes longer ends with the process."""
@@ -200,9 +229,13 @@ class Executor:
         )
 
     def _work(self) -> None:
-        while self._admit():
-            # A method of its own: a session must not outlive its stream only because nobody else comes.
-            self._run_next()
+        try:
+            while self._admit():
+                # A method of its own: a session must not outlive its stream only because nobody else comes.
+                self._run_next()
+        except BaseException as error:  # what belongs to one call went to who awaits it; this is our own mistake
+            logger.exception("the device thread ended")
+            self._tell_loop(self._died, _described(error))
 
     def _admit(self) -> bool:
         """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
@@ -264,9 +297,12 @@ class Executor:
             else:
                 work.outputs.append(cast(Tensor, outcome))
                 if not work.num_tokens:
-                    settled.append((work, _joined(work.outputs, work.step.blocks)))
+                    settled.append((work, _outcome_of(partial(_joined, work.outputs, work.step.blocks))))
+        self._tell_loop(_settle, settled)
+
+    def _tell_loop(self, tell: Callable[[T], None], what: T) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server is gone and nobody waits
-            self._loop.call_soon_threadsafe(_settle, settled)
+            self._loop.call_soon_threadsafe(tell, what)
 
     @staticmethod
     def _forward(pieces: Sequence[tuple[_Waiting, int]]) -> list[object]:
@@ -311,8 +347,18 @@ def _smoothed(before: float, newest: float) -> float:
 def _outcome_of(call: Callable[[], object]) -> object:
     try:
         return call()
+    except StopIteration as error:  # no future takes it
+        return RuntimeError(_described(error))
     except BaseException as error:  # noqa: BLE001 - whoever awaits the call gets it, whatever it is
         return error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _ended_here(reason: str) -> BlocksNotServedError:
+    return BlocksNotServedError(f"this server can't compute any more ({reason}); take another route")
 
 
 def _turn(turns: Generator[None, None, object]) -> object:
@@ -329,7 +375,7 @@ def _joined(outputs: list[Tensor], blocks: BlockSpan) -> Tensor:
 
 def _settle(settled: Sequence[tuple[_Waiting, object]]) -> None:
     for waiting, outcome in settled:
-        if waiting.future.cancelled():
+        if waiting.future.done():  # cancelled
             continue
         if isinstance(outcome, BaseException):
             waiting.future.set_exception(outcome)

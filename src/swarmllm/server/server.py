@@ -174,6 +174,7 @@ class _Server:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watchdog = tasks.create_task(self._watch_daemon(), name="watch the daemon")
+                computing = tasks.create_task(executor.watch(), name="watch the device thread")
                 announcing = tasks.create_task(self._announcer.run(), name="announce")
                 measuring = tasks.create_task(self._network.run(), name="measure the network")
                 pinging = tasks.create_task(
@@ -201,7 +202,7 @@ class _Server:
                     if target is None:
                         break
                     self._span, self._blocks, self._claim = target, None, None
-                for task in (watchdog, announcing, measuring, pinging, watching, reporting):
+                for task in (watchdog, computing, announcing, measuring, pinging, watching, reporting):
                     task.cancel()
                 await _at_most(FAREWELL_S, self._announcer.withdraw())
                 await links.close()

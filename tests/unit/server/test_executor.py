@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.errors import SessionLostError
+from swarmllm.errors import BlocksNotServedError, LocalProtocolError, SessionLostError
 from swarmllm.models.packing import SessionCall
 from swarmllm.server import executor as module
 from swarmllm.server.executor import Executor, Priority
@@ -225,6 +226,60 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executo
     assert (outputs == 2).all()
     assert len(long.taken) > 1
     assert blocks.forwards[0] == [1, 24]
+
+
+async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(executor: Executor) -> None:
+    class Uneven(Blocks):
+        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+            self.forwards.append([])
+            return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
+
+    blocks = Blocks()
+    await executor.run(lambda: executor.limit_prefill_beside_decode(24), Priority.BATCH)
+    gate, first = await blocked(executor)
+    uneven = asyncio.create_task(executor.step(Step(Uneven(), "a", 1, num_tokens=100)))
+    others = [asyncio.create_task(executor.step(Step(blocks, name, 1))) for name in "bc"]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        await uneven
+    await asyncio.gather(first, *others)
+    assert (await executor.step(Step(blocks, "a", 1))).value[0, 0, 0] == 2
+
+
+async def test_a_call_may_raise_whatever_it_likes(executor: Executor) -> None:
+    def raises(error: BaseException) -> None:
+        raise error
+
+    calls = [
+        executor.run(partial(raises, error), Priority.DECODE) for error in (StopIteration(3), MemoryError(), OSError())
+    ]
+    kinds = [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
+    assert kinds == [RuntimeError, MemoryError, OSError]
+    assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+
+
+@pytest.mark.parametrize("place", ["next", "ran", "add", "decoding"])
+async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
+    executor: Executor, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistake(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    gate, first = await blocked(executor)
+    monkeypatch.setattr(executor._scheduler, place, mistake)
+    watching = asyncio.create_task(executor.watch())
+    waiting = [asyncio.create_task(executor.step(Step(Blocks(), name, 1))) for name in "abc"]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    results = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert [type(result) for result in results[1:]] == [BlocksNotServedError] * 3
+    with pytest.raises(LocalProtocolError, match=r"ZeroDivisionError: nobody thought of this.*start the server again"):
+        await watching
+    with pytest.raises(BlocksNotServedError, match="can't compute any more"):
+        await executor.run(lambda: 5, Priority.DECODE)
+    await executor.wait_until_idle()
+    assert "the device thread ended" in caplog.text
 
 
 async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
