@@ -95,6 +95,23 @@ async def test_streams_both_ways_with_addresses_and_without(new_peer: NewPeer) -
         await stream.close()
 
 
+async def test_a_peer_opens_streams_to_itself(new_peer: NewPeer) -> None:
+    peer = await new_peer()
+    with pytest.raises(PeerUnreachableError, match="serves no streams"):
+        await peer.open_stream(peer.peer_id, peer.addrs)
+    await peer.serve_streams(echo)
+    streams = [await peer.open_stream(peer.peer_id, addrs) for addrs in (peer.addrs, ())]
+    for number, stream in enumerate(streams):
+        assert stream.peer_id == peer.peer_id
+        await stream.send(MessageType.STEP, {"id": number}, [bytes(1 << 20)])
+    for number, stream in enumerate(streams):
+        message = await stream.receive()
+        assert message.header == {"id": number}
+        assert message.payload == bytes(1 << 20)
+    await streams[0].close()
+    await streams[1].ping()  # left open: `close()` of the peer ends both sides
+
+
 async def test_the_served_side_knows_who_calls_and_both_greet(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server, client_mode=True)

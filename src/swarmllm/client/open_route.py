@@ -142,7 +142,9 @@ class OpenRoute(Sequence[Hop]):
         try:
             await hop.link(successor, epoch)
         except PeerError as error:
-            if successor is None or hop.connection.error is not None or error.peer_id == hop.peer_id:
+            # Where one server holds both sessions, its name doesn't tell which of them is lost: relayed steps will.
+            is_own = error.peer_id == hop.peer_id and (successor is None or successor.peer_id != hop.peer_id)
+            if successor is None or hop.connection.error is not None or is_own:
                 hop.lost = True
                 raise
             logger.info("%s can't reach its successor, so hidden states go through this client: %s", hop, error)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, PeerUnreachableError, SwarmError
-from swarmllm.network._hivemind import P2PDaemonError, PeerID, p2pd_pb2, read_pbmsg_safe
+from swarmllm.network._hivemind import P2PDaemonError, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from swarmllm.network.daemon import Daemon, check_port_is_free, check_tcp_maddr, parse_known_good
 from swarmllm.network.dht import Dht, split_initial_peer
 from swarmllm.network.frames import MAX_MESSAGE_BYTES
@@ -144,7 +144,9 @@ class Peer:
         timeout_s: float = CONNECT_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> FrameStream:
-        """A new stream to that peer, with keepalive. Without addresses the swarm is asked for them.
+        """A new stream to that peer, which may be this one, with keepalive.
+
+        Without addresses the swarm is asked for them.
 
         Raises:
             PeerUnreachableError: the peer can't be dialled, or serves no streams; or this peer's daemon died.
@@ -156,14 +158,26 @@ class Peer:
         target = PeerID.from_base58(peer_id).to_bytes()
         try:
             async with asyncio.timeout(timeout_s):
-                if maddrs := parse_known_good(addrs):
-                    await daemon.connect(target, maddrs)
-                reader, writer = await daemon.open_stream(target, STREAM_PROTOCOL)
+                if peer_id == self.peer_id:
+                    reader, writer = await self._dial_self()
+                else:
+                    if maddrs := parse_known_good(addrs):
+                        await daemon.connect(target, maddrs)
+                    reader, writer = await daemon.open_stream(target, STREAM_PROTOCOL)
         except P2PDaemonError as error:
             raise PeerUnreachableError(f"the peer {peer_id} can't be reached: {_reason(error)}", peer_id) from None
         except TimeoutError:
             raise PeerTimeoutError(f"the peer {peer_id} did not answer in {timeout_s:g} s", peer_id) from None
         return self._adopt(peer_id, reader, writer, max_message_bytes)
+
+    async def _dial_self(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """libp2p refuses it, but one server may run two parts of a route: so we come to ourselves as p2pd would."""
+        if self._listener is None:
+            raise PeerUnreachableError("this peer serves no streams", self.peer_id)
+        reader, writer = await asyncio.open_unix_connection(self._streams_path)
+        caller = PeerID.from_base58(self.peer_id).to_bytes()
+        await write_pbmsg(writer, p2pd_pb2.StreamInfo(peer=caller, addr=b"", proto=STREAM_PROTOCOL))
+        return reader, writer
 
     async def serve_streams(self, handler: StreamHandler) -> None:
         """Call `handler` for each stream that others open, each in its own task; returns when that is in place.
@@ -177,7 +191,7 @@ class Peer:
         self._handler = handler
         if self._listener is not None:
             return
-        path = daemon.directory / "streams.sock"
+        path = self._streams_path
         self._listener = await asyncio.start_unix_server(self._accept, path)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -246,6 +260,11 @@ class Peer:
         texts = await self._running_dht().read(key)
         self._running_daemon()  # an answer from a dying daemon is no answer
         return texts
+
+    @property
+    def _streams_path(self) -> Path:
+        """Where p2pd hands us the streams that others open."""
+        return self._running_daemon().directory / "streams.sock"
 
     def _running_daemon(self) -> Daemon:
         if self._daemon is None or self._closed:

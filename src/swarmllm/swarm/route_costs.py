@@ -74,6 +74,8 @@ class RouteCosts:
         here, there = self.round_trip_ms(server), self.round_trip_ms(successor)
         if self.relayed:
             return (here + there) / 2
+        if server.peer_id == successor.peer_id:  # after a repair
+            return 0.0
         for announcer, other in ((server, successor), (successor, server)):
             for peer_id, round_trip_ms in announcer.round_trips:
                 if peer_id == other.peer_id:

@@ -1,0 +1,198 @@
+"""Whatever is left of a swarm, a session goes on as long as its servers together hold all blocks.
+
+In process, over layouts and deaths at random; `test_failover` has real servers.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_tools import at_token
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
+from swarm_models import OPTIONS, connected, generate_seeded, prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
+from swarmllm.data_structures import RouteHop, Span
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.protocol import Message, MessageType
+from swarmllm.server.batches import Graph
+
+NUM_BLOCKS = 6
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def blocks(llama: Path) -> Iterator[Blocks]:
+    blocks = Blocks(llama)
+    yield blocks
+    blocks.close()
+
+
+spans = st.tuples(st.integers(0, NUM_BLOCKS), st.integers(0, NUM_BLOCKS)).filter(lambda ends: ends[0] < ends[1])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Spans of servers that hold all blocks together."""
+    found = draw(st.lists(spans, min_size=2, max_size=6))
+    missing = set(range(NUM_BLOCKS)) - {block for span in found for block in range(*span)}
+    return [*found, (min(missing), max(missing) + 1)] if missing else found
+
+
+deaths = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 6)), max_size=4)
+"""At the so many-th step that any server gets: which server dies."""
+
+
+class Fate:
+    """Kills servers while steps are under way, but never the last one of a block."""
+
+    def __init__(self, swarm: InProcessSwarm, deaths: list[tuple[int, int]]) -> None:
+        self._swarm = swarm
+        self._deaths = dict(deaths)
+        self._num_steps = 0
+
+    def __call__(self, _: Server, message: Message) -> None:
+        if message.type is not MessageType.STEP:
+            return
+        victim = self._deaths.get(self._num_steps)
+        self._num_steps += 1
+        living = [server for server in self._swarm.servers if server.alive]
+        if victim is not None and victim < len(self._swarm.servers):
+            server = self._swarm.servers[victim]
+            if self._swarm.covers([other for other in living if other is not server]):
+                server.die()
+
+
+def hidden_states(batch_size: int, seq_len: int) -> Tensor:
+    return torch.randn(batch_size, seq_len, HIDDEN, generator=torch.Generator().manual_seed(seq_len))
+
+
+def block_inputs(given: Tensor) -> BlockInputs:
+    return BlockInputs(hidden_states=given, batch_size=given.shape[0], seq_len=given.shape[1])
+
+
+def assert_session(swarm: InProcessSwarm, batch_size: int, lengths: list[int]) -> None:
+    """A session of such steps gives what the whole model gives in one place."""
+    tolerance = 0.1 if swarm.view.config.compression == "int8" else 1e-4
+    reference = Reference(swarm.blocks.all)
+    with swarm.session(max_length=64, batch_size=batch_size) as session:
+        for length in lengths:
+            given = hidden_states(batch_size, length)
+            torch.testing.assert_close(session.step(given), reference.step(given), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, phases=set(Phase) - {Phase.shrink})
+@given(
+    layouts(),
+    st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=7, max_size=7),
+    deaths,
+    st.integers(1, 3),
+    st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    st.sampled_from([4, 1024]),
+    st.booleans(),
+    st.sampled_from(["none", "int8"]),
+)
+def test_the_text_goes_on_whoever_dies(
+    blocks: Blocks,
+    layout: list[tuple[int, int]],
+    speeds: list[float],
+    deaths: list[tuple[int, int]],
+    batch_size: int,
+    lengths: list[int],
+    chunk_tokens: int,
+    dials_itself: bool,
+    compression: str,
+) -> None:
+    announced: list[dict[str, Any]] = [{"decode_ms_per_block": speed} for speed, _ in zip(speeds, layout, strict=False)]
+    with InProcessSwarm(
+        blocks,
+        layout,
+        announced=announced,
+        dials_itself=dials_itself,
+        prefill_chunk_tokens=chunk_tokens,
+        compression=compression,
+    ) as swarm:
+        swarm.on_message = Fate(swarm, deaths)
+        assert_session(swarm, batch_size, lengths)
+
+
+NAMED = {
+    # layout, the route at first as (server, start, end), who dies
+    "before a server's own blocks": ([(0, 3), (0, 6)], [(0, 0, 3), (1, 3, 6)], 0),
+    "behind a server's own blocks": ([(0, 6), (3, 6)], [(0, 0, 3), (1, 3, 6)], 1),
+    "between a server's own blocks": ([(0, 6), (2, 4)], [(0, 0, 2), (1, 2, 4), (0, 4, 6)], 1),
+}
+
+
+@pytest.mark.parametrize("dials_itself", [True, False])
+@pytest.mark.parametrize("case", NAMED)
+def test_the_lost_blocks_go_to_a_neighbour(blocks: Blocks, case: str, dials_itself: bool) -> None:
+    layout, route, victim = NAMED[case]
+    with InProcessSwarm(blocks, layout, dials_itself=dials_itself, max_retries=1, min_gain_to_move=1) as swarm:
+        swarm.first_route([swarm.hop(*hop) for hop in route])
+        reference = Reference(blocks.all)
+        with swarm.session(max_length=64) as session:
+            for length in (5, 1, 1, 3):
+                if length == 3:
+                    swarm.kill(swarm.servers[victim])
+                given = hidden_states(1, length)
+                torch.testing.assert_close(session.step(given), reference.step(given))
+            assert session.num_repairs == 1
+        assert swarm.view.blamed == {swarm.servers[victim].peer_id}
+
+
+ROUTES = {
+    "neighbours": ([(0, 6), (2, 4)], [(0, 0, 2), (0, 2, 5), (0, 5, 6)]),
+    "twice": ([(0, 6), (2, 4)], [(0, 0, 2), (1, 2, 4), (0, 4, 6)]),
+    "both": ([(0, 6), (2, 4)], [(0, 0, 1), (0, 1, 2), (1, 2, 3), (1, 3, 4), (0, 4, 6)]),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("dials_itself", [True, False])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_batch_takes_one_server_twice(blocks: Blocks, route: str, dials_itself: bool, batch_size: int) -> None:
+    layout, hops = ROUTES[route]
+    with InProcessSwarm(blocks, layout, dials_itself=dials_itself, max_retries=0, max_parallel_routes=1) as swarm:
+        swarm.first_route([swarm.hop(*hop) for hop in hops])
+        given = hidden_states(batch_size, 80).requires_grad_()
+        output = swarm.batches(block_inputs(given), blocks.all.span)
+        output.square().sum().backward()
+        assert swarm.view.blamed == set()
+        num_links = len(hops) - 1 if dials_itself else sum(one[0] != other[0] for one, other in pairwise(hops))
+        assert (swarm.batches.pushed.num_pushed > 0) == (num_links > 0)
+    graph = Graph.record(blocks.all, block_inputs(given.detach()), blocks.all.span)
+    torch.testing.assert_close(output, graph.outputs)
+    torch.testing.assert_close(given.grad, graph.gradients(2 * output.detach())["hidden_states"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NAMED)
+def test_on_real_servers(llama: Path, local: PreTrainedModel, case: str) -> None:
+    layout, route, victim = NAMED[case]
+    with (
+        LocalSwarm(llama, spans=layout, **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers, min_gain_to_move=1, speculation="off") as model,
+    ):
+        infos = {server.peer_id: server for server in model.swarm.servers()}
+        found, first = model.swarm.find_route, [infos[swarm.servers[number].peer_id] for number, _, _ in route]
+
+        async def find_route(*_: Any) -> list[RouteHop]:
+            model.swarm.find_route = found
+            return [RouteHop(server, Span(start, end)) for server, (_, start, end) in zip(first, route, strict=True)]
+
+        model.swarm.find_route = find_route
+        ids = prompt()
+        kill = at_token(3, swarm.servers[victim].kill)
+        generated = generate_seeded(model, ids, max_new_tokens=8, logits_processor=kill)
+        assert model.swarm.counts["repairs"] >= 1
+        assert model.swarm.blamed == {swarm.servers[victim].peer_id}
+    assert generated.tolist() == generate_seeded(local, ids, max_new_tokens=8).tolist()
