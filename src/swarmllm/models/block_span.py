@@ -94,7 +94,11 @@ class BlockSpan:
     @cached_property
     def max_positions(self) -> int | None:
         """Positions that the model was made for; some have a learned embedding for each, and none for more."""
-        found: int | None = getattr(text_config(self._stack.config), "max_position_embeddings", None)
+        config = text_config(self._stack.config)
+        found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        for part in self._stack.modules():  # RoBERTa and its kin begin to count behind the position of padding
+            if found and hasattr(part, "position_embeddings") and getattr(part, "padding_idx", None) is not None:
+                return found - int(part.padding_idx) - 1
         return found
 
     @property

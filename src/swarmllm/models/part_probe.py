@@ -38,6 +38,8 @@ class PartProbe:
             UnsupportedModelError: not even single steps continue what the cache holds.
         """
         length = self.inputs.seq_len
+        if length == 1:
+            return True, True  # the model takes no second position, so there is nothing to continue
         if not self._try(lambda: self._continues(length - 1, LENIENT)):
             raise UnsupportedModelError(
                 f"blocks {self.part} compute something else step by step than at once, so no cache fits them"

@@ -23,8 +23,8 @@ from swarmllm.models.span_cache import SpanCache
 if TYPE_CHECKING:
     from swarmllm.models.block_span import BlockSpan
 
-BATCH, SEQ, CUT = 3, 13, 7
-"""Samples, positions, and where the positions are split; unlikely to be the sizes of other axes."""
+BATCH, MOST_SEQ = 3, 13
+"""Samples and positions, fewer where the model has no more; unlikely to be the sizes of other axes."""
 MAX_ARITY = 6
 _READS_MORE = "which reads more of the block before than its hidden states"
 
@@ -68,8 +68,9 @@ class _Probe:
 
     def __init__(self, span: "BlockSpan") -> None:
         self.span = span
+        self.seq = min(MOST_SEQ, span.max_positions or MOST_SEQ)
         self.random = torch.Generator().manual_seed(0)
-        self.embeds = self._normal((BATCH, SEQ, span.embedding_dim))
+        self.embeds = self._normal((BATCH, self.seq, span.embedding_dim))
         self.ids = self._ids()
         self.hidden = self.embeds
         self.cost = CacheCost(0, 0)
@@ -86,7 +87,7 @@ class _Probe:
         return BlockInputs(
             hidden_states=self.hidden,
             batch_size=BATCH,
-            seq_len=SEQ,
+            seq_len=self.seq,
             input_ids=self.ids,
             inputs_embeds=self.embeds,
         )
@@ -104,7 +105,7 @@ class _Probe:
             self.found(extra_inputs=extra_inputs)
             try:
                 arriving = span.preamble(self.inputs())
-                axis = _batch_axis(arriving)
+                axis = _batch_axis(arriving, self.seq)
                 if axis is None:
                     continue
                 self.hidden = self._normal(tuple(arriving.shape))
@@ -169,7 +170,7 @@ class _Probe:
         if cache is not None:
             self.span.key_value_shapes = cache.key_value_shapes()
             growing, fixed = cache.used_bytes()
-            self.cost = CacheCost(per_token=growing // (BATCH * SEQ), per_session=fixed // BATCH)
+            self.cost = CacheCost(per_token=growing // (BATCH * self.seq), per_session=fixed // BATCH)
         forbidden: set[int] = set()
         for block_idx in hosted:
             start = block_idx
@@ -229,7 +230,7 @@ class _Probe:
         return torch.randn(shape, generator=self.random).to(self.span.device, self.span.dtype)
 
     def _ids(self) -> Tensor:
-        return torch.randint(self.span.vocab_size, (BATCH, SEQ), generator=self.random).to(self.span.device)
+        return torch.randint(self.span.vocab_size, (BATCH, self.seq), generator=self.random).to(self.span.device)
 
 
 def _candidates(extra_inputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
@@ -237,10 +238,10 @@ def _candidates(extra_inputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return (extra_inputs,) if extra_inputs else ((), ("input_ids",))
 
 
-def _batch_axis(hidden: Tensor) -> int | None:
+def _batch_axis(hidden: Tensor, seq: int) -> int | None:
     """The axis that is followed by the sequence; None if the tensor has no such axes."""
     for axis in range(hidden.ndim - 2):
-        if hidden.shape[axis : axis + 2] == (BATCH, SEQ):
+        if hidden.shape[axis : axis + 2] == (BATCH, seq):
             return axis
     return None
 

@@ -34,6 +34,8 @@ BUDGET_S = 0.5
 """No round begins after this."""
 ROUNDS = 5
 """The fastest counts: what disturbs a measurement only ever makes it slower."""
+MOST_STEPS = ROUNDS * len(Packing) * 2
+"""That one session takes part in: each way in both groups."""
 HOPELESS = 2.0
 """A way that took so many times as long as another in the first round isn't measured again."""
 WORTH_A_CHANGE = 0.9
@@ -86,6 +88,8 @@ def measure_packing(blocks: BlockSpan, decode_ms_per_block: float) -> tuple[Pack
     ways, decode_s = blocks.packer.ways, max(decode_ms_per_block / 1e3, 1e-6)
     if not blocks.keeps_cache:
         return Packing.ONE_BY_ONE, 0
+    if _longest(blocks) < 1:
+        return ways[0], 0
     part = _part(blocks, int(ROUND_S / (decode_s * (len(CONTEXTS) + SMALL_GROUP))))
     groups = (SMALL_GROUP,) if len(CONTEXTS) * decode_s > ROUND_S else (SMALL_GROUP, len(CONTEXTS))
     calls = [_session(blocks, part, context) for context in CONTEXTS[: groups[-1]]] if len(ways) > 1 else []
@@ -140,9 +144,9 @@ def _session(blocks: BlockSpan, part: Span, context: int) -> SessionCall:
 
 
 def _longest(blocks: BlockSpan) -> int:
-    """Context that leaves room for the steps."""
+    """Context that leaves room for the steps; below 1 = there is none."""
     limit = min(blocks.max_positions or LONG * 2, blocks.packer.max_equal_length)
-    return max(1, int(min(limit, LONG * 2)) - 4 * ROUNDS)
+    return int(min(limit, LONG * 2)) - MOST_STEPS
 
 
 def _can_be_filled(cache: SpanCache, part: Span) -> bool:

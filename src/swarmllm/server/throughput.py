@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import NEVER, Packing
 from swarmllm.models.quantization.heap import return_free_memory
@@ -80,11 +81,23 @@ def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int
 def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
     deadline = time.perf_counter() + BUDGET_S
     num_blocks = len(blocks.span)
-    batch, token = dummy_inputs(blocks, FORWARD_TOKENS), dummy_inputs(blocks, 1)
+    positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
+    forward_tokens = min(FORWARD_TOKENS, positions)
+    batch, token = dummy_inputs(blocks, forward_tokens), dummy_inputs(blocks, 1)
+
+    def decode_s_of(step: BlockInputs) -> float:
+        cache = blocks.new_cache() if blocks.keeps_cache else None
+
+        def decode() -> None:
+            nonlocal cache
+            if cache is not None and cache.position >= positions:
+                cache = blocks.new_cache()
+            blocks.forward(step, cache=cache)
+
+        return _median_s(decode)
 
     def decode_and_forward_s() -> tuple[float, float]:
-        cache = blocks.new_cache() if blocks.keeps_cache else None
-        return _median_s(lambda: blocks.forward(token, cache=cache)), _median_s(lambda: blocks.forward(batch))
+        return decode_s_of(token), _median_s(lambda: blocks.forward(batch))
 
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
@@ -104,11 +117,10 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
         torch.set_num_threads(num_threads)
     batch8_s = context_ms = 0.0
     if blocks.keeps_cache and time.perf_counter() < deadline:
-        tokens, cache8 = dummy_inputs(blocks, 1, BATCH), blocks.new_cache()
-        batch8_s = _median_s(lambda: blocks.forward(tokens, cache=cache8))
+        batch8_s = decode_s_of(dummy_inputs(blocks, 1, BATCH))
     if blocks.keeps_cache and time.perf_counter() < deadline:
-        room = (blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1) - REPEATS - 1  # the steps that follow need some
-        context_tokens = int(min(CONTEXT_TOKENS, room, FORWARD_TOKENS * CONTEXT_BUDGET_S / forward_s))
+        room = positions - REPEATS - 1  # the steps that follow need some
+        context_tokens = int(min(CONTEXT_TOKENS, room, forward_tokens * CONTEXT_BUDGET_S / forward_s))
         if context_tokens >= FORWARD_TOKENS:
             full = blocks.new_cache()
             blocks.forward(dummy_inputs(blocks, context_tokens), cache=full)
@@ -116,7 +128,7 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
             context_ms = added_s * 1e3 / num_blocks * 1000 / context_tokens
     packing, ragged_alone_from = measure_packing(blocks, decode_s * 1e3 / num_blocks)
     return Throughput(
-        forward_tokens_per_s=FORWARD_TOKENS / forward_s,
+        forward_tokens_per_s=forward_tokens / forward_s,
         decode_ms_per_block=decode_s * 1e3 / num_blocks,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_blocks,
         context_ms_per_block_per_1k=context_ms,

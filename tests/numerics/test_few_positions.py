@@ -1,0 +1,49 @@
+"""Servers of models with few positions: what is measured and tried at the start takes no more than there are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from transformers import AutoModel, AutoModelForCausalLM
+
+from swarmllm.data_structures import Span
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.server import packing_speed, throughput
+from swarmllm.server.dummy_inputs import dummy_inputs
+from swarmllm.server.throughput import measure_throughput
+
+POSITIONS = (1, 2, 8, 16, 64, 128)
+DECODERS = ("gpt2", "opt", "gptj", "gpt_neo", "mpt", "llama")
+ENCODERS = ("bert", "roberta")
+
+
+def load(model_type: str, positions: int, directory: Path) -> BlockSpan:
+    config: Any = tiny_config(model_type)
+    padded = 0
+    if model_type == "roberta":  # its positions begin behind the one for padding
+        padded = config.pad_token_id + 1
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if hasattr(config, name):
+            setattr(config, name, positions + padded)
+    maker = AutoModel if model_type in ENCODERS else AutoModelForCausalLM
+    maker.from_config(config).save_pretrained(directory)
+    checkpoint = open_checkpoint(str(directory))
+    return load_block_span(checkpoint, Span(0, checkpoint.num_blocks), dtype=torch.float32, progress=False)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+def test_a_server_starts(model_type: str, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (throughput, packing_speed):
+        monkeypatch.setattr(module, "BUDGET_S", 1e9)  # nothing is left out, however busy the machine is
+    monkeypatch.setattr(throughput, "CONTEXT_BUDGET_S", 1e9)
+    monkeypatch.setattr(packing_speed, "HOPELESS", 1e9)
+    blocks = load(model_type, positions, tmp_path)
+    assert blocks.max_positions == positions
+    measured = measure_throughput(blocks)
+    assert measured.forward_tokens_per_s > 0
+    with torch.inference_mode():
+        assert blocks.forward(dummy_inputs(blocks, positions)).isfinite().all()
