@@ -14,15 +14,18 @@ import signal
 import sys
 import tomllib
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from swarmllm.config import default_initial_peers, default_log_level
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite, unpack_invites
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 HELP_COLUMNS = 100
 HELP_LINES = 40
@@ -155,7 +158,8 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
         set_up_logging(default_log_level)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # whatever a model writes, on whatever terminal
-        return program() or 0
+        with _ended_in_order():
+            return program() or 0
     except SwarmError as error:
         print(f"swarmllm: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -167,6 +171,24 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
         # `swarmllm generate … | head`: the reader has had enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """While entered, SIGTERM and a terminal that is closed end the program by SystemExit: nothing is left behind."""
+
+    def end(signum: int, frame: object) -> NoReturn:
+        sys.exit(128 + signum)
+
+    # Those that are ignored stay so: that is what nohup does.
+    signums = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
+    for signum in signums:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum in signums:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def one_line(error: SwarmError) -> str:
@@ -191,11 +213,15 @@ async def _as_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | N
 
 
 def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
-    """An event that SIGINT, SIGTERM and, if asked for, the end of standard input set; call it in the event loop."""
+    """An event that SIGINT, SIGTERM, a terminal that is closed and, if asked for, the end of standard input set.
+
+    Call it in the event loop.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop.set)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # so nohup asks
+            loop.add_signal_handler(signum, stop.set)
     if stop_on_stdin_eof:
         stdin = sys.stdin.fileno()
 
@@ -206,6 +232,18 @@ def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
 
         loop.add_reader(stdin, on_input)
     return stop
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` returns; None if `stop` is set before, and the work cancelled then."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
 
 
 def add_initial_peers_flags(parser: argparse._ActionsContainer, what: str = "any peers of the swarm") -> None:

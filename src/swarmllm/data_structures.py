@@ -12,6 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 MAX_BLOCKS = 4096
 """Assumed: no model of today has more than a few hundred blocks."""
+MAX_ADDRS = 16
+"""That one server announces; a record has room for about so many."""
+MAX_TTL_S = 15 * 60.0
+"""No record may outlive its owner for longer."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -93,7 +97,7 @@ class ServerInfo(PeerModel):
     """What one server announces."""
 
     peer_id: Annotated[str, Field(min_length=40, max_length=64)]
-    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
+    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
     """Multiaddresses without the `/p2p/…` part."""
     start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from swarmllm.command_line import Parser, add_network_flags, run_command, stop_event
+from swarmllm.command_line import Parser, add_network_flags, run_command, stop_event, unless_stopped
 from swarmllm.config import PeerConfig
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.invite import Invite
@@ -47,12 +47,19 @@ async def run_bootstrap_peer(config: PeerConfig, invite: Invite | None = None) -
     from swarmllm.network.peer import Peer  # after the flags: --help needs no hivemind
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
-    async with await Peer.create(
-        initial_peers=config.initial_peers,
-        host_maddrs=config.listen_maddrs,
-        announce_maddrs=config.announce_maddrs,
-        identity_path=config.identity_path,
-    ) as peer:
+    joined = await unless_stopped(
+        stop,
+        Peer.create(
+            initial_peers=config.initial_peers,
+            host_maddrs=config.listen_maddrs,
+            announce_maddrs=config.announce_maddrs,
+            identity_path=config.identity_path,
+        ),
+    )
+    if joined is None:
+        logger.info("leaving")
+        return
+    async with joined as peer:
         print(f"swarmllm: join with --initial_peers {' '.join(peer.join_maddrs)}", flush=True)
         if invite is not None:
             print(f"swarmllm: invite others with --initial_peers {_complete(invite, peer.join_maddrs)}", flush=True)

@@ -11,8 +11,13 @@ from pathlib import Path
 TAKE_TERMINAL = """
 import fcntl, runpy, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
+"""
+COMMAND = (
+    TAKE_TERMINAL
+    + """
 runpy.run_module("swarmllm", run_name="__main__")
 """
+)
 JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
@@ -93,29 +98,48 @@ def sentence(stderr: str) -> str:
 class Terminal:
     """A command at a terminal of its own, at which somebody types. To be used by `with`."""
 
-    def __init__(self, name: str, *args: object) -> None:
+    def __init__(self, name: str, *args: object, program: str = COMMAND, directory: Path | None = None) -> None:
         self.seen = ""
-        """All that was on the screen."""
+        """All that was on the screen. `directory` is for the command's temporary files."""
         self._read_to = 0
         self._screen, line = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, name, *map(str, args)],
+            [sys.executable, "-c", program, name, *map(str, args)],
             stdin=line,
             stdout=line,
             stderr=line,
             start_new_session=True,
+            env=None if directory is None else {**os.environ, "TMPDIR": str(directory)},
         )
         os.close(line)
 
     def type(self, keys: str) -> None:
-        """Press keys; \\x03 is Ctrl-C."""
+        """Press keys; \\x03 is Ctrl-C, which all processes of the foreground get."""
         os.write(self._screen, keys.encode())
 
     def wait_for(self, text: str) -> None:
         """Until it is on the screen, behind what was waited for before. pytest's timeout bounds the wait."""
         while (found := self.seen.find(text, self._read_to)) < 0:
-            self.seen += os.read(self._screen, 4096).decode(errors="replace")
+            assert self._read(), f"it ended without {text!r}: {self.seen}"
         self._read_to = found + len(text)
+
+    def wait(self) -> int:
+        """Until the command has ended; its exit code."""
+        while self._read():
+            pass
+        return self.process.wait()
+
+    def close(self) -> None:
+        """As when the window is closed: a hang-up."""
+        os.close(self._screen)
+        self._screen = -1
+
+    def _read(self) -> bool:
+        try:
+            self.seen += os.read(self._screen, 4096).decode(errors="replace")
+        except OSError:  # so Linux says that nobody holds the other end any more
+            return False
+        return True
 
     def __enter__(self) -> "Terminal":
         return self
@@ -124,4 +148,5 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        os.close(self._screen)
+        if self._screen >= 0:
+            self.close()

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import Running, Terminal, command, sentence
+from commands import Running, command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
@@ -210,18 +210,3 @@ def test_ctrl_c_ends_generate(bootstrap: str, servers: list[str], tmp_path: Path
         assert generate.process.stdout.read(40).startswith(PROMPT)
         assert generate.stop(signal.SIGINT) == 130
     assert (tmp_path / "log").read_text() == ""
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_turn_and_not_the_chat(bootstrap: str, servers: list[str]) -> None:
-    args = ["--model", MODEL, "--max_new_tokens", "1900", "--temperature", "2.0", "--initial_peers", bootstrap]
-    with Terminal("chat", *args) as terminal:
-        terminal.wait_for("> ")
-        terminal.type("Tell me a story.\n")
-        terminal.wait_for("Tell me a story.\r\n")
-        terminal.wait_for(" ")
-        terminal.type("\x03")
-        terminal.wait_for("\n> ")
-        terminal.type("/exit\n")
-        assert terminal.process.wait(10) == 0
-    assert "Traceback" not in terminal.seen

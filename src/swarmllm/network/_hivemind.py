@@ -11,11 +11,8 @@ cold) after PyTorch, against 0.08 s for the parts below. So they are imported wi
 import importlib.util
 import logging
 import sys
-from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
-from importlib.resources import as_file, files
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -45,8 +42,9 @@ def _run_init_on_demand(spec: ModuleSpec) -> None:
 
 _spec = _enter_hivemind()
 
+from hivemind import hivemind_cli
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID, p2p_daemon
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import dht_pb2, p2pd_pb2
@@ -58,12 +56,13 @@ if _spec is not None:
     _run_init_on_demand(_spec)
 
 
-def _resource_path(package: ModuleType, name: str) -> AbstractContextManager[Path]:
-    return as_file(files(package) / name)
-
-
-p2p_daemon.path = _resource_path  # instead of importlib.resources.path, whose use Python warns of
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole process
+
+
+def p2pd_path() -> Path:
+    """The daemon's program, which comes with hivemind."""
+    return Path(*hivemind_cli.__path__) / "p2pd"
+
 
 __all__ = [
     "P2P",
@@ -76,6 +75,7 @@ __all__ = [
     "PeerID",
     "ValueWithExpiration",
     "dht_pb2",
+    "p2pd_path",
     "p2pd_pb2",
     "read_pbmsg_safe",
     "write_pbmsg",

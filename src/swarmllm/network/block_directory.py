@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from swarmllm.data_structures import ModelRecord, PeerModel, ServerInfo
+from swarmllm.data_structures import MAX_TTL_S, ModelRecord, PeerModel, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.record_validator import KEY_PREFIX, MAX_TTL_S, MAX_VALUE_BYTES
+from swarmllm.network.record_validator import KEY_PREFIX, MAX_VALUE_BYTES
 
 if TYPE_CHECKING:
     from swarmllm.network.peer import Peer

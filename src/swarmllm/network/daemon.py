@@ -1,25 +1,31 @@
 """The libp2p daemon of this process, p2pd: starting it, asking it things, ending it.
 
-hivemind starts it and keeps one connection for the DHT's calls; each stream to another peer is a connection of its own.
-The daemon dies with this process, however that ends: measured, within 1 ms of a SIGKILL.
+It is started here, and hivemind attaches itself to it with one connection for the DHT's calls; each stream to another
+peer is a connection of its own. It has a session of its own, so that what a terminal sends to its foreground processes
+(Ctrl-C, Ctrl-\\, a hang-up) ends this process in its own way, and not the daemon under its feet. And it dies with this
+process, however that ends, because hivemind's connection ends then: measured, within 1 ms of a SIGKILL.
 """
 
 import asyncio
+import ipaddress
+import json
 import logging
+import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Sequence
-from os import fsencode
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from swarmllm.data_structures import MAX_ADDRS
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, PeerUnreachableError
 from swarmllm.network._hivemind import (
     P2P,
     DaemonConnector,
     Multiaddr,
     P2PDaemonError,
+    p2pd_path,
     p2pd_pb2,
     read_pbmsg_safe,
     write_pbmsg,
@@ -32,17 +38,33 @@ EXIT_TIMEOUT_S = 2.0
 """p2pd exits in about 10 ms; one that is stopped (SIGSTOP) has to be killed."""
 UNIX_PATH_LENGTH = 90
 """Most systems allow 104 to 108 bytes for a socket's path."""
+MAX_ADDR_LENGTH = 256
+MAX_ADDRS_LENGTH = 2048
+"""Characters of all addresses together: a quarter of a record."""
+DOCKER_NETWORKS = ipaddress.ip_network("172.16.0.0/12")
+"""From which Docker takes its networks first. A home or an office seldom does."""
+READY = "Peer ID:"
+"""Begins the line that p2pd says when it can be asked things."""
+ATTACH_TIMEOUT_S = 30
+"""p2pd ends itself if nobody attaches himself to it in this time."""
+LINE_BYTES = 1 << 20
+"""Longest line that it may say."""
+CALL_BYTES = 4 << 20
+"""Most that one call of the DHT may carry: hivemind's default."""
 
 
 class Daemon:
     """One p2pd. Make it with `Daemon.start`, end it with `end()`."""
 
-    def __init__(self, p2p: Any, directory: Path) -> None:
-        self.p2p = p2p
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self.p2p: Any = None
         """hivemind's P2P, for its DHT."""
         self.directory = directory
         """Private to this user, removed by `end`."""
-        self._connector = DaemonConnector(control_maddr=p2p.daemon_listen_maddr) if p2p.daemon_listen_maddr else None
+        self._process = process
+        self._maddr = Multiaddr(f"/unix{directory / 'p2pd.sock'}")
+        self._connector = DaemonConnector(control_maddr=self._maddr)
+        self._logging: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -62,57 +84,82 @@ class Daemon:
         """
         directory = _private_directory()
         identity_file = directory / "identity"
-        identity.write(identity_file)
-
-        made: list[Any] = []
-
-        class Owned(P2P):
-            """Shows itself before `create` returns: if that fails or is cancelled, hivemind leaves p2pd behind."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self._daemon_listen_maddr = self._client_listen_maddr = None
-                made.append(self)
-
+        daemon: Daemon | None = None
         try:
+            identity.write(identity_file)
+            process = await asyncio.create_subprocess_exec(
+                p2pd_path(),
+                f"-id={identity_file}",
+                f"-listen=/unix{directory / 'p2pd.sock'}",
+                f"-hostAddrs={','.join(host_maddrs)}",
+                f"-announceAddrs={','.join(announce_maddrs or ())}",
+                "-dhtServer" if listen else "-dhtClient",
+                f"-noListenAddrs={int(not listen)}",
+                "-connManager",
+                f"-idleTimeout={ATTACH_TIMEOUT_S}s",
+                f"-persistentConnMaxMsgSize={CALL_BYTES}",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                limit=LINE_BYTES,
+                env={"GOLOG_LOG_LEVEL": "error", **os.environ, "GOLOG_LOG_FMT": "json"},
+                start_new_session=True,
+            )
+            daemon = cls(process, directory)
             async with asyncio.timeout(timeout_s):
-                p2p = await Owned.create(
-                    identity_path=str(identity_file),
-                    check_if_identity_free=False,
-                    host_maddrs=list(host_maddrs),
-                    announce_maddrs=list(announce_maddrs) if announce_maddrs else None,
-                    dht_mode="server" if listen else "client",
-                    no_listen=not listen,
-                    nat_port_map=False,
-                    auto_nat=False,
-                    startup_timeout=timeout_s,
-                )
+                await daemon._attach()
         except BaseException as error:
-            await cls(made[0] if made else Owned(), directory).end()
+            if daemon is None:
+                shutil.rmtree(directory, ignore_errors=True)
+            else:
+                await daemon.end()
             if isinstance(error, TimeoutError):
                 raise PeerTimeoutError(f"p2pd did not start in {timeout_s:g} s", identity.peer_id) from None
-            if isinstance(error, (P2PDaemonError, ValueError)):
-                raise ConfigurationError(f"p2pd does not start with these settings: {error}") from None
             raise
         identity_file.unlink()
-        return cls(p2p, directory)
+        return daemon
+
+    async def _attach(self) -> None:
+        """Wait until the daemon is ready, and let hivemind connect to it."""
+        last_words = ""
+        async for line in self._output():
+            if line.startswith(READY):
+                break
+            last_words = line
+        else:
+            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it said nothing'}")
+        self._logging = asyncio.create_task(self._log(), name="log of p2pd")
+        try:
+            self.p2p = await P2P.replicate(self._maddr)
+        except (P2PDaemonError, OSError, EOFError) as error:
+            raise PeerUnreachableError(f"p2pd died while it started: {error}") from None
+        self.p2p._client.control.persistent_conn_max_msg_size = CALL_BYTES
+
+    async def _output(self) -> AsyncIterator[str]:
+        output = cast(asyncio.StreamReader, self._process.stdout)
+        while line := await output.readline():
+            yield line.decode(errors="replace").strip()
+
+    async def _log(self) -> None:
+        async for line in self._output():
+            logger.log(logging.WARNING if _is_error(line) else logging.DEBUG, "p2pd: %s", line)
 
     @property
     def addrs(self) -> tuple[str, ...]:
-        """Where others reach this daemon, without the `/p2p/...` part."""
-        return tuple(str(maddr) for maddr in self.p2p._visible_maddrs)
+        """Where others reach this daemon, without the `/p2p/...` part; as many as fit a record, the best ones first."""
+        return best_addrs(str(maddr) for maddr in self.p2p._visible_maddrs)
 
     @property
     def pid(self) -> int:
-        return int(self.p2p._child.pid)
+        return self._process.pid
 
     @property
     def has_exited(self) -> bool:
-        return self.p2p._child.returncode is not None
+        return self._process.returncode is not None
 
     async def exited(self) -> None:
         """Return when the process has exited."""
-        await self.p2p._child.wait()
+        await self._process.wait()
 
     async def connect(self, peer: bytes, maddrs: Iterable[Any]) -> None:
         """Dial a peer at these addresses; nothing happens if there is a connection already.
@@ -151,8 +198,6 @@ class Daemon:
 
         hivemind's own functions for that leave the connection open when they fail or are cancelled.
         """
-        if self._connector is None:
-            raise PeerUnreachableError("p2pd has not been started")
         try:
             reader, writer = await self._connector.open_connection()
         except OSError as error:
@@ -173,34 +218,39 @@ class Daemon:
 
     async def end(self) -> None:
         """End the process and hivemind's tasks around it, and remove the files."""
-        p2p = self.p2p
-        internal = [p2p._reader_task]
-        if p2p._client is not None:
-            control = p2p._client.control
-            internal += [control._read_task, control._write_task, *control._handler_tasks.values()]
-        if p2p._reader_task is not None:
-            p2p._reader_task.cancel()  # p2pd logs it as an error that its socket is closed, which is what we want
-        p2p._terminate()
-        if p2p._child is not None:
-            try:
-                async with asyncio.timeout(EXIT_TIMEOUT_S):
-                    await p2p._child.wait()
-            except TimeoutError:
-                p2p._child.kill()
-                await p2p._child.wait()
-        tasks = [task for task in internal if task is not None]
-        for task in tasks:
+        tasks = [self._logging]  # from now on p2pd complains that its connections end, which is what we want
+        if self.p2p is not None:
+            control = self.p2p._client.control
+            tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
+        ending = [task for task in tasks if task is not None]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.has_exited:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await asyncio.gather(*ending, return_exceptions=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _private_directory() -> Path:
     path = Path(tempfile.mkdtemp(prefix="swarmllm-"))
-    if len(fsencode(path)) <= UNIX_PATH_LENGTH:
+    if len(os.fsencode(path)) <= UNIX_PATH_LENGTH:
         return path
     path.rmdir()
     return Path(tempfile.mkdtemp(prefix="swarmllm-", dir="/tmp"))
+
+
+def _is_error(line: str) -> bool:
+    """Whether p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
+    try:
+        return bool(json.loads(line)["level"] == "error")
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def parse_known_good(addrs: Iterable[str]) -> list[Any]:
@@ -214,8 +264,36 @@ def parse_known_good(addrs: Iterable[str]) -> list[Any]:
     return maddrs
 
 
-def check_tcp_maddr(maddr: str) -> None:
-    """Raises ConfigurationError unless this is an address of TCP."""
+def best_addrs(addrs: Iterable[str]) -> tuple[str, ...]:
+    """As many as a server may announce: those first by which most others reach it.
+
+    A host with containers or virtual machines has an address in each of their networks, where nobody else is.
+    """
+    found, length = [], 0
+    for addr in sorted(addrs, key=_reach):
+        length += len(addr)
+        if len(addr) <= MAX_ADDR_LENGTH and length <= MAX_ADDRS_LENGTH:
+            found.append(addr)
+    return tuple(found[:MAX_ADDRS])
+
+
+def _reach(addr: str) -> int:
+    """0 from everywhere, 1 from the own network, 2 (perhaps) from containers, 3 from this machine, 4 hardly at all."""
+    try:
+        ip = ipaddress.ip_address(addr.split("/")[2])
+    except (IndexError, ValueError):
+        return 0  # a name: somebody has given it
+    if ip.is_loopback:
+        return 3
+    if ip.is_link_local:
+        return 4
+    if not ip.is_private:
+        return 0
+    return 2 if ip in DOCKER_NETWORKS else 1
+
+
+def check_tcp_maddr(maddr: str, *, announced: bool = False) -> None:
+    """Raises ConfigurationError unless this is an address of TCP; one that is announced must name its port."""
     try:
         parsed = Multiaddr(maddr)
         is_tcp = "tcp" in parsed and "udp" not in parsed
@@ -223,6 +301,10 @@ def check_tcp_maddr(maddr: str) -> None:
         raise ConfigurationError(f"the address {maddr!r} is wrong: {error}") from None
     if not is_tcp:  # libp2p would prefer QUIC where both are offered; it measured slower
         raise ConfigurationError(f"the address {maddr!r} must be one of TCP, like /ip4/0.0.0.0/tcp/31337")
+    if announced and parsed["tcp"] == "0":
+        raise ConfigurationError(
+            f"the address {maddr!r} is to be announced, so it needs a port other than 0: port 0 is none"
+        )
 
 
 def check_port_is_free(maddr: str) -> None:

@@ -24,7 +24,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
-from swarmllm.data_structures import MAX_BLOCKS, Patch, PeerModel, PeerText
+from swarmllm.data_structures import MAX_ADDRS, MAX_BLOCKS, Patch, PeerModel, PeerText
 from swarmllm.errors import RemoteProtocolError
 
 MAX_POSITION = 1 << 24
@@ -57,7 +57,7 @@ class Target(PeerModel):
     """A server to which another one passes something on, and the secret by which it takes it."""
 
     peer_id: PeerId
-    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=16)] = ()
+    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
     token: Token
 
 

@@ -75,8 +75,10 @@ class Peer:
         """
         for maddr in initial_peers:
             split_initial_peer(maddr)
-        for maddr in (*host_maddrs, *(announce_maddrs or ())):
+        for maddr in host_maddrs:
             check_tcp_maddr(maddr)
+        for maddr in announce_maddrs or ():
+            check_tcp_maddr(maddr, announced=True)
         if not client_mode:
             for maddr in host_maddrs:
                 check_port_is_free(maddr)

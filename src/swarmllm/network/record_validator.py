@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import msgpack
 
+from swarmllm.data_structures import MAX_TTL_S
 from swarmllm.network.identity import SIGNATURE_BYTES, Identity, verify
 
 KEY_PREFIX = "swarmllm.v1."
 """Begins the names of all keys. Nodes of the swarm store nothing else."""
-MAX_TTL_S = 15 * 60.0
-"""No record may outlive its owner for longer."""
 CLOCK_TOLERANCE_S = 5.0
 """hivemind's nodes accept each other with clocks up to 3 s apart."""
 MAX_VALUE_BYTES = 8 << 10

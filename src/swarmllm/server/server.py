@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 
 from swarmllm import __version__
-from swarmllm.command_line import stop_event
+from swarmllm.command_line import stop_event, unless_stopped
 from swarmllm.config import ServerConfig
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
@@ -98,15 +98,10 @@ async def serve(config: ServerConfig) -> None:
     logger.info(
         "%s has %d blocks (fingerprint %s)", checkpoint.name, checkpoint.num_blocks, checkpoint.fingerprint[:12]
     )
-    initial_peers = config.initial_peers
-    if not initial_peers and not config.new_swarm:
-        initial_peers = await find_swarm(checkpoint.public_name, checkpoint.fingerprint)
-    peer = await Peer.create(
-        initial_peers=initial_peers,
-        host_maddrs=config.listen_maddrs,
-        announce_maddrs=config.announce_maddrs,
-        identity_path=config.identity_path,
-    )
+    peer = await unless_stopped(stop, _join(config, checkpoint))
+    if peer is None:
+        logger.info("leaving")
+        return
     try:
         logger.info("peer %s listens at %s", peer.peer_id, ", ".join(peer.addrs))
         async with LanAnnouncement(
@@ -118,6 +113,18 @@ async def serve(config: ServerConfig) -> None:
             await _Server(config, checkpoint, peer, announcement).run(stop, started_at)
     finally:
         await peer.close()
+
+
+async def _join(config: ServerConfig, checkpoint: Checkpoint) -> Peer:
+    initial_peers = config.initial_peers
+    if not initial_peers and not config.new_swarm:
+        initial_peers = await find_swarm(checkpoint.public_name, checkpoint.fingerprint)
+    return await Peer.create(
+        initial_peers=initial_peers,
+        host_maddrs=config.listen_maddrs,
+        announce_maddrs=config.announce_maddrs,
+        identity_path=config.identity_path,
+    )
 
 
 def _check_span(config: ServerConfig, checkpoint: Checkpoint) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarmllm.data_structures import ModelRecord, ServerInfo
+from swarmllm.data_structures import MAX_TTL_S, ModelRecord, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, servers_key
 from swarmllm.network.identity import Identity, is_peer_id, verify
 from swarmllm.network.record_validator import (
     CLOCK_TOLERANCE_S,
-    MAX_TTL_S,
     MAX_VALUE_BYTES,
     RecordValidator,
     key_digest,
