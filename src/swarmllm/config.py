@@ -9,7 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from swarmllm.data_structures import MAX_TTL_S, ServerInfo
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import Invite, merge_allowed, unpack_invites
 
@@ -65,6 +69,21 @@ def _require_positive(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"{name} must be greater than 0, not {value!r}")
+
+
+def _require_announceable(**settings: tuple[str, Any]) -> None:
+    """Raises ConfigurationError unless peers would take a record with these: field of ServerInfo = (setting, value)."""
+    of_others = {"peer_id": "1" * 52, "start": 0, "end": 1}
+    try:
+        ServerInfo.model_validate({**of_others, **{field: value for field, (_, value) in settings.items()}})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, value = settings[str(first["loc"][0])] if first["loc"] else settings["end"]
+        shown = f"{value[:20]}…" if isinstance(value, str) else repr(value)
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        if (most := first.get("ctx", {}).get("max_length")) is not None:
+            reason = f"it may have at most {most} {'characters' if isinstance(first['input'], str) else 'entries'}"
+        raise ConfigurationError(f"{name} {shown} can't be announced: {reason}") from None
 
 
 def _require_known(name: str, value: str, known: Sequence[str]) -> None:
@@ -261,14 +280,14 @@ class ServerConfig(PeerConfig):
     """How hidden states and gradients leave this server for clients that leave it to the servers: none (exactly), int8
     (8 bits a value), auto = int8 in messages of 256 KiB or more over links that carry less than 150 Mbit/s."""
     public_name: str = ""
-    """Shown by `status`."""
+    """Shown by `status`; 64 characters at most."""
     metrics_port: int | None = None
     """TCP port at which Prometheus can read this server's metrics; 0 = any free one, None = nowhere."""
     metrics_host: str = "127.0.0.1"
     """Address to listen on for that."""
     update_period: float = 30.0
     """Seconds between two looks at whether other blocks need this server more. It announces itself twice as often; a
-    server that crashed is forgotten after 1.25 of these periods."""
+    server that crashed is forgotten after 1.25 of these periods, so 720 is the most."""
     balance_quality: float = BALANCE_QUALITY
     """Move to other blocks when the swarm's bottleneck is worse than this share of what it would be then; 0 = never."""
     token: str | None = field(default_factory=hub_token, repr=False)
@@ -302,13 +321,27 @@ class ServerConfig(PeerConfig):
             "update_period",
             "num_threads",
         )
+        start, end = self.block_indices or (0, self.num_blocks or 1)
+        if self.block_indices is not None and not 0 <= start < end:
+            raise ConfigurationError(f"block_indices must be START:END with START < END, like 0:4, not {start}:{end}")
+        if not self.update_period <= MAX_TTL_S / RECORD_PERIODS:
+            raise ConfigurationError(
+                f"update_period must be at most {MAX_TTL_S / RECORD_PERIODS:g} s, not {self.update_period:g}: "
+                "records must not outlive their servers for long"
+            )
+        _require_announceable(
+            addrs=("announce_maddrs", self.announce_maddrs or ()),
+            start=("block_indices", start),
+            end=("num_blocks" if self.block_indices is None else "block_indices", end),
+            throughput=("throughput", self.throughput or 0.0),
+            cache_tokens_left=("attn_cache_tokens", self.attn_cache_tokens),
+            max_batch_tokens=("max_batch_tokens", self.max_batch_tokens),
+            public_name=("public_name", self.public_name),
+        )
         if self.prefix_cache_tokens < 0:
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
         if self.num_blocks is not None and self.block_indices is not None:
             raise ConfigurationError("give --num_blocks or --block_indices, not both")
-        if self.block_indices is not None and not 0 <= self.block_indices[0] < self.block_indices[1]:
-            start, end = self.block_indices
-            raise ConfigurationError(f"block_indices must be START:END with START < END, like 0:4, not {start}:{end}")
         if not 0 <= self.balance_quality <= 1:
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
         if self.new_swarm and self.initial_peers:

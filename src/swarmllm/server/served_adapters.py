@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 MAX_ADAPTERS = 32
 """Of one server; their names have to fit into its record."""
 
+MAX_NAME_LENGTH = 128
+MAX_NAMES_BYTES = 3 << 10
+"""Of all names together."""
+
 Stamp = tuple[tuple[int, int], ...]
 """Of a directory's files: when they were changed, and how large they are."""
 
@@ -122,6 +126,9 @@ class ServedAdapters:
             raise ConfigurationError(f"two adapters are called {plain_name}: rename one")
         if len(others) >= MAX_ADAPTERS:
             raise ConfigurationError(f"a server can offer {MAX_ADAPTERS} adapters, so it can't offer {source}")
+        names = [*(other.name for other in others), stored.name]
+        if len(stored.name) > MAX_NAME_LENGTH or sum(len(name.encode()) for name in names) > MAX_NAMES_BYTES:
+            raise ConfigurationError(f"the adapter {source} can't be announced: names are too long, so shorten its own")
         logger.info("offers the adapter %s, which changes %d modules of these blocks", stored.name, len(patches))
         return adapter
 

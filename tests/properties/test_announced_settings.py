@@ -1,0 +1,84 @@
+"""What a server with any accepted settings announces, the validators of all peers take."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm import embedded_model_path
+from swarmllm.config import RECORD_PERIODS, ServerConfig
+from swarmllm.data_structures import MAX_ADDRS, MAX_TTL_S, BlockTraits, ServerInfo
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.network.block_directory import VALUE_OVERHEAD_BYTES
+from swarmllm.network.daemon import best_addrs
+from swarmllm.network.record_validator import MAX_VALUE_BYTES
+from swarmllm.server import server as server_module
+from swarmllm.server.throughput_cache import Throughput
+
+PEER_ID = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+MEASURED = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0, packing="one by one")
+BRIDGES = [f"/ip4/172.{number}.0.1/tcp/31337" for number in range(17, 32)]
+OUTSIDE, LAN, OWN = "/ip4/93.184.216.34/tcp/31337", "/ip4/192.168.1.10/tcp/31337", "/ip4/127.0.0.1/tcp/31337"
+
+numbers = st.one_of(st.integers(-1, 1 << 70), st.floats())
+settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "public_name": st.text(max_size=80),
+        "throughput": numbers,
+        "update_period": numbers,
+        "attn_cache_tokens": st.integers(-1, 1 << 70),
+        "max_batch_tokens": st.integers(-1, 1 << 40),
+        "block_indices": st.tuples(st.integers(-1, 5000), st.integers(-1, 5000)),
+        "announce_maddrs": st.lists(st.text(max_size=300), max_size=20),
+        "balance_quality": numbers,
+    },
+)
+addresses = st.lists(
+    st.one_of(
+        st.builds("/ip4/{}/tcp/{}".format, st.ip_addresses(v=4), st.integers(1, 65535)),
+        st.builds("/ip6/{}/tcp/{}".format, st.ip_addresses(v=6), st.integers(1, 65535)),
+        st.text(max_size=400),
+    ),
+    max_size=40,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(str(embedded_model_path()))
+
+
+def announced(config: ServerConfig, checkpoint: Checkpoint, addrs: tuple[str, ...]) -> ServerInfo:
+    """As a server describes itself that has loaded its blocks."""
+    peer: Any = SimpleNamespace(peer_id=PEER_ID, addrs=addrs)
+    server = server_module._Server(config, checkpoint, peer, SimpleNamespace())  # type: ignore[arg-type]
+    server._blocks = SimpleNamespace(traits=BlockTraits())  # type: ignore[assignment]
+    server._throughput = MEASURED
+    server._budget = server_module.CacheBudget(server._bytes_per_token * config.attn_cache_tokens)
+    return server._describe()
+
+
+@given(settings=settings, found=addresses)
+def test_whatever_is_accepted_makes_a_valid_record(
+    checkpoint: Checkpoint, settings: dict[str, Any], found: list[str]
+) -> None:
+    try:
+        config = ServerConfig(model="m", new_swarm=True, **settings)
+    except ConfigurationError:
+        return
+    text = announced(config, checkpoint, best_addrs(config.announce_maddrs or found)).model_dump_json()
+    ServerInfo.model_validate_json(text)
+    assert len(text.encode()) <= MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES
+    assert RECORD_PERIODS * config.update_period <= MAX_TTL_S
+
+
+@given(order=st.permutations([*BRIDGES, OUTSIDE, LAN, OWN]))
+def test_the_addresses_that_most_can_reach_come_first(order: list[str]) -> None:
+    best = best_addrs(order)
+    assert best[:2] == (OUTSIDE, LAN)
+    assert set(best[2:]) <= set(BRIDGES)
+    assert len(best) == MAX_ADDRS
