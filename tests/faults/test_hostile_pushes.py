@@ -24,6 +24,7 @@ from swarm_models import save_llama
 
 from swarmllm.data_structures import Span
 from swarmllm.models.block_span import BlockSpan
+from swarmllm.network import frames, stream
 from swarmllm.network.protocol import FrameStream, Message, MessageType
 from swarmllm.server import peer_limits, pushes
 
@@ -263,23 +264,25 @@ async def test_targets_that_do_not_exist(blocks: BlockSpan) -> None:
 
 async def test_a_client_that_leaves_in_the_midst_of_a_push(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The link, which others use as well, stays whole: the message goes on to its end."""
-    begun, proceed = asyncio.Event(), asyncio.Event()
+    begun: asyncio.Queue[FrameStream] = asyncio.Queue()
     whole = FrameStream.send
 
     async def slowly(self: FrameStream, kind: MessageType, *args: Any, **options: Any) -> None:
         if kind is MessageType.PUSH:
-            begun.set()
-            await proceed.wait()
+            self.pause_writing()
+            begun.put_nowait(self)
         await whole(self, kind, *args, **options)
 
     async with serving(blocks) as server:
+        for module in (frames, stream):
+            monkeypatch.setattr(module, "CHUNK_BYTES", 64)
         monkeypatch.setattr(FrameStream, "send", slowly)
         client = await server.connect(HONEST)
         await send(client, MessageType.FORWARD, request(FIRST, target=SERVER), hidden_states=hidden_states())
-        await begun.wait()
+        link = await begun.get()
         await hang_up(client)
         await server.ended(client)
-        proceed.set()
+        link.resume_writing()
         await until(lambda: (SERVER, TOKEN) in server.handler.pushes._early)
         assert len(server.links) == 1
         server.handler.pushes.clear()

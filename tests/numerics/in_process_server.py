@@ -103,6 +103,10 @@ class InProcessServers:
         await self.ask(stream, MessageType.OPEN, header | {"batch_size": batch_size, "max_length": max_length})
         return name
 
+    async def close_session(self, stream: FrameStream, name: str) -> None:
+        """Say that it is needed no longer."""
+        await stream.send(MessageType.CLOSE, {"session": name})
+
     async def link(self, stream: FrameStream, session: str, successor: FrameStream, name: str) -> None:
         """Send what `session` computes to the session of that name at the server of `successor`."""
         to = Successor(peer_id=successor.peer_id, session=name, token=name)

@@ -18,7 +18,7 @@ When a stream has ended, messages that were complete before can still be receive
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -110,6 +110,8 @@ class FrameStream(asyncio.Protocol):
         self._receiver: asyncio.Future[None] | None = None
 
         self._send_lock = asyncio.Lock()
+        self._rest: Iterator[bytes] | None = None
+        """Frames of a message whose sender has left; then writing is paused, or the stream has ended."""
         self._writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
 
@@ -176,7 +178,8 @@ class FrameStream(asyncio.Protocol):
     ) -> None:
         """Send one message; returns when nearly all of it is with the operating system.
 
-        Cancelling this in the midst of a message of more than one frame ends the stream.
+        A message that has begun goes on to its end if this is cancelled: half of one would end the stream for all who
+        share it. Its chunks shouldn't be changed then.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
@@ -190,6 +193,8 @@ class FrameStream(asyncio.Protocol):
                 await self._drained()
             return
         async with self._send_lock:
+            if self._rest is not None:
+                await self._drained()
             began_at = self._loop.time()
             first = next(frames)
             self._write(first)
@@ -207,8 +212,17 @@ class FrameStream(asyncio.Protocol):
                 if number := self._rate.sent(began_at, sum(map(len, payload_chunks))):
                     self._write_ping(number)
             except asyncio.CancelledError:
-                self._end(SessionClosedError, "was left in the midst of a message", abort=True)
+                self._rest = frames
+                self._write_rest()
                 raise
+
+    def _write_rest(self) -> None:
+        while self._rest is not None and not self._writing_paused and self._ended is None:
+            frame = next(self._rest, None)
+            if frame is None:
+                self._rest = None
+            else:
+                self._write(frame)
 
     def _write(self, frame: bytes) -> None:
         if self._ended is not None or self._transport is None:
@@ -443,7 +457,8 @@ class FrameStream(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Called by the event loop."""
         self._writing_paused = False
-        if self._drain_waiter is not None:
+        self._write_rest()
+        if self._drain_waiter is not None and not self._writing_paused:
             if not self._drain_waiter.done():
                 self._drain_waiter.set_result(None)
             self._drain_waiter = None

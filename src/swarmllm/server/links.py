@@ -6,12 +6,13 @@ starts small). Called by `server/sessions` and `server/pushes`; knows nothing ab
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from swarmllm.errors import PeerError, PeerUnreachableError, SessionLostError, SwarmError
+from swarmllm.errors import PeerError, SessionClosedError, SessionLostError, SwarmError
 from swarmllm.network.frames import ByteChunk
-from swarmllm.network.messages import AttachHeader, PushHeader, ResultHeader, Successor, Target, parse
+from swarmllm.network.messages import AttachHeader, ResultHeader, Successor, Target, parse
 from swarmllm.network.protocol import FrameStream, Message, MessageType, raise_error
 
 OpenStream = Callable[[Target], Awaitable[FrameStream]]
@@ -29,7 +30,6 @@ class Link:
         self._ids = itertools.count(FIRST_REQUEST_ID)
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._listeners: dict[str, OnLost] = {}  # by the successor's session
-        self._pushing = asyncio.Lock()
         self.error: PeerError | None = None
 
     async def attach(self, successor: Successor, on_lost: OnLost) -> None:
@@ -47,7 +47,7 @@ class Link:
         self._listeners[successor.session] = on_lost
         try:
             header = AttachHeader(id=request, session=successor.session, token=successor.token)
-            await self.stream.send(MessageType.ATTACH, header.model_dump())
+            await self.send(MessageType.ATTACH, header.model_dump())
             await future
         except BaseException:
             self.forget(successor.session)
@@ -55,28 +55,20 @@ class Link:
         finally:
             self._pending.pop(request, None)
 
-    async def push(self, header: PushHeader, chunks: Sequence[ByteChunk], tasks: asyncio.TaskGroup) -> None:
-        """Send a PUSH, one at a time.
-
-        It goes on in `tasks` if this is cancelled, because half a message would end the stream, and with it the
-        sessions of others.
+    async def send(self, kind: MessageType, header: Mapping[str, Any], chunks: Sequence[ByteChunk] = ()) -> None:
+        """Send a message. Whoever is cancelled in the midst of one disturbs nobody (`FrameStream.send`).
 
         Raises:
-            PeerError: the stream broke.
+            PeerError: the stream broke, or this side has closed it, which is nobody's fault.
+            LocalProtocolError: the message can't be sent.
         """
-        await self._pushing.acquire()
-        sending = tasks.create_task(self._send(header, chunks), name="push")
-        sending.add_done_callback(lambda _: self._pushing.release())
-        error = await asyncio.shield(sending)
-        if error is not None:
-            raise error
-
-    async def _send(self, header: PushHeader, chunks: Sequence[ByteChunk]) -> SwarmError | None:
         try:
-            await self.stream.send(MessageType.PUSH, header.model_dump(), chunks)
-        except SwarmError as error:  # the task group is the server's own, which must not hear of it
-            return error
-        return None
+            await self.stream.send(kind, header, chunks)
+        except SessionClosedError:
+            raise self._closed_here() from None
+
+    def _closed_here(self) -> SessionLostError:
+        return SessionLostError("the link to the next server was closed", self.stream.peer_id)
 
     def forget(self, session: str) -> None:
         """Nobody here pushes to that session of the successor any more."""
@@ -109,7 +101,7 @@ class Link:
         except SwarmError:
             pass  # closed by this side
         finally:
-            self.error = self.error or PeerUnreachableError("the link was closed", self.stream.peer_id)
+            self.error = self.error or self._closed_here()
             for future in self._pending.values():
                 if not future.done():
                     future.set_exception(self.error)
@@ -137,7 +129,7 @@ class Links:
 
     def __init__(self, open_stream: OpenStream, tasks: asyncio.TaskGroup) -> None:
         self._open_stream = open_stream
-        self.tasks = tasks
+        self._tasks = tasks
         self._links: dict[str, Link] = {}
         self._dialling: dict[str, _Dialling] = {}
 
@@ -160,7 +152,7 @@ class Links:
                     stream = await self._open_stream(successor)
                     stream.start_keepalive()
                     link = self._links[peer_id] = Link(stream)
-                    self.tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
+                    self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
                 return link
         finally:
             dialling.num_waiting -= 1

@@ -30,7 +30,7 @@ from swarmllm.errors import (
 )
 from swarmllm.network.compression import as_received, compressed
 from swarmllm.network.messages import PushHeader, Source, Target, parse
-from swarmllm.network.protocol import Message
+from swarmllm.network.protocol import Message, MessageType
 from swarmllm.network.tensor_codec import encode_tensors
 from swarmllm.server.links import Links
 from swarmllm.server.peer_limits import PeerLimits
@@ -180,7 +180,8 @@ async def push(links: Links, target: Target, name: str, tensor: Tensor, compress
             link = await links.get(target)
         outgoing = await compressed({name: tensor}, link.stream, compression)
         descriptors, chunks = encode_tensors(outgoing)
-        await link.push(PushHeader(token=target.token, tensors=tuple(descriptors)), chunks, links.tasks)
+        header = PushHeader(token=target.token, tensors=tuple(descriptors))
+        await link.send(MessageType.PUSH, header.model_dump(), chunks)
     except (SwarmError, TimeoutError) as error:
         logger.info("%s can't be reached, so the client relays: %s", target.peer_id, str(error) or "no answer")
         return None

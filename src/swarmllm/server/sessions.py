@@ -371,7 +371,7 @@ class Session:
             "tensors": descriptors,
         }
         try:
-            await target.link.stream.send(MessageType.STEP, fields, chunks)
+            await target.link.send(MessageType.STEP, fields, chunks)
         except PeerError as error:
             self._target_lost(target, error)
 

@@ -227,14 +227,37 @@ async def test_a_peer_that_does_not_read_blocks_its_own_stream_only(streams: Str
         await sending
 
 
-async def test_leaving_in_the_midst_of_a_message_ends_the_stream(half_stream) -> None:
+@pytest.mark.parametrize("num_left", [1, 2, 5])
+async def test_a_message_that_its_sender_leaves_goes_on_to_its_end(streams: Streams, num_left: int) -> None:
+    client, server = streams
+    for _ in range(num_left):
+        server._transport.pause_reading()
+        leaving = asyncio.create_task(client.send(MessageType.STEP, {"id": 1}, [bytes(BIG)]))
+        not_begun = asyncio.create_task(client.send(MessageType.STEP, {"id": 2}, [bytes(BIG)]))
+        staying = asyncio.create_task(client.send(MessageType.STEP, {"id": 3}, [b"x" * BIG]))
+        await wait_until(lambda: client._writing_paused)
+        for task in (leaving, not_begun):
+            task.cancel()
+        await asyncio.wait([leaving, not_begun])
+        assert not client.closed
+        server._transport.resume_reading()
+        messages = [await server.receive(), await server.receive()]
+        assert [(message.header["id"], len(message.payload)) for message in messages] == [(1, BIG), (3, BIG)]
+        await staying
+    await server.send(MessageType.RESULT, {})
+    assert (await client.receive()).type is MessageType.RESULT
+    assert client._rest is None
+
+
+async def test_a_message_that_its_sender_has_left_ends_with_the_stream(half_stream) -> None:
     stream, _ = await half_stream()
-    sending = asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)]))
+    sending = [asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)])) for _ in range(2)]
     await wait_until(lambda: stream._writing_paused)
-    sending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
-    assert stream.closed
+    sending[0].cancel()
+    await asyncio.wait(sending[:1])
+    stream.abort()
+    with pytest.raises(SessionClosedError):
+        await sending[1]
 
 
 async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:

@@ -1,12 +1,26 @@
-"""What is left of a session that had a successor."""
+"""Sessions that share a link to the next server, and what is left of them."""
 
+import asyncio
 import dataclasses
 import gc
 import weakref
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+import torch
+from in_process_server import InProcessServers, in_process_servers
+from tiny_models import save_tiny
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import SessionLostError
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.network.messages import Successor
+from swarmllm.network.protocol import MessageType
+from swarmllm.network.stream import FrameStream
+from swarmllm.server.links import Link
 from swarmllm.server.sessions import Session
 
 ID = "0" * 32
@@ -42,3 +56,82 @@ async def test_it_is_freed_without_the_garbage_collector() -> None:
         assert found() is None
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", directory)
+    return load_block_span(open_checkpoint(str(directory)), Span(0, 2), progress=False)
+
+
+def inputs(blocks: BlockSpan, batch_size: int, seq_len: int) -> BlockInputs:
+    hidden = torch.randn(batch_size, seq_len, blocks.embedding_dim, generator=torch.Generator().manual_seed(0))
+    return BlockInputs(hidden_states=hidden, batch_size=batch_size, seq_len=seq_len)
+
+
+class Client:
+    """One with a session through both servers."""
+
+    def __init__(self, swarm: InProcessServers) -> None:
+        self.swarm = swarm
+
+    async def open(self, batch_size: int) -> None:
+        self.streams = [await self.swarm.dial(peer_id) for peer_id in self.swarm.servers]
+        self.names = [
+            await self.swarm.open_session(stream, Span(block, block + 1), batch_size=batch_size)
+            for block, stream in enumerate(self.streams)
+        ]
+        await self.swarm.link(self.streams[0], self.names[0], self.streams[1], self.names[1])
+
+    async def step(self, position: int, step: BlockInputs) -> torch.Tensor:
+        first, second = self.streams
+        return await self.swarm.step(first, self.names[0], position, step, answered_by=second, ones_mask=True)
+
+
+def link_stream(swarm: InProcessServers) -> FrameStream:
+    (link,) = next(iter(swarm.servers.values())).links._links.values()
+    return link.stream
+
+
+@pytest.mark.parametrize("leave", ["stream", "session"])
+async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(blocks: BlockSpan, leave: str) -> None:
+    expected = blocks.forward(inputs(blocks, 1, 5))
+    async with in_process_servers(blocks, blocks) as swarm:
+        first, _ = swarm.servers.values()
+        staying, leaving = Client(swarm), Client(swarm)
+        await staying.open(1)
+        await leaving.open(9)
+        link = link_stream(swarm)
+        link.pause_writing()  # until told, as when the next server doesn't read
+        long = asyncio.create_task(leaving.step(0, inputs(blocks, 9, 1000)))
+        async with asyncio.timeout(60):
+            while not link._send_lock.locked():  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0)
+        short = asyncio.create_task(staying.step(0, inputs(blocks, 1, 5)))
+        if leave == "stream":
+            leaving.streams[0].abort()
+        else:
+            await swarm.close_session(leaving.streams[0], leaving.names[0])
+        async with asyncio.timeout(60):
+            while len(first.table) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # its worker has heard of it, too
+        link.resume_writing()
+        torch.testing.assert_close(await short, expected)
+        long.cancel()
+        assert link_stream(swarm) is link
+
+
+async def test_a_link_that_is_closed_here_can_be_survived(blocks: BlockSpan) -> None:
+    async with in_process_servers(blocks, blocks) as swarm:
+        client = Client(swarm)
+        await client.open(1)
+        (link,) = next(iter(swarm.servers.values())).links._links.values()
+        link.stream.abort()
+        with pytest.raises(SessionLostError, match="link to the next server was closed") as caught:
+            await client.step(0, inputs(blocks, 1, 5))
+        assert caught.value.retriable
+        assert not caught.value.blames_peer
+        with pytest.raises(SessionLostError):
+            await Link(link.stream).send(MessageType.STEP, {})
