@@ -11,7 +11,12 @@ TRAINERS := .venv-trainers
 ALONE := $(wildcard tests/unit tests/properties tests/numerics tests/gpu)
 SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
-RERUNS := $(if $(CI),--reruns 1)
+# No test begins after DEADLINE (seconds since 1970); what it leaves out is listed.
+PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEADLINE))
+# A file with servers stays in one of the two processes, so that its fixtures are made once.
+WITH_SERVERS := -n 2 --dist loadfile
+# Of the slow tests: 2/4 is the second of four parts, commit/4 the one whose turn it is by the commit's hash.
+PART :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-oldest test-trainers check format docs bench clean
@@ -28,21 +33,20 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -m swarmllm.demo
 
-# Two processes for what computes alone; one for what starts swarms, whose servers need the cores themselves.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(RERUNS) -n 2 -m "not slow" $(ALONE)
-	$(BIN)/python -m pytest -q $(RERUNS) -m "not slow" $(SWARMS)
+	$(BIN)/python $(PYTEST) -n 2 -m "not slow" $(ALONE)
+	$(BIN)/python $(PYTEST) $(WITH_SERVERS) -m "not slow" $(SWARMS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(RERUNS) -n 2 -m slow $(ALONE)
-	$(BIN)/python -m pytest -q $(RERUNS) -m slow $(SWARMS)
+	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) -n 2 -m slow $(ALONE)
+	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(WITH_SERVERS) -m slow $(SWARMS)
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -q -n 2 -m "not slow" $(ALONE)
-	$(OLDEST)/bin/python -m pytest -q -m "not slow" $(SWARMS)
+	$(OLDEST)/bin/python $(PYTEST) -n 2 -m "not slow" $(ALONE)
+	$(OLDEST)/bin/python $(PYTEST) $(WITH_SERVERS) -m "not slow" $(SWARMS)
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python -m pytest -q $(RERUNS) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \
+	$(TRAINERS)/bin/python $(PYTEST) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \
 		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai
 
 check: $(INSTALLED)

@@ -44,6 +44,7 @@ from tests import forked  # noqa: E402
 
 from swarmllm.demo import local_swarm  # noqa: E402
 
+pytest_plugins = ["tests.selection"]
 REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0
 """Seconds that a thread, task or process may take to end after it was told to."""

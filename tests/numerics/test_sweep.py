@@ -7,6 +7,7 @@ import torch
 from tests.numerics.exactness import CHECKS, assisted
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.tiny_models import VARIANTS, save_tiny, tiny_model
+from tests.selection import sampled
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,7 +43,7 @@ ROUNDS_DIFFERENTLY = {
 ARCHITECTURES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS)
 
 
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *VARIANTS])
+@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 6))
 def test_exact(model_type: str, tmp_path: Path) -> None:
     local = save_tiny(model_type, tmp_path)
     swarm = InProcessSwarm(tmp_path, tolerance=ROUNDS_DIFFERENTLY.get(model_type, 0.0))

@@ -1,0 +1,102 @@
+"""Which tests a run takes on: samples and parts that the commit chooses, and none that would begin after a deadline.
+
+Everything here is the same for all processes of a run and for every run of a commit, and over the commits nothing is
+lost: a test's place is a hash of its name, and the commit's hash says whose turn it is.
+"""
+
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+NO_COMMIT = "0"
+LEFT_OUT = "left out: the deadline has come"
+
+
+def current_commit(repository: Path) -> str:
+    """Its hash; outside of a git repository always the same."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True)
+    except FileNotFoundError:
+        return NO_COMMIT
+    return found.stdout.strip() if found.returncode == 0 else NO_COMMIT
+
+
+COMMIT = current_commit(Path(__file__).parent)
+
+
+def part_of(name: str, num_parts: int) -> int:
+    """In which part this name is, 1 to `num_parts`."""
+    return crc32(name.encode()) % num_parts + 1
+
+
+def turn_of(commit: str, num_parts: int) -> int:
+    """Which part's turn it is, 1 to `num_parts`."""
+    return int(commit, 16) % num_parts + 1
+
+
+def sampled(names: Iterable[str], num_parts: int, commit: str = COMMIT) -> list[object]:
+    """Parameters of a test over many similar cases: the part whose turn it is, and the others marked slow.
+
+    So `make test` and `make test-slow` together run all of them on any commit.
+    """
+    turn = turn_of(commit, num_parts)
+    return [pytest.param(name, marks=() if part_of(name, num_parts) == turn else pytest.mark.slow) for name in names]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("selection")
+    group.addoption(
+        "--part", metavar="I/N", type=_part, help="part I of N; I may be `commit`: the one whose turn it is"
+    )
+    group.addoption("--deadline", metavar="T", type=float, help="begin no test after T seconds since 1970")
+
+
+def _part(text: str) -> tuple[int, int]:
+    which, slash, number = text.partition("/")
+    num_parts = int(number)
+    part = turn_of(COMMIT, num_parts) if which == "commit" else int(which)
+    if not slash or not 1 <= part <= num_parts:
+        raise ValueError(text)
+    return part, num_parts
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (wanted := config.getoption("part")) is None:
+        return
+    part, num_parts = wanted
+    others = [item for item in items if part_of(item.nodeid, num_parts) != part]
+    items[:] = [item for item in items if part_of(item.nodeid, num_parts) == part]
+    config.hook.pytest_deselected(items=others)
+
+
+_begun: set[str] = set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One that has begun is repeated in any case, or its failure would be forgotten."""
+    deadline = item.config.getoption("deadline")
+    if deadline is not None and time.time() > deadline and item.nodeid not in _begun:
+        pytest.skip(LEFT_OUT)
+    _begun.add(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names what the deadline left out."""
+    left_out = [report.nodeid for report in terminalreporter.getreports("skipped") if LEFT_OUT in report.longreprtext]
+    if left_out:
+        terminalreporter.section(f"the deadline left out {len(left_out)} tests")
+        for nodeid in left_out:
+            terminalreporter.write_line(nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A part in which there is no test is no failure."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("part") is not None:
+        session.exitstatus = pytest.ExitCode.OK
