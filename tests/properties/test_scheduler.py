@@ -242,3 +242,18 @@ def test_between_two_steps_training_has_one_turn() -> None:
     device.scheduler.discard(device.waiting.pop())
     device.now += pause_s
     assert not device.scheduler.pause_s(device.now), "it doesn't come"
+
+
+@given(st.lists(st.tuples(st.sampled_from(range(100)), st.floats(0, 0.3)), max_size=200))
+def test_who_has_stopped_decoding_is_forgotten_whatever_else_runs(decodes: list[tuple[int, float]]) -> None:
+    """Prompts of up to 16 tokens count as decoding, so a server may never see anything else."""
+    scheduler: Scheduler[Job] = Scheduler(BUDGET)
+    now, last = 0.0, {}
+    for session, pause_s in decodes:
+        now += pause_s
+        scheduler.add(Job(num_tokens=1, granule=1, priority=Priority.DECODE, queued_at=now, session=str(session)))
+        last[session] = now
+        recent = sum(at >= now - BUDGET.decoding_s for at in last.values())
+        assert scheduler.decoding(now) == (1, recent)
+        assert len(scheduler.next(now)) == 1
+        assert len(scheduler._decoded_at) == recent

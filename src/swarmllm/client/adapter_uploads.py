@@ -5,6 +5,7 @@ Used by batches and by sessions, before a request that names the adapter by its 
 
 import asyncio
 from typing import Any
+from weakref import WeakValueDictionary
 
 from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.connection import Connection, new_request_id
@@ -21,7 +22,7 @@ class AdapterUploads:
     def __init__(self, active: ActiveAdapter) -> None:
         self._active = active
         self._handles: dict[tuple[str, Span], tuple[int, int]] = {}
-        self._locks: dict[tuple[str, Span], asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[tuple[str, Span], asyncio.Lock] = WeakValueDictionary()
         self.num_uploads = 0
 
     async def header_fields(

@@ -241,16 +241,19 @@ class Executor:
         """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
         while True:
             try:
-                item = self._inbox.get(timeout=self._wait_s())
+                # Without a name here, which would keep the last session's cache as long as nobody else comes.
+                self._take_in(self._inbox.get(timeout=self._wait_s()))
             except queue.Empty:
                 return bool(len(self._scheduler)) or not self._stopping
-            if item is None:
-                self._stopping = True
-            elif isinstance(item, _Withdrawn):
-                self._scheduler.discard(item.waiting)
-            else:
-                self._scheduler.add(item)
-                self._gathering.came(time.perf_counter())
+
+    def _take_in(self, item: _Waiting | _Withdrawn | None) -> None:
+        if item is None:
+            self._stopping = True
+        elif isinstance(item, _Withdrawn):
+            self._scheduler.discard(item.waiting)
+        else:
+            self._scheduler.add(item)
+            self._gathering.came(time.perf_counter())
 
     def _wait_s(self) -> float | None:
         """For something to arrive; None: for as long as it takes."""

@@ -7,6 +7,7 @@ sentence and hurts nobody else; a stream that breaks takes its own sessions with
 import asyncio
 import logging
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -275,7 +276,8 @@ class _Stream:
         self._handler = handler
         self._stream = stream
         self._owned: dict[str, tuple[Session, asyncio.Task[None]]] = {}
-        self._attached: dict[str, Session] = {}
+        self._attached: dict[str, weakref.ref[Session]] = {}
+        """Their owners keep them: a predecessor's link may idle for days, and must not hold the caches of closed ones."""
         self._num_requests = 0
 
     async def serve(self) -> None:
@@ -329,12 +331,12 @@ class _Stream:
 
     def _step(self, message: Message) -> None:
         header = parse(StepHeader, message.header, None)
-        pushed_to = self._attached.get(header.session)
-        session = pushed_to or self._owned_session(header.session)
-        if session.closed:
+        attached = self._attached.get(header.session)
+        session = self._owned_session(header.session) if attached is None else attached()
+        if session is None or session.closed:
             return  # its client is gone; the predecessor doesn't know yet
         inputs, _ = self._handler.inputs.read(header, message)
-        session.enqueue(Step(header, inputs, self._stream.peer_id if pushed_to is not None else None))
+        session.enqueue(Step(header, inputs, None if attached is None else self._stream.peer_id))
 
     async def _open(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         header = parse(OpenHeader, message.header, None)
@@ -355,8 +357,8 @@ class _Stream:
     async def _attach(self, message: Message) -> tuple[ResultHeader, Outgoing]:
         header = parse(AttachHeader, message.header, None)
         session = self._handler.sessions.attachable(header.session, header.token)
-        self._attached = {key: value for key, value in self._attached.items() if not value.closed}
-        self._attached[header.session] = session
+        self._attached = {key: attached for key, attached in self._attached.items() if attached() is not None}
+        self._attached[header.session] = weakref.ref(session)
         return ResultHeader(id=header.id), {}
 
     def _close(self, session_id: str) -> None:

@@ -1,7 +1,9 @@
 """The device thread: what waits goes together, the urgent first, nothing that nobody wants, and each fails alone."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -295,3 +297,29 @@ async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Exe
     assert steps[0].taken == []
     assert blocks.forwards == [[1]]
     await executor.wait_until_idle()
+
+
+async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(executor: Executor) -> None:
+    """It holds a session's cache, and the next call may come tomorrow."""
+    gate = Gate()
+
+    class Slow(Blocks):
+        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+            gate()
+            return super().forward_many(calls)
+
+    step = Step(Slow(), "a", 1)
+    running = asyncio.create_task(executor.step(step))
+    await asyncio.to_thread(gate.entered.wait)
+    running.cancel()
+    await asyncio.wait([running])
+    gate.opened.set()
+    found = weakref.ref(step)
+    del step, running
+    gc.disable()
+    try:
+        async with asyncio.timeout(60):
+            while found() is not None:  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()

@@ -135,3 +135,29 @@ async def test_a_link_that_is_closed_here_can_be_survived(blocks: BlockSpan) -> 
         assert not caught.value.blames_peer
         with pytest.raises(SessionLostError):
             await Link(link.stream).send(MessageType.STEP, {})
+
+
+@pytest.mark.parametrize("leave", ["stream", "session"])
+async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(blocks: BlockSpan, leave: str) -> None:
+    async with in_process_servers(blocks, blocks) as swarm:
+        client = Client(swarm)
+        await client.open(1)
+        await client.step(0, inputs(blocks, 1, 100))
+        found = [
+            weakref.ref(kept)
+            for server, name in zip(swarm.servers.values(), client.names, strict=True)
+            for kept in (server.table.get(name), server.table.get(name).cache)
+        ]
+        gc.disable()
+        try:
+            for stream, name in zip(client.streams, client.names, strict=True):
+                if leave == "stream":
+                    stream.abort()
+                else:
+                    await swarm.close_session(stream, name)
+            async with asyncio.timeout(60):
+                while any(kept() is not None for kept in found):  # noqa: ASYNC110 - nobody is told of it
+                    await asyncio.sleep(0)
+        finally:
+            gc.enable()
+        assert link_stream(swarm).closed is False
