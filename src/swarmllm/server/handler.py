@@ -277,7 +277,7 @@ class _Stream:
         self._stream = stream
         self._owned: dict[str, tuple[Session, asyncio.Task[None]]] = {}
         self._attached: dict[str, weakref.ref[Session]] = {}
-        """Their owners keep them: a predecessor's link may idle for days, and must not hold the caches of closed ones."""
+        """Owners keep them: a predecessor's link may idle for days, and must not hold the caches of closed ones."""
         self._num_requests = 0
 
     async def serve(self) -> None:
