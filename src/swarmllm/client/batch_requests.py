@@ -61,7 +61,7 @@ class BatchRequests:
             return connection
         dialling = self._dialling.get(server.peer_id)
         if dialling is None:
-            dialling = self._view.loop.tasks.create_task(self._dial(server), name=f"dial {server.peer_id}")
+            dialling = self._view.loop.spawn(self._dial(server), name=f"dial {server.peer_id}")
             self._dialling[server.peer_id] = dialling
         found = await asyncio.shield(dialling)
         if isinstance(found, SwarmError):

@@ -22,6 +22,7 @@ from torch import Tensor
 from swarmllm.client.connection import Answer, Connection, new_request_id
 from swarmllm.client.hop import Hop, Moment, Terms
 from swarmllm.client.open_route import OpenRoute
+from swarmllm.client.pending_step import PendingStep, plausible_outputs
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
@@ -31,11 +32,11 @@ from swarmllm.errors import (
     MissingBlocksError,
     PeerError,
     PeerTimeoutError,
+    RemoteProtocolError,
     SessionClosedError,
     SessionLengthExceededError,
     SwarmError,
 )
-from swarmllm.models.activation_checks import checked
 from swarmllm.models.activation_log import ActivationLog
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
@@ -47,21 +48,6 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS_LEFT = 64
 """That a move to a better route may count on. Assumed: the end of an answer of some sentences."""
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A step or replay that is under way."""
-
-    inputs: BlockInputs
-    """Of the first block; once they are sent, as its server sees them. What travels beside the hidden states is taken
-    from here when the client relays."""
-    position: int
-    done: "asyncio.Future[Answer]"
-    replay_end: Hop | None = None
-    """For a replay: the last hop whose cache it rebuilds."""
-    length: int = 0
-    """For a replay: it is complete when this position is reached."""
 
 
 @dataclass(eq=False)
@@ -84,7 +70,7 @@ class Chain:
     """Told, in the event loop, of the route when it has been opened or repaired, and how many seconds that took."""
     _hops: OpenRoute = field(init=False)
     _log: ActivationLog = field(init=False)
-    _pending: dict[int, _Pending] = field(default_factory=dict)
+    _pending: dict[int, PendingStep] = field(default_factory=dict)
     _epoch: int = 0
     _linked: bool = False
     """Whether the hops are usable and linked, as far as we know."""
@@ -244,11 +230,11 @@ class Chain:
     async def _send_steps(self, chunks: Sequence[BlockInputs], outputs: list[Tensor]) -> None:
         """Send all chunks at once, then take in their results in order."""
         loop = asyncio.get_running_loop()
-        steps: list[tuple[int, _Pending]] = []
+        steps: list[tuple[int, PendingStep]] = []
         position = self.position
         try:
             for chunk in chunks:
-                pending = _Pending(chunk, position, loop.create_future())
+                pending = PendingStep(chunk, position, loop.create_future(), self._epoch)
                 request = new_request_id()
                 self._pending[request] = pending
                 steps.append((request, pending))
@@ -259,9 +245,9 @@ class Chain:
         finally:
             for request, pending in steps:
                 del self._pending[request]
-                _forget(pending.done)
+                pending.forget()
 
-    async def _take_in(self, pending: _Pending) -> Tensor:
+    async def _take_in(self, pending: PendingStep) -> Tensor:
         """Wait for the result of the next step, and note that all blocks have seen its positions."""
         answer = await self._answered(pending)
         output = self._result(answer, pending.inputs)
@@ -271,7 +257,7 @@ class Chain:
         self._batch_index = None
         return output
 
-    async def _answered(self, pending: _Pending) -> Answer:
+    async def _answered(self, pending: PendingStep) -> Answer:
         timeout_s = self.view.config.step_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -285,7 +271,7 @@ class Chain:
                 f"the server {stalled} did not finish a step within {timeout_s:g} s", stalled.peer_id
             ) from None
 
-    async def _find_stalled(self, pending: _Pending) -> Hop:
+    async def _find_stalled(self, pending: PendingStep) -> Hop:
         """The first hop that has not got past the step, although everybody answers pings.
 
         Asked by LINK, whose answer says how far a cache goes; the repair links everything anew anyway.
@@ -306,13 +292,7 @@ class Chain:
 
     def _result(self, answer: Answer, inputs: BlockInputs) -> Tensor:
         try:
-            return checked(
-                answer.tensors().get("hidden_states"),
-                inputs.hidden_states,
-                peer_id=answer.peer_id,
-                batch_axis=self.traits.batch_axis,
-                attention_mask=inputs.attention_mask,
-            )
+            return plausible_outputs(answer, inputs, self.traits)
         except PeerError:
             self._hops.lose(answer.peer_id)
             raise
@@ -327,12 +307,32 @@ class Chain:
             self._on_error(hop, answer, request)
             return
         pending = None if request is None else self._pending.get(request)
-        if pending is None or pending.done.done():
+        if pending is None or pending.done.done() or pending.epoch != self._epoch:
             return
-        if answer.header.tensors and answer.header.end < self._span.end:
-            self.view.loop.spawn(self._relay(hop, answer, pending, answer.header.id), name="relay")
-        elif pending.replay_end is None or answer.header.position >= pending.length:
-            pending.done.set_result(answer)
+        try:
+            if hop is (pending.replay_end or self._hops[-1]):
+                pending.finish(hop, answer)
+            else:
+                self._relay(hop, answer, pending)
+        except PeerError as error:
+            self._hops.lose(hop.peer_id)
+            pending.fail(error)
+
+    def _relay(self, hop: Hop, answer: Answer, pending: PendingStep) -> None:
+        """Carry a result to the next server, because its predecessor can't.
+
+        Raises:
+            PeerError: it isn't the result of this step, or of a part of this replay.
+        """
+        position, inputs = pending.after(hop, answer, self.traits)
+        index, last = self._hops.index(hop) + 1, pending.replay_end
+        replay_hops = 0 if last is None else self._hops.index(last) - index + 1
+        if last is not None and replay_hops < 1:
+            raise RemoteProtocolError(f"{hop} answered a replay for the servers before it", hop.peer_id)
+        sending = self._hops[index].send_step(
+            answer.header.id, self._moment, position, inputs, replay_hops=replay_hops, exactly=True
+        )
+        self.view.loop.spawn(sending, name=f"relay from {hop}").add_done_callback(pending.task_ended)
 
     def _on_error(self, hop: Hop, error: SwarmError, request: int | None) -> None:
         if self._is_stale(error, request):
@@ -346,8 +346,7 @@ class Chain:
         if not self._busy.locked():  # between two steps nobody else would take note of it
             self.view.report(error)
         for waiting in self._pending.values() if pending is None else (pending,):
-            if not waiting.done.done():
-                waiting.done.set_exception(error)
+            waiting.fail(error)
 
     def _is_stale(self, error: SwarmError, request: int | None) -> bool:
         """Whether the error is about a request that was given up, or a successor that was replaced meanwhile."""
@@ -355,26 +354,6 @@ class Chain:
             return request not in self._pending
         culprit = error.peer_id if isinstance(error, PeerError) else None
         return culprit is not None and all(hop.peer_id != culprit for hop in self._hops)
-
-    async def _relay(self, hop: Hop, answer: Answer, pending: _Pending, request: int) -> None:
-        """Carry a result to the next server, because its predecessor can't."""
-        try:
-            index = self._hops.index(hop) + 1
-            position, inputs, replay_hops = pending.position, pending.inputs, 0
-            hidden = answer.tensors()["hidden_states"]
-            if pending.replay_end is not None:
-                position = answer.header.position
-                end = position + hidden.shape[self.traits.batch_axis + 1]
-                inputs = inputs.columns(position, end, 0, self.traits)
-                replay_hops = self._hops.index(pending.replay_end) - index + 1
-            await self._hops[index].send_step(
-                request, self._moment, position, inputs.with_hidden(hidden), replay_hops=replay_hops, exactly=True
-            )
-        except (SwarmError, KeyError, IndexError, ValueError) as error:
-            if not pending.done.done():
-                if not isinstance(error, SwarmError):
-                    error = CorruptActivationsError(f"the result can't be relayed: {error}", answer.peer_id)
-                pending.done.set_exception(error)
 
     # ------------------------------------------------------------------ repair
 
@@ -450,7 +429,8 @@ class Chain:
         self._log.rollback(self.position)
         request = new_request_id()
         whole = next(self._log.replay(self.position * self._log.batch_size))[1]
-        pending = _Pending(whole, 0, asyncio.get_running_loop().create_future(), run[-1], self.position)
+        done = asyncio.get_running_loop().create_future()
+        pending = PendingStep(whole, 0, done, self._epoch, run[-1], self.position)
         self._pending[request] = pending
         try:
             if before is None:
@@ -461,10 +441,4 @@ class Chain:
             await self._answered(pending)
         finally:
             del self._pending[request]
-            _forget(pending.done)
-
-
-def _forget(future: "asyncio.Future[Answer]") -> None:
-    """Nobody waits for it any more, and that is no mistake."""
-    if not future.cancel() and not future.cancelled():
-        future.exception()
+            pending.forget()

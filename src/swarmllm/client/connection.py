@@ -168,7 +168,7 @@ class Connection:
             raise RemoteProtocolError(f"a client doesn't take {message.type.name} messages", self.peer_id)
 
     def _error(self, refusal: ErrorHeader) -> SwarmError:
-        if refusal.code == RemoteProtocolError.code:
+        if refusal.code == RemoteProtocolError.code and refusal.peer_id is None:  # else it is about its successor
             return LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
         return error_from_code(refusal.code, refusal.message, refusal.peer_id or self.peer_id)
 

@@ -3,9 +3,12 @@
 Owned by the model; works inside Jupyter, whose own loop runs in another thread. Calls cross without the caller's
 context variables: tasks that outlive the call (readers of streams) would keep alive whatever those refer to, such as
 the very session whose end is to end the task.
+
+A task that fails ends neither the loop nor other tasks: a mistake about one session is that session's.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
@@ -14,21 +17,23 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from swarmllm.errors import SessionClosedError
+from swarmllm.errors import SessionClosedError, SwarmError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class EventLoop:
-    """A thread that runs an event loop until `close()`. `tasks` is a TaskGroup for whatever lives as long as it."""
+    """A thread that runs an event loop until `close()`."""
 
-    tasks: asyncio.TaskGroup
     on_close: list[Callable[[], Awaitable[None]]]
     """Awaited in the loop when it is closed."""
 
     def __init__(self, name: str = "swarmllm-client") -> None:
         self.on_close = []
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._closed = False
         self._lock = threading.RLock()  # finalizers may come at any moment, in any thread
@@ -72,9 +77,22 @@ class EventLoop:
                 return
             self._loop.call_soon_threadsafe(self.spawn, coroutine, context=Context())
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> "asyncio.Task[None]":
-        """A task that lives until it ends or the loop is closed; call it in the loop's thread."""
-        return self.tasks.create_task(coroutine, name=name)
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str | None = None) -> "asyncio.Task[T]":
+        """A task that lives until it ends or the loop is closed; call it in the loop's thread.
+
+        What it raises harms nobody but those who wait for it.
+        """
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            level = logging.DEBUG if isinstance(error, SwarmError) else logging.ERROR
+            logger.log(level, "%s failed; everything else goes on", task.get_name(), exc_info=error)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; harmless when done twice, and in finalizers."""
@@ -90,17 +108,11 @@ class EventLoop:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as self.tasks:
-                self._ready.set()
-                await self._closing.wait()
-                raise _ClosingError
-        except* _ClosingError:
-            pass
-        finally:
-            for cleanup in self.on_close:
-                await cleanup()
-
-
-class _ClosingError(Exception):
-    """Ends the TaskGroup, which cancels its tasks."""
+        self._ready.set()
+        await self._closing.wait()
+        while self._tasks:  # some begin others while they end
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.wait(tuple(self._tasks))
+        for cleanup in self.on_close:
+            await cleanup()

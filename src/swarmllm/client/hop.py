@@ -3,8 +3,9 @@
 Used by `client/chain`, which decides what is asked for and what to do when it fails.
 """
 
+import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -51,6 +52,8 @@ class Hop:
     new: bool = True
     lost: bool = False
     """The server answers, but this session is of no use there any more."""
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Steps go in the order in which they were given, also where a long one is packed in a thread meanwhile."""
 
     @classmethod
     async def open(
@@ -168,8 +171,9 @@ class Hop:
             ones_mask=ones_mask,
             replay_hops=replay_hops,
         )
-        outgoing = await self.connection.compressed(tensors, exactly=exactly)
-        await self.connection.send(MessageType.STEP, header, outgoing)
+        async with self._sending:
+            outgoing = await self.connection.compressed(tensors, exactly=exactly)
+            await self.connection.send(MessageType.STEP, header, outgoing)
         return inputs.with_tensors(as_received(outgoing))
 
     async def send_replay(self, request: int, moment: Moment, length: int, replay_hops: int) -> None:

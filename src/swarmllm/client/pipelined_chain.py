@@ -19,8 +19,9 @@ from functools import partial
 
 from torch import Tensor
 
-from swarmllm.client.chain import Chain, _forget, _Pending
+from swarmllm.client.chain import Chain
 from swarmllm.client.connection import new_request_id
+from swarmllm.client.pending_step import PendingStep
 from swarmllm.errors import ConfigurationError, PeerError, SessionClosedError, SwarmError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.swarm.retry import Retries
@@ -30,9 +31,9 @@ from swarmllm.swarm.retry import Retries
 class PipelinedChain(Chain):
     """`send()` and `receive()` beside `step()`, which may be used when nothing is under way."""
 
-    _ahead: "deque[tuple[int, _Pending]]" = field(default_factory=deque)
+    _ahead: "deque[tuple[int, PendingStep]]" = field(default_factory=deque)
     """Request ids and steps under way whose results are wanted, the oldest first."""
-    _stale: dict[int, _Pending] = field(default_factory=dict)
+    _stale: dict[int, PendingStep] = field(default_factory=dict)
     """Steps under way that nobody wants any more, by request id; also in `_pending`, because they may fail."""
 
     async def send(self, inputs: BlockInputs, position: int) -> None:
@@ -106,8 +107,8 @@ class PipelinedChain(Chain):
             except SwarmError as error:
                 await self._get_over(error, retries)
 
-    def _register(self, inputs: BlockInputs, position: int) -> tuple[int, _Pending]:
-        step = new_request_id(), _Pending(inputs, position, asyncio.get_running_loop().create_future())
+    def _register(self, inputs: BlockInputs, position: int) -> tuple[int, PendingStep]:
+        step = new_request_id(), PendingStep(inputs, position, asyncio.get_running_loop().create_future(), self._epoch)
         self._ahead.append(step)
         self._pending[step[0]] = step[1]
         return step
@@ -117,7 +118,7 @@ class PipelinedChain(Chain):
         steps, self._ahead = self._ahead, deque()
         for request, pending in steps:
             del self._pending[request]
-            _forget(pending.done)
+            pending.forget()
             self._register(pending.inputs, pending.position)
         for request, pending in self._ahead:
             pending.inputs = await self._hops[0].send_step(request, self._moment, pending.position, pending.inputs)
@@ -137,7 +138,7 @@ class PipelinedChain(Chain):
         """No answer will come any more to the stale steps (older than the request `before`)."""
         for request in [request for request in self._stale if before is None or request < before]:
             self._pending.pop(request, None)
-            _forget(self._stale.pop(request).done)
+            self._stale.pop(request).forget()
 
     def _stale_ended(self, request: int, done: "asyncio.Future[object]") -> None:
         if self._stale.pop(request, None) is None:
@@ -147,8 +148,7 @@ class PipelinedChain(Chain):
         if error is None:
             return
         for _, pending in self._ahead:
-            if not pending.done.done():
-                pending.done.set_exception(error)
+            pending.fail(error)
 
     def _hang_up(self) -> None:
         super()._hang_up()

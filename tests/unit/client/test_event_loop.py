@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import pytest
 
 from swarmllm.client.event_loop import EventLoop
-from swarmllm.errors import SessionClosedError
+from swarmllm.errors import PeerError, SessionClosedError
 
 
 @pytest.fixture
@@ -38,6 +38,44 @@ def test_a_closed_loop_runs_nothing(loop: EventLoop) -> None:
     with pytest.raises(SessionClosedError):
         loop.run(answer())
     loop.call_soon(answer())
+
+
+def test_a_task_that_fails_ends_nothing_else(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def spawn() -> list[BaseException | None]:
+        other = loop.spawn(asyncio.Event().wait(), name="other")
+        failing = [loop.spawn(fail(error), name="some task") for error in (RuntimeError("no"), PeerError("gone"))]
+        found = await asyncio.gather(*failing, return_exceptions=True)
+        assert not other.done()
+        return found
+
+    assert [type(error) for error in loop.run(spawn())] == [RuntimeError, PeerError]
+    assert loop.run(answer()) == 42
+    assert [record.message for record in caplog.records] == ["some task failed; everything else goes on"]
+    assert caplog.records[0].exc_info is not None
+
+
+def test_tasks_that_others_begin_while_they_end_are_ended_too(loop: EventLoop) -> None:
+    ended: list[int] = []
+
+    async def begin(left: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if left:
+                loop.spawn(begin(left - 1))
+                await asyncio.sleep(0)
+            ended.append(left)
+
+    async def spawn() -> None:
+        loop.spawn(begin(3))
+        await asyncio.sleep(0)
+
+    loop.run(spawn())
+    loop.close()
+    assert sorted(ended) == [0, 1, 2, 3]
 
 
 def test_the_loop_does_not_wait_for_itself(loop: EventLoop) -> None:
