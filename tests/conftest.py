@@ -46,8 +46,10 @@ from swarmllm.demo import local_swarm  # noqa: E402
 
 pytest_plugins = ["tests.selection"]
 REPO = Path(__file__).resolve().parent.parent
-GRACE_S = 5.0
-"""Seconds that a thread, task or process may take to end after it was told to."""
+GRACE_S = 60.0
+"""Seconds that a thread, task or process may take to end after it was told to, on however busy a machine."""
+START_S = STOP_S = 240.0
+"""Seconds for servers. Only what hangs takes so long."""
 UNIT_BUDGET_S = 0.25
 
 # No deadline: the machine is shared, and tests never assert a time.
@@ -93,6 +95,7 @@ async def _no_task_left_behind() -> AsyncIterator[None]:
 def _servers_are_forked() -> None:
     """Those of LocalSwarm, from a process that has imported what they need."""
     local_swarm.Popen = forked.popen  # type: ignore[attr-defined]
+    local_swarm.START_TIMEOUT_S, local_swarm.STOP_TIMEOUT_S = START_S, STOP_S
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -106,7 +106,7 @@ class Server:
 
     async def ended(self, stream: FrameStream) -> None:
         """Return when the handler has done with this stream, whose client's end is given."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while stream in self._streams:
                 await asyncio.wait([self._streams[stream]])
 
@@ -162,7 +162,7 @@ async def ask(stream: FrameStream, kind: MessageType, header: dict[str, Any], **
 
 
 async def answer(stream: FrameStream) -> Message:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         return await stream.receive()
 
 

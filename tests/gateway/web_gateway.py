@@ -18,7 +18,8 @@ from swarmllm.gateway.app import Gateway
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.settings import GatewayConfig
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
+"""Of requests and of waits for a condition. Only what hangs takes so long."""
 OPTIONS = {"num_threads": 1, "quant_type": "none", "metrics_port": 0}
 NAME = "embedded"
 POOLS = ("generate_", "uvloop_")

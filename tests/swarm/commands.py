@@ -21,16 +21,13 @@ runpy.run_module("swarmllm", run_name="__main__")
 JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
-def command(
-    name: str, *args: object, stdin: str = "", timeout_s: float | None = None
-) -> subprocess.CompletedProcess[str]:
+def command(name: str, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run `python -m swarmllm NAME ARGS…` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "swarmllm", name, *map(str, args)],
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
     )
 
 
@@ -70,7 +67,7 @@ class Running:
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
-    def stop(self, signum: int, timeout_s: float = 10) -> int:
+    def stop(self, signum: int, timeout_s: float = 120) -> int:
         """Send a signal; the exit code."""
         self.process.send_signal(signum)
         return self.process.wait(timeout_s)

@@ -14,7 +14,8 @@ from swarmllm import AutoDistributedModel, ClientConfig
 
 NUM_BLOCKS = 8
 VOCABULARY = 128
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
+"""Of a wait for a condition. Only what hangs takes so long."""
 OPTIONS = {"num_threads": 1, "quant_type": "none"}
 """For every server: bit for bit what the local model computes in this process."""
 

@@ -46,16 +46,15 @@ async def raw(peers: RawPeers, server: LocalServer) -> RawPeer:
     return await peers.open_stream(server)
 
 
-async def assert_ended(raw: RawPeer, timeout_s: float = 15) -> None:
+async def assert_ended(raw: RawPeer) -> None:
     """The server has closed the stream; what it said before doesn't matter."""
     with pytest.raises(PeerError):
-        await read_to_the_end(raw, timeout_s)
+        await read_to_the_end(raw)
 
 
-async def read_to_the_end(raw: RawPeer, timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            await raw.answer()
+async def read_to_the_end(raw: RawPeer) -> None:
+    while True:
+        await raw.answer()
 
 
 def frame(kind: int, header: bytes, part: int, total: int) -> bytes:
@@ -114,7 +113,7 @@ async def test_a_stream_that_falls_silent_in_the_midst_of_a_message(raw: RawPeer
 @pytest.mark.slow
 async def test_a_message_that_never_ends_from_a_peer_that_answers_pings(raw: RawPeer) -> None:
     raw.write(frame(MessageType.FORWARD, b"\x80", CHUNK_BYTES, 10 * CHUNK_BYTES) + bytes(CHUNK_BYTES))
-    await assert_ended(raw, timeout_s=45)
+    await assert_ended(raw)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_bootstrap_peer_keeps_its_address(tmp_path: Path) -> None:
         assert dht.maddrs() == [maddr]
         (daemon,) = [child for child in psutil.Process(dht.process.pid).children() if "p2pd" in child.name()]
         daemon.kill()
-        assert dht.process.wait(10) == 1
+        assert dht.process.wait(120) == 1
     assert "daemon (p2pd) died" in (tmp_path / "log").read_text()
 
 
@@ -197,7 +197,7 @@ def test_unusable_arguments_are_one_sentence() -> None:
 
 @pytest.mark.parametrize("args", [["status"], ["server", "--model", MODEL]], ids=["status", "server"])
 def test_peers_that_cannot_be_reached(args: list[str]) -> None:
-    done = command(*args, "--initial_peers", NOBODY, timeout_s=30)
+    done = command(*args, "--initial_peers", NOBODY)
     assert done.returncode == 1, done.stderr
     assert NOBODY in done.stderr.strip().split("\n")[-1]
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ def counter(server: LocalServer, name: str) -> float:
     """What the server tells Prometheus."""
     address = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
     assert address is not None
-    with urlopen(address[1], timeout=10) as answer:
+    with urlopen(address[1], timeout=120) as answer:
         value = re.search(rf"^swarmllm_server_{name} (\S+)$", answer.read().decode(), re.MULTILINE)
     assert value is not None, f"no counter {name}"
     return float(value[1])

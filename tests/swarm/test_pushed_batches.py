@@ -170,7 +170,7 @@ def test_a_push_that_never_comes(
             yield part, replace(said, source=source if said.target is None else said.source)
 
     monkeypatch.setattr(pushed_batches, "_between", with_another_secret)
-    with connected(llama, swarm.initial_peers, step_timeout_s=1.0) as model:
+    with connected(llama, swarm.initial_peers, step_timeout_s=3.0) as model:
         for _ in range(2):
             got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
             for one, other in zip(got, expected, strict=True):

@@ -131,7 +131,7 @@ def test_closing_a_session_ends_the_step_of_another_thread(model: Any) -> None:
     thread.start()
     assert stepped.wait(30)
     session.close()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert len(errors) == 1
 

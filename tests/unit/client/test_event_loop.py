@@ -104,7 +104,7 @@ def test_closing_ends_calls_of_other_threads(loop: EventLoop) -> None:
     thread.start()
     assert entered.wait(5)
     loop.close()
-    thread.join(5)
+    thread.join(120)
     assert not thread.is_alive()
     assert len(errors) == 1
 
@@ -128,7 +128,7 @@ def test_calls_while_it_is_being_closed_end_in_some_way() -> None:
         begin.wait()
         loop.close()
         for thread in threads:
-            thread.join(5)
+            thread.join(120)
             assert not thread.is_alive()
 
 

@@ -34,7 +34,7 @@ async def test_measured_with_another_server_and_never_with_itself(streams: tuple
     network = NetworkSpeed(PEER, look, open_stream, period_s=0.0)
     assert network.tokens_per_s(4096) == float("inf")
     running = asyncio.create_task(network.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not network.mbps:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
     running.cancel()
@@ -56,7 +56,7 @@ async def test_a_server_that_cannot_be_reached_is_tried_again() -> None:
 
     network = NetworkSpeed(PEER, look, open_stream, period_s=0.0)
     running = asyncio.create_task(network.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while tries < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
     running.cancel()

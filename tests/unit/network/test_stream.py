@@ -22,7 +22,7 @@ Streams = tuple[FrameStream, FrameStream]
 
 
 async def wait_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the streams tell nobody of these states
             await asyncio.sleep(0)
 
