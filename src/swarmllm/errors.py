@@ -13,6 +13,7 @@ peer is to blame. Foreign errors (hivemind, OS, transformers) are translated whe
         PeerUnreachableError                         another peer, blame
         PeerTimeoutError(TimeoutError)               another peer, blame
         ServerOverloadedError                        another peer, no blame
+          ServerOutOfMemoryError                     another peer, no blame
         CacheFullError                               another peer, no blame
         BlocksNotServedError                         refresh, no blame
         SessionLostError                             replay, no blame
@@ -100,6 +101,12 @@ class ServerOverloadedError(PeerError):
     """The server has no room for this request now."""
 
     code = "overloaded"
+
+
+class ServerOutOfMemoryError(ServerOverloadedError):
+    """The server's memory ran out while it computed."""
+
+    code = "out_of_memory"
 
 
 class CacheFullError(PeerError):

@@ -32,6 +32,7 @@ class Fault(Enum):
     CORRUPT = "corrupt"  # NaN in what it returns
     LIE = "lie"  # plausible, but wrong
     STALL = "stall"  # answers pings, but never the request
+    OUT_OF_MEMORY = "out_of_memory"  # the machine has no more, for whatever it computes
     DEAD_THREAD = "dead_thread"  # a mistake of ours ends the device thread
 
 
@@ -62,6 +63,8 @@ def misbehave(fault: Fault, trigger: Path) -> None:
                     os.kill(int(child), signal.SIGKILL)
             case Fault.STALL:
                 threading.Event().wait()
+            case Fault.OUT_OF_MEMORY:
+                torch.empty(1 << 48)
             case Fault.CORRUPT:
                 return outputs * float("nan")
             case Fault.LIE:

@@ -19,7 +19,15 @@ from swarmllm import LocalSwarm
 
 SPANS = {"first": (0, 3), "middle": (3, 5), "last": (5, 8)}
 PROMPT = prompt(length=24)
-FAULTS = [Fault.CRASH, Fault.FREEZE, Fault.NO_DAEMON, Fault.CORRUPT, Fault.STALL, Fault.DEAD_THREAD]
+FAULTS = [
+    Fault.CRASH,
+    Fault.FREEZE,
+    Fault.NO_DAEMON,
+    Fault.CORRUPT,
+    Fault.STALL,
+    Fault.DEAD_THREAD,
+    Fault.OUT_OF_MEMORY,
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,8 @@ QUICK = {
     (beam, Fault.CRASH, "last"),
     (training_backward, Fault.CORRUPT, "first"),
     (decode, Fault.DEAD_THREAD, "first"),
+    (decode, Fault.OUT_OF_MEMORY, "middle"),
+    (training_forward, Fault.OUT_OF_MEMORY, "last"),
 }
 """Run on every commit; the others are slow."""
 
@@ -135,6 +145,7 @@ def test_nothing_is_lost(
             assert faulty.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
             result = work(model, trigger.touch)
             avoided = model.swarm.health.avoided(now=0.0)
+            blamed = model.swarm.health.blamed(now=0.0)
             failures = model.swarm.counts
         if fault is Fault.DEAD_THREAD:  # at once, and not only for this client
             assert faulty.process.wait(TIMEOUT_S) == 1
@@ -144,6 +155,9 @@ def test_nothing_is_lost(
     assert trigger.exists()
     assert sum(failures.values()), "nothing failed, so nothing was survived"
     assert avoided <= {faulty.peer_id}, "an honest peer is avoided"
+    if fault is Fault.OUT_OF_MEMORY:
+        assert failures["out_of_memory"]
+        assert not blamed
     if result.is_floating_point():
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     else:

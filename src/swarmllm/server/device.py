@@ -1,12 +1,21 @@
-"""What a server computes on, and how many blocks its memory takes; used by `server/server`."""
+"""What a server computes on, how many blocks its memory takes, and what it says when memory runs out.
+
+Used by `server/server`, and by whoever computes or allocates for a client.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, ServerOutOfMemoryError
 
 MEMORY_SHARE = 0.8
 """Of the free memory that blocks may take when their number isn't given. Assumed: the rest is cache and activations."""
+
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
+"""What is in the messages of plain RuntimeErrors by which torch and its libraries say so, on CPUs above all."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -38,3 +47,25 @@ def num_blocks_that_fit(block_bytes: list[int], device: torch.device) -> int:
             f"{free / 1e9:.2f} GB are free"
         )
     return min(num_blocks, len(block_bytes))
+
+
+def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
+    """What `error` is for a client, if it means that memory ran out; None if it means something else."""
+    if isinstance(error, ServerOutOfMemoryError):
+        return error
+    said_so = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    if not said_so and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
+    return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
+
+
+@contextmanager
+def memory_errors_translated() -> Iterator[None]:
+    """Raises ServerOutOfMemoryError when what is within runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # of which torch's OutOfMemoryError is one
+        found = out_of_memory(error)
+        if found is None:
+            raise
+        raise found from error

@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,11 @@ from typing import Generic, Never, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from swarmllm.errors import BlocksNotServedError, LocalProtocolError
+from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
 from swarmllm.server.courtesy import Courtesy
+from swarmllm.server.device import out_of_memory
 from swarmllm.server.gathering import Gathering
 from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 
@@ -112,6 +113,8 @@ class Executor:
         self._scheduler: Scheduler[_Waiting] = Scheduler(budget or Budget())  # belongs to the device thread
         self.num_calls = 0
         """Calls that are queued or running."""
+        self.on_out_of_memory: Callable[[], None] | None = None
+        """Called in the device thread after calls that failed for lack of memory."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._waiting: set[asyncio.Future[Timed[object]]] = set()
@@ -289,19 +292,27 @@ class Executor:
         self._scheduler.ran(ended_at)
         compute_s = ended_at - now
         self._courtesy.ran(time.thread_time() - cpu_before, compute_s, ended_at)
-        settled: list[tuple[_Waiting, object]] = []
-        for (work, _), outcome in zip(pieces, outcomes, strict=True):
+        for work, _ in pieces:
             work.compute_s += compute_s
+        settled = self._settled(zip((work for work, _ in pieces), outcomes, strict=True))
+        if self.on_out_of_memory and any(isinstance(outcome, ServerOutOfMemoryError) for _, outcome in settled):
+            _outcome_of(self.on_out_of_memory)
+        self._tell_loop(_settle, settled)
+
+    def _settled(self, outcomes: Iterable[tuple[_Waiting, object]]) -> list[tuple[_Waiting, object]]:
+        """The work that is done or has failed, with what it is to be told."""
+        settled: list[tuple[_Waiting, object]] = []
+        for work, outcome in outcomes:
             if outcome is _UNFINISHED:
-                pass
-            elif work.step is None or isinstance(outcome, BaseException):
+                continue
+            if work.step is None or isinstance(outcome, BaseException):
                 self._scheduler.discard(work)  # what is left of it
                 settled.append((work, outcome))
             else:
                 work.outputs.append(cast(Tensor, outcome))
                 if not work.num_tokens:
                     settled.append((work, _outcome_of(partial(_joined, work.outputs, work.step.blocks))))
-        self._tell_loop(_settle, settled)
+        return [(work, out_of_memory(outcome) or outcome) for work, outcome in settled]
 
     def _tell_loop(self, tell: Callable[[T], None], what: T) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server is gone and nobody waits

@@ -47,6 +47,7 @@ from swarmllm.network.protocol import FrameStream, HelloHeader, Message, Message
 from swarmllm.network.tensor_codec import encode_tensors
 from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.batches import Batch, KeptBatches, Turns, forward, gradients, record
+from swarmllm.server.device import memory_errors_translated
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.input_checks import InputChecks
 from swarmllm.server.links import Links
@@ -96,6 +97,7 @@ class StreamHandler:
         """From now on, these blocks are served."""
         self._blocks, self._inputs, self._sessions = blocks, InputChecks(blocks), sessions
         self.adapters = AdapterStore()
+        self._executor.on_out_of_memory = sessions.make_room
         self._takes_clients = True
 
     async def retire(self, timeout_s: float) -> None:
@@ -110,6 +112,7 @@ class StreamHandler:
         except TimeoutError:
             logger.warning("left %d calls unfinished after %.0f s", self._executor.num_calls, timeout_s)
         self.batches.clear()
+        self._executor.on_out_of_memory = None  # nor its pages of prompts
         self._blocks = self._inputs = self._sessions = None
 
     async def __call__(self, stream: FrameStream) -> None:
@@ -395,8 +398,9 @@ class _Stream:
 
     async def _run(self, message: Message, run: Callable[[Message], Awaitable[tuple[ResultHeader, Outgoing]]]) -> None:
         try:
-            header, tensors = await run(message)
-            await self._answer(header, tensors)
+            with memory_errors_translated():
+                header, tensors = await run(message)
+                await self._answer(header, tensors)
         except SwarmError as error:
             if self._stream.closed:
                 raise

@@ -7,11 +7,19 @@ A session leases all that its `max_length` may take when it is opened, not page 
 more sessions at a time, but `generate()` opens sessions no longer than its text can become, so there is little to gain;
 and its price is a refusal in the midst of an answer, which the client could only survive by computing the whole text
 anew on another server, just when all are full.
+
+When memory runs out all the same, because others on the machine took it, the budget shrinks: what was leased then can't
+have been there. It grows again by what sessions give back that were opened since, so a short lack is soon forgotten.
 """
 
 from dataclasses import dataclass
 
 from swarmllm.errors import CacheFullError
+
+KEPT_SHARE = 0.75
+"""Of what was leased when memory ran out. Assumed, as is the next."""
+LEAST_SHARE = 0.25
+"""Of the capacity that is offered in any case: else a server that lacked memory could never show that it has some."""
 
 
 @dataclass
@@ -20,10 +28,23 @@ class CacheBudget:
 
     capacity_bytes: int
     leased_bytes: int = 0
+    lacking_bytes: int = 0
+    """Of the capacity, what memory has turned out not to hold."""
+    num_lacks: int = 0
+
+    @property
+    def offered_bytes(self) -> int:
+        return self.capacity_bytes - self.lacking_bytes
 
     @property
     def left_bytes(self) -> int:
-        return self.capacity_bytes - self.leased_bytes
+        return max(0, self.offered_bytes - self.leased_bytes)
+
+    def shrink(self) -> None:
+        """Memory ran out; called in the device thread."""
+        enough = int(max(LEAST_SHARE * self.capacity_bytes, KEPT_SHARE * self.leased_bytes))
+        self.lacking_bytes = max(self.lacking_bytes, self.capacity_bytes - enough)
+        self.num_lacks += 1
 
     def lease(self, num_bytes: int) -> "CacheLease":
         """Set `num_bytes` aside.
@@ -31,7 +52,7 @@ class CacheBudget:
         Raises:
             CacheFullError: so much is not left.
         """
-        lease = CacheLease(self)
+        lease = CacheLease(self, self.num_lacks)
         lease.resize(num_bytes)
         return lease
 
@@ -41,6 +62,8 @@ class CacheLease:
     """One session's share of the budget."""
 
     budget: CacheBudget
+    num_lacks: int
+    """Of the budget, when this lease was taken."""
     num_bytes: int = 0
 
     def resize(self, num_bytes: int) -> None:
@@ -53,7 +76,7 @@ class CacheLease:
         if more > self.budget.left_bytes:
             raise CacheFullError(
                 f"the session needs {more / 1e6:.1f} MB more of KV cache, {self.budget.left_bytes / 1e6:.1f} of "
-                f"{self.budget.capacity_bytes / 1e6:.1f} MB are free: use a smaller max_length or batch"
+                f"{self.budget.offered_bytes / 1e6:.1f} MB are free: use a smaller max_length or batch"
             )
         self.budget.leased_bytes += more
         self.num_bytes = num_bytes
@@ -61,4 +84,6 @@ class CacheLease:
     def release(self) -> None:
         """Give everything back; harmless when done twice."""
         self.budget.leased_bytes -= self.num_bytes
+        if self.num_lacks == self.budget.num_lacks:
+            self.budget.lacking_bytes = max(0, self.budget.lacking_bytes - self.num_bytes)
         self.num_bytes = 0

@@ -60,7 +60,7 @@ class ServerMetrics(Collector):
             ("queued_calls", "Steps and batches that wait or are computed.", self._executor.num_calls),
             ("queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms),
             ("batch_size", "Smoothed number of sessions in one forward.", load.batch_size),
-            ("cache_bytes", "Room for KV caches.", budget.capacity_bytes),
+            ("cache_bytes", "Room for KV caches.", budget.offered_bytes),
             ("cache_leased_bytes", "Of it, set aside for sessions.", budget.leased_bytes),
             ("prefix_cache_bytes", "Pages of prompts, kept for others.", 0 if pages is None else pages.num_bytes),
         ):

@@ -68,6 +68,11 @@ class PrefixCache:
             _, page = self._pages.popitem(last=False)
             self.num_bytes -= page.num_bytes
 
+    def clear(self) -> None:
+        """Drop all pages."""
+        self._pages.clear()
+        self.num_bytes = 0
+
     def _used(self, digests: Sequence[bytes]) -> None:
         """From the last one on: without the pages before it, a page is of no use."""
         for digest in reversed(digests):

@@ -118,6 +118,13 @@ class SessionTable:
             raise SessionLostError("this server has no such session (any more)")
         return session
 
+    def make_room(self) -> None:
+        """In the device thread, when memory has run out: give back what can be computed anew, and offer less."""
+        self.budget.shrink()
+        if self.pages is not None:
+            self.pages.clear()
+        return_free_memory()
+
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]
         self._num_ended += 1

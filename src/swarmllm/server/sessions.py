@@ -43,6 +43,7 @@ from swarmllm.network.compression import Outgoing, as_received, compressed
 from swarmllm.network.messages import ReplayHeader, ResultHeader, StepHeader, Successor, Timings
 from swarmllm.network.protocol import FrameStream, MessageType, send_error
 from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.server.device import memory_errors_translated, out_of_memory
 from swarmllm.server.executor import Executor, Priority, Timed
 from swarmllm.server.kv_cache import CacheLease
 from swarmllm.server.links import Link, Links
@@ -205,10 +206,8 @@ class Session:
                 continue
             self.epoch = header.epoch
             try:
-                if isinstance(item, Step):
-                    await self._run_step(item)
-                else:
-                    await self._run_replay(item)
+                with memory_errors_translated():
+                    await (self._run_step(item) if isinstance(item, Step) else self._run_replay(item))
             except SwarmError as error:
                 if self.owner.closed:
                     raise
@@ -460,7 +459,7 @@ class translated_errors:  # noqa: N801 - reads as a statement: with translated_e
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SwarmError) or not isinstance(error, Exception):
             return
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            raise ServerOverloadedError("out of memory: use a smaller batch or another server") from error
+        if lacking := out_of_memory(error):
+            raise lacking from error
         reason = str(error).strip().split("\n")[0][:300]
         raise RemoteProtocolError(f"the blocks can't run on these inputs: {type(error).__name__}: {reason}") from error

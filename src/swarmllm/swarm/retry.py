@@ -7,7 +7,14 @@ trying again can help, and whether the peer is to blame.
 import math
 from dataclasses import dataclass, field
 
-from swarmllm.errors import MissingBlocksError, PeerError, SwarmError
+from swarmllm.errors import (
+    BlocksNotServedError,
+    CacheFullError,
+    MissingBlocksError,
+    PeerError,
+    ServerOverloadedError,
+    SwarmError,
+)
 
 FIRST_BACKOFF_S = 0.1
 """Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
@@ -60,7 +67,7 @@ class PeerHealth:
             if is_news or not faults:  # requests that it lets down at the same time are one fault
                 faults = self._faults[peer_id] = faults + 1
             pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
-        elif error.code in ("overloaded", "cache_full", "blocks_not_served"):
+        elif isinstance(error, ServerOverloadedError | CacheFullError | BlocksNotServedError):
             pause = FULL_SERVER_PAUSE_S
         else:
             return True

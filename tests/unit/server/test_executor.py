@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.errors import BlocksNotServedError, LocalProtocolError, SessionLostError
+from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError, SessionLostError
 from swarmllm.models.packing import SessionCall
 from swarmllm.server import executor as module
 from swarmllm.server.executor import Executor, Priority
@@ -254,10 +254,10 @@ async def test_a_call_may_raise_whatever_it_likes(executor: Executor) -> None:
         raise error
 
     calls = [
-        executor.run(partial(raises, error), Priority.DECODE) for error in (StopIteration(3), MemoryError(), OSError())
+        executor.run(partial(raises, error), Priority.DECODE) for error in (StopIteration(3), KeyError(), OSError())
     ]
     kinds = [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
-    assert kinds == [RuntimeError, MemoryError, OSError]
+    assert kinds == [RuntimeError, KeyError, OSError]
     assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
 
 
@@ -323,3 +323,41 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(executor
                 await asyncio.sleep(0)
     finally:
         gc.enable()
+
+
+LACKS = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+]
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=str)
+async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(executor: Executor, lack: BaseException) -> None:
+    def fails() -> None:
+        raise lack
+
+    class Lacking(Blocks):
+        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+            return [lack for _ in calls]
+
+    rooms: list[str] = []
+    executor.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
+    for failing in (executor.run(fails, Priority.BATCH), executor.step(Step(Lacking(), "a", 1))):
+        with pytest.raises(ServerOutOfMemoryError, match="use another one"):
+            await failing
+    assert rooms == ["swarmllm-device"] * 2
+    with pytest.raises(ArithmeticError):
+        await executor.step(Step(Blocks(), "a", -1))
+    assert len(rooms) == 2
+
+
+async def test_a_lack_that_shows_in_what_is_joined(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        torch.empty(1 << 48)
+
+    monkeypatch.setattr(module, "_joined", fails)
+    with pytest.raises(ServerOutOfMemoryError):
+        await executor.step(Step(Blocks(), "a", 1))

@@ -38,3 +38,42 @@ def test_the_books_balance(actions: list[tuple[int, int]]) -> None:
         except CacheFullError:
             assert leases[index].num_bytes == before
         assert sum(lease.num_bytes for lease in leases) == budget.leased_bytes <= budget.capacity_bytes
+
+
+def test_the_budget_shrinks_when_memory_runs_out_and_grows_by_what_went_well_since() -> None:
+    budget = CacheBudget(1000)
+    leases = [budget.lease(200) for _ in range(3)]
+    for _ in range(4):  # several calls may fail by one lack
+        budget.shrink()
+        assert (budget.offered_bytes, budget.left_bytes) == (450, 0)
+    for lease in leases:
+        lease.release()
+    assert budget.left_bytes == 450, "these are the sessions that were too much"
+    budget.lease(400).release()
+    assert budget.left_bytes == 850
+    budget.lease(400).release()
+    assert budget.left_bytes == 1000
+    budget.shrink()
+    assert budget.left_bytes == 250, "something is offered in any case"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 120)), max_size=30))
+def test_nothing_is_leased_beyond_what_is_offered(actions: list[tuple[int, int]]) -> None:
+    budget = CacheBudget(100)
+    leases = [budget.lease(0) for _ in range(4)]
+    for index, num_bytes in actions:
+        if index == 5:
+            budget.shrink()
+        elif index == 4:
+            leases[num_bytes % 4].release()
+            leases[num_bytes % 4] = budget.lease(0)
+        else:
+            left, before = budget.left_bytes, leases[index].num_bytes
+            try:
+                leases[index].resize(num_bytes)
+            except CacheFullError:
+                assert num_bytes - before > left
+            else:
+                assert num_bytes - before <= left
+        assert 25 <= budget.offered_bytes <= 100
+        assert sum(lease.num_bytes for lease in leases) == budget.leased_bytes

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import threading
 import weakref
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,7 +14,7 @@ from in_process_server import InProcessServers, in_process_servers
 from tiny_models import save_tiny
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import SessionLostError
+from swarmllm.errors import ServerOutOfMemoryError, SessionLostError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
@@ -161,3 +162,37 @@ async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(
         finally:
             gc.enable()
         assert link_stream(swarm).closed is False
+
+
+async def test_a_server_without_memory_says_so_offers_less_and_goes_on(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = inputs(blocks, 1, 100)
+    expected = blocks.forward(prompt)
+    async with in_process_servers(blocks, blocks) as swarm:
+        _, second = swarm.servers.values()
+        client = Client(swarm)
+        await client.open(1)
+        await client.step(0, prompt)
+        async with asyncio.timeout(60):
+            while not len(second.pages):  # noqa: ASYNC110 - after the answer
+                await asyncio.sleep(0)
+        whole = BlockSpan.forward
+
+        def lacking(self: BlockSpan, step: BlockInputs, *args: Any) -> torch.Tensor:
+            if threading.current_thread().name == second.peer_id:
+                torch.empty(1 << 48)
+            return whole(self, step, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockSpan, "forward", lacking)
+            with pytest.raises(ServerOutOfMemoryError) as caught:
+                await client.step(100, inputs(blocks, 1, 1))
+        assert caught.value.retriable
+        assert not caught.value.blames_peer
+        assert len(second.pages) == 0
+        assert second.budget.offered_bytes < second.budget.capacity_bytes
+
+        again = Client(swarm)
+        await again.open(1)
+        torch.testing.assert_close(await again.step(0, prompt), expected)

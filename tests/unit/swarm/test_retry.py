@@ -14,6 +14,7 @@ from swarmllm.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     RemoteProtocolError,
+    ServerOutOfMemoryError,
     ServerOverloadedError,
     SessionClosedError,
     SessionLostError,
@@ -23,7 +24,7 @@ from swarmllm.swarm.retry import FULL_SERVER_PAUSE_S, MAX_BACKOFF_S, MAX_BAN_FAC
 
 A, B = "a" * 46, "b" * 46
 BLAMED = [PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, CorruptActivationsError]
-FULL = [ServerOverloadedError, CacheFullError, BlocksNotServedError]
+FULL = [ServerOverloadedError, ServerOutOfMemoryError, CacheFullError, BlocksNotServedError]
 
 
 def test_delays_grow_to_a_bound_and_end() -> None:
