@@ -1,6 +1,7 @@
 """Servers that move, leave and come back while somebody generates: the same tokens, and no error."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from fault_tools import at_token
-from swarm_models import OPTIONS, connected, load_local, prompt, save_llama
+from swarm_models import OPTIONS, connected, load_local, prompt, save_llama, wait_until
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -65,6 +66,29 @@ def test_a_server_moves_into_a_gap_while_a_client_generates(checkpoint: Path, lo
             assert "moving from blocks" in log_of(mover)
             assert not re.search("moving|claiming", log_of(staying))
             assert tokens(model, 30) == tokens(local, 30)
+
+
+@pytest.mark.slow
+def test_a_server_stays_where_it_is_while_it_could_load_nothing_else(
+    checkpoint: Path, local: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Its model's directory is gone when others need it: it goes on, and moves when the files are back."""
+    files, away = tmp_path / "checkpoint", tmp_path / "away"
+    shutil.copytree(checkpoint, files)
+    with local_swarm(files, *HALVES) as swarm:
+        mover = swarm.add_server(num_blocks=4)
+        assert mover.span is not None
+        here = (mover.span.start, mover.span.end)
+        (gap,) = set(HALVES) - {here}
+        with connected(checkpoint, swarm.initial_peers, route_timeout_s=60) as model:
+            files.rename(away)
+            swarm.servers[HALVES.index(gap)].stop()
+            wait_until(lambda: "can't be loaded" in log_of(mover), "a try to move")
+            assert mover.alive
+            assert online(model)[mover.peer_id] == here
+            away.rename(files)
+            assert tokens(model, 30) == tokens(local, 30)
+            assert online(model)[mover.peer_id] == gap
 
 
 def test_leaving_politely_in_the_midst_of_a_generation(checkpoint: Path, local: PreTrainedModel) -> None:

@@ -34,7 +34,15 @@ from swarmllm.models.packing import Outcome, Packer, SessionCall
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight, resolve_quantization
 from swarmllm.models.quantization.check import check_quantized
 from swarmllm.models.quantization.heap import separate_weights
-from swarmllm.models.skeleton import EmbeddingStub, load_pruned, prune_to_span, pruned, unused_before_blocks
+from swarmllm.models.skeleton import (
+    EmbeddingStub,
+    load_pruned,
+    needed_tensors,
+    on_meta,
+    prune_to_span,
+    pruned,
+    unused_before_blocks,
+)
 from swarmllm.models.span_cache import SpanCache
 
 _PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
@@ -223,6 +231,12 @@ class BlockSpan:
         if span not in self.span:
             raise ConfigurationError(f"blocks {span} are not among the hosted {self.span}")
         return span
+
+
+def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
+    """The checkpoint's tensors that `load_block_span` reads."""
+    cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused_before_blocks(checkpoint.config)))
+    return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
 
 
 def load_block_span(

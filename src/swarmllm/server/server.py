@@ -28,7 +28,7 @@ from swarmllm.config import ServerConfig
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
 from swarmllm.models.architecture import check_supported
-from swarmllm.models.block_span import BlockSpan, load_block_span
+from swarmllm.models.block_span import BlockSpan, load_block_span, span_tensor_names
 from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
@@ -72,6 +72,8 @@ be gone within 10."""
 HAND_OVER_S = 15.0
 """The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
 CONNECT_TIMEOUT_S = 5.0
+LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
+"""Of other blocks; torch says by a RuntimeError that memory is out."""
 LOW_PRIORITY = 10
 """Linux then leaves a tenth of a core to a program beside one that wants all of it. At 19 it would be a seventieth,
 also for answering pings and passing on what has been computed."""
@@ -203,12 +205,13 @@ class _Server:
                     serve_metrics(self._config.metrics_host, self._config.metrics_port, metrics), name="serve metrics"
                 )
                 await self._peer.serve_streams(handler)
-                while await self._load(executor, stop):
+                loaded = await self._load(executor, stop)
+                while loaded:
                     logger.info("ready %.1f s after the start", time.monotonic() - started_at)
                     target = await self._serve(handler, executor, stop)
                     if target is None:
                         break
-                    self._span, self._blocks, self._claim = target, None, None
+                    loaded = await self._load_other(target, executor, stop)
                 for task in (watchdog, computing, announcing, measuring, pinging, watching, reporting):
                     task.cancel()
                 await _at_most(FAREWELL_S, self._announcer.withdraw())
@@ -253,6 +256,35 @@ class _Server:
         await _first_of(loading, stop.wait())
         return loading.done() and loading.result() is not None
 
+    async def _load_other(self, target: Span, executor: Executor, stop: asyncio.Event) -> bool:
+        """Load other blocks; those of before if that fails. False if told to stop meanwhile."""
+        before = self._span
+        self._span, self._blocks, self._claim = target, None, None
+        try:
+            loaded = await self._load(executor, stop)
+        except LOADING_FAILURES as error:
+            logger.warning(
+                "going back to blocks %s, as loading blocks %s failed: %s", before, target, str(error) or repr(error)
+            )
+        else:
+            self._rebalancer.failed_moves = 0
+            return loaded
+        self._rebalancer.failed_moves += 1
+        self._span = before
+        return await self._load(executor, stop)
+
+    async def _can_load(self, target: Span, executor: Executor) -> bool:
+        """Whether the files of other blocks are there (on the hub: downloaded now) and hold them."""
+        try:
+            names = await executor.run(lambda: span_tensor_names(self._checkpoint, target), Priority.BATCH)
+            await asyncio.to_thread(self._checkpoint.tensors, names.value)
+        except LOADING_FAILURES as error:
+            logger.warning(
+                "staying at blocks %s, as blocks %s can't be loaded: %s", self._span, target, str(error) or repr(error)
+            )
+            return False
+        return True
+
     async def _serve(self, handler: StreamHandler, executor: Executor, stop: asyncio.Event) -> Span | None:
         """Serve the loaded blocks until told to stop (None), or until other blocks need this server more."""
         blocks = self._blocks
@@ -273,7 +305,11 @@ class _Server:
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)
         self._announcement.start()
         watching = asyncio.ensure_future(self._watch_adapters(blocks))
-        moving = asyncio.ensure_future(self._rebalancer.wait_for_move(self._look, self._stake_claim))
+        moving = asyncio.ensure_future(
+            self._rebalancer.wait_for_move(
+                self._look, self._stake_claim, lambda target: self._can_load(target, executor)
+            )
+        )
         await _first_of(moving, stop.wait())
         watching.cancel()
         target = moving.result() if moving.done() and not moving.cancelled() else None
