@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarmllm.client.connection import Answer, Connection, new_request_id
+from swarmllm.client.connection import Answer, Connection, attended, new_request_id
 from swarmllm.client.hop import Hop, Moment, Terms
 from swarmllm.client.open_route import OpenRoute
 from swarmllm.client.pending_step import PendingStep, plausible_outputs
@@ -261,7 +261,8 @@ class Chain:
         timeout_s = self.view.config.step_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await pending.done
+                with attended(hop.connection for hop in self._hops):
+                    return await pending.done
         except TimeoutError as error:
             if isinstance(error, SwarmError):
                 raise

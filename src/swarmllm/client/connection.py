@@ -6,7 +6,8 @@ event loop.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -52,6 +53,9 @@ class Answer:
                 raise RemoteProtocolError(str(error), self.peer_id) from None
         return self._tensors
 
+
+USUAL_WAIT_S = 0.4
+"""Answers that come sooner cost no look at the servers."""
 
 OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
 
@@ -127,7 +131,8 @@ class Connection:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.send(message_type, header, tensors)
-                return await future
+                with attended([self]):
+                    return await future
         except TimeoutError as error:
             if isinstance(error, SwarmError):
                 raise
@@ -179,3 +184,22 @@ class Connection:
                 self._on_answer(self, answer, request_id)
         elif not future.done():
             future.set_exception(answer) if isinstance(answer, SwarmError) else future.set_result(answer)
+
+
+@contextmanager
+def attended(connections: Iterable[Connection]) -> Iterator[None]:
+    """While an answer is waited for that all these servers are needed for: one that is frozen is noticed sooner."""
+    streams: list[FrameStream] = []
+
+    def attend() -> None:
+        for connection in connections:
+            connection._stream.attend()
+            streams.append(connection._stream)
+
+    timer = asyncio.get_running_loop().call_later(USUAL_WAIT_S, attend)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for stream in streams:
+            stream.relax()

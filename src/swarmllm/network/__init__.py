@@ -4,6 +4,7 @@ messages          headers of the messages, checked field by field
 frames            a message as bytes and back, without I/O
 tensor_codec      tensors as the payload of a message
 stream            messages to and from one peer, with signs of life
+patience          how long a silent peer is waited for
 protocol          versions, greeting, errors on the wire; the names that client and server import
 identity          the key behind a peer id
 daemon            the libp2p daemon of this process

@@ -31,6 +31,7 @@ from swarmllm.errors import (
     SessionClosedError,
     SwarmError,
 )
+from swarmllm.network import patience
 from swarmllm.network.frames import (
     CHUNK_BYTES,
     CONTROL_TYPES,
@@ -42,6 +43,7 @@ from swarmllm.network.frames import (
     encode_message,
 )
 from swarmllm.network.link_rate import LinkRate
+from swarmllm.network.patience import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class FrameStream(asyncio.Protocol):
         self._progress = (0, self._last_heard_at)  # frames done, when that was first seen
         self._ping_idx = 0
         self._ping_sent_at = 0.0
+        self._patience = Patience()
         self._pong_waiter: asyncio.Future[float] | None = None
 
         self._least_round_trip_s: float | None = None
@@ -228,6 +231,7 @@ class FrameStream(asyncio.Protocol):
         if self._ended is not None or self._transport is None:
             raise self._error()
         traffic.sent_bytes += len(frame)
+        self._patience.sent(len(frame))
         self._transport.write(frame)
 
     async def _drained(self) -> None:
@@ -323,18 +327,36 @@ class FrameStream(asyncio.Protocol):
             raise self._error()
         return await asyncio.shield(self._pong_waiter)
 
+    def attend(self) -> None:
+        """Somebody waits for the peer: look more often, and give up sooner if it used to be quick; until `relax()`."""
+        self._patience.num_waiting += 1
+        if self._patience.num_waiting == 1 and self._ended is None and self._timer is not None:
+            self._patience.restart(self._loop.time())
+            self._timer.cancel()
+            self._ping_again()
+            self._schedule_tick()
+
+    def relax(self) -> None:
+        """One fewer waits."""
+        self._patience.num_waiting -= 1
+
     def _schedule_tick(self) -> None:
-        self._tick_due_at = self._loop.time() + self._interval_s
+        interval_s = min(self._interval_s, patience.INTERVAL_S) if self._patience.num_waiting else self._interval_s
+        self._tick_due_at = self._loop.time() + interval_s
         self._timer = self._loop.call_at(self._tick_due_at, self._tick)
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if now - self._tick_due_at > self._interval_s or self._reading_paused:
+        late_s = now - self._tick_due_at
+        if late_s > patience.INTERVAL_S / 2 or self._reading_paused:
+            self._patience.restart(now)
+        if late_s > self._interval_s or self._reading_paused:
             # This process was stopped or busy, or doesn't take what came: what the peer sent could not be seen.
             self._last_heard_at = now
             self._progress = (self._decoder.num_frames, now)
         silent_s = now - self._last_heard_at
-        if silent_s > self._interval_s * (self._misses - 0.5):
+        usual_s = self._interval_s * (self._misses - 0.5)
+        if silent_s > usual_s or self._patience.is_over(now, self._last_heard_at):
             self._end(PeerTimeoutError, f"gave no sign of life for {silent_s:.1f} s", abort=True)
             return
         num_frames, since = self._progress
@@ -343,14 +365,19 @@ class FrameStream(asyncio.Protocol):
         elif now - since > self._stall_timeout_s:
             self._end(PeerTimeoutError, f"stopped within a message for {now - since:.0f} s", abort=True)
             return
-        self._ping()
+        self._ping_again()
         self._schedule_tick()
+
+    def _ping_again(self) -> None:
+        if not (self._patience.num_waiting and self._patience.ping_is_under_way):
+            self._ping()
 
     def _ping(self) -> None:
         if self._writing_paused:  # the peer doesn't read; more bytes would only pile up
             return
         self._ping_idx += 1
         self._ping_sent_at = self._loop.time()
+        self._patience.pinged()
         self._write_ping(self._ping_idx)
 
     def _write_ping(self, number: int) -> None:
@@ -368,6 +395,7 @@ class FrameStream(asyncio.Protocol):
         if number != self._ping_idx:
             return
         sample = self._loop.time() - self._ping_sent_at
+        self._patience.answered(sample)
         self._least_round_trip_s = min(sample, self._least_round_trip_s or sample)
         # RFC 6298, section 2: the same smoothing as TCP's
         self.round_trip_s = sample if self.round_trip_s is None else 0.875 * self.round_trip_s + 0.125 * sample

@@ -13,6 +13,7 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SessionClosedError,
 )
+from swarmllm.network import patience
 from swarmllm.network import stream as stream_module
 from swarmllm.network.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
 from swarmllm.network.stream import FrameStream
@@ -103,6 +104,26 @@ async def test_a_silent_peer_is_given_up(half_stream) -> None:
     assert caught.value.peer_id == stream.peer_id
     with pytest.raises(PeerTimeoutError):
         await stream.send(MessageType.STEP, {})
+
+
+async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
+    half_stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before it has answered a ping; and as usual when nobody waits any more."""
+    monkeypatch.setattr(patience, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(patience, "LEAST_S", 0.1)
+    stream, (reader, writer) = await half_stream()
+    answering = asyncio.create_task(answer_pings(reader, writer))
+    stream.start_keepalive(interval_s=1000)
+    await stream.ping()
+    stream.attend()
+    before = stream._ping_idx
+    await wait_until(lambda: stream._ping_idx > before + 3)  # it looks more often, and finds it alive
+    stream.relax()
+    stream.attend()
+    answering.cancel()
+    with pytest.raises(PeerTimeoutError, match="no sign of life"):
+        await stream.receive()
 
 
 async def test_a_peer_that_stops_within_a_message_is_given_up_though_it_answers_pings(half_stream) -> None:
