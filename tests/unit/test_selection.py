@@ -57,11 +57,11 @@ def test_the_commit_of_a_directory(repo_root: Path, tmp_path: Path) -> None:
 def run(repo_root: Path, tmp_path: Path) -> Run:
     """pytest with these options on 31 tests, and what it says."""
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.selection"]')
 
     def run(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
-        environment = {**os.environ, "PYTHONPATH": str(repo_root), "PYTEST_ADDOPTS": ""}
+        plugins = ["-p", "tests.selection", "-p", "pytest_rerunfailures"]
+        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, *plugins, "--rootdir", tmp_path, tmp_path]
+        environment = {**os.environ, "PYTHONPATH": str(repo_root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
         return done.returncode, done.stdout
 
@@ -76,7 +76,7 @@ def test_parts_deadlines_and_repetitions_in_a_run(run: Run) -> None:
     assert names[0] == set().union(*names[1:])
 
     code, said = run("-k", "flaky", "--part", "1/1000")
-    assert (code, "1 deselected" in said) == (0, True), said
+    assert (code, "1 deselected" in said, "part 1 of 1000" in said) == (0, True, True), said
     code, said = run("--deadline", str(time.time() - 1))
     assert code == 0, said
     assert "the deadline left out 31 tests" in said
