@@ -28,6 +28,8 @@ from typing import IO, Any
 
 IMPORTED = ("swarmllm.server.server", "transformers.models.llama.modeling_llama", "uvloop")
 REQUEST_BYTES = 1 << 16
+READ_BY_IMPORTS = ("HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_")
+"""Variables that begin like this are read once: who needs others than the warm process had can't be forked from it."""
 HIGHEST_FD = os.sysconf("SC_OPEN_MAX")
 
 
@@ -82,10 +84,20 @@ class Forked:
 def popen(command: Sequence[str], *, stderr: IO[bytes], start_new_session: bool = False, **pipes: Any) -> Any:
     """`subprocess.Popen` of a Python program, forked if what the warm process has imported fits to it."""
     python, *arguments = command
-    environment = _environment()
-    if python != sys.executable or not hasattr(os, "pidfd_open") or environment != _warm_process().environment:
+    if python != sys.executable or not hasattr(os, "pidfd_open") or any(map(is_read_by_imports, _changed_variables())):
         return subprocess.Popen(command, stderr=stderr, start_new_session=start_new_session, **pipes)
-    return Forked({"arguments": arguments, "cwd": str(Path.cwd()), "session": start_new_session}, stderr)
+    request = {"arguments": arguments, "cwd": str(Path.cwd()), "session": start_new_session}
+    return Forked({**request, "variables": _changed_variables()}, stderr)
+
+
+def is_read_by_imports(variable: str) -> bool:
+    return variable.startswith(READ_BY_IMPORTS)
+
+
+def _changed_variables() -> dict[str, str | None]:
+    """What is different in the environment since the warm process began; None: no longer set."""
+    before, now = _warm_process().environment, dict(os.environ)
+    return {name: now.get(name) for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
 def warm_pid() -> int | None:
@@ -106,8 +118,7 @@ class _WarmProcess:
     starting = threading.Lock()
 
     def __init__(self) -> None:
-        self.environment = _environment()
-        """Libraries have read it when they were imported: whoever needs another one can't be forked."""
+        self.environment = dict(os.environ)
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
@@ -127,10 +138,6 @@ def _warm_process() -> _WarmProcess:
         if _WarmProcess.running is None:
             _WarmProcess.running = _WarmProcess()
         return _WarmProcess.running
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def fork_on_request(requests: socket.socket) -> list[str]:
@@ -175,6 +182,11 @@ def _become(request: dict[str, Any], standard: list[int]) -> None:
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])
+    for name, value in request["variables"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     for number, fd in enumerate(standard):
         os.dup2(fd, number)
     os.closerange(len(standard), HIGHEST_FD)  # the warm process's own, among them other processes' reports

@@ -97,11 +97,16 @@ def test_signals(start: Start) -> None:
     process.kill()  # harmless
 
 
-def test_another_environment_needs_imports_of_its_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    process = start("import os; print(os.environ['HF_ENDPOINT'])")
-    assert isinstance(process, subprocess.Popen)
-    assert process.stdout.readline() == "http://127.0.0.1:1\n"
+@pytest.mark.parametrize(
+    ("variable", "kind"), [("SWARMLLM_LOG_LEVEL", forked.Forked), ("HF_ENDPOINT", subprocess.Popen)]
+)
+def test_the_environment(start: Start, monkeypatch: pytest.MonkeyPatch, variable: str, kind: type) -> None:
+    """What libraries read when they are imported needs imports of its own."""
+    monkeypatch.setenv(variable, "other")
+    monkeypatch.delenv("SWARMLLM_CACHE")
+    process = start(f"import os; print(os.environ['{variable}'], os.environ.get('SWARMLLM_CACHE'))")
+    assert isinstance(process, kind)
+    assert process.stdout.readline() == "other None\n"
 
 
 @pytest.mark.slow
