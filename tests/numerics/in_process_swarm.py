@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import UnsupportedModelError
+from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedModelError
+from swarmllm.models.activation_log import ActivationLog
 from swarmllm.models.adapters import checked
 from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.block_inputs import BlockInputs
@@ -22,6 +23,7 @@ from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.client_shell import load_client_shell
 from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.span_cache import RollbackUnsupportedError
 from swarmllm.server.batches import Graph
 
 Route = list[tuple[BlockSpan, Span]]
@@ -39,28 +41,80 @@ def over_the_wire(inputs: BlockInputs, server: BlockSpan, span: Span) -> BlockIn
 
 
 class InProcessSession:
-    """One span cache per hop."""
+    """One span cache per hop; as the client's chain, it keeps its inputs and rebuilds the caches from them."""
 
     def __init__(self, route: Route) -> None:
+        self.route = route
         self.caches = [server.new_cache(span) for server, span in route]
+        self.closed = False
+        self._log = ActivationLog(route[0][0].traits)
+        self._remembered = False
 
     @property
     def position(self) -> int:
+        if self._remembered:
+            return self._log.length
         (position,) = {cache.position for cache in self.caches}
         return position
 
     @position.setter
     def position(self, value: int) -> None:
-        for cache in self.caches:
-            cache.rollback(value)
+        self._log.rollback(value)
+        try:
+            for cache in self.caches if not self._remembered else ():
+                cache.rollback(value)
+        except RollbackUnsupportedError:
+            self._forget()
 
     def select_batch(self, indices: Sequence[int]) -> None:
-        for cache in self.caches:
+        self._log.select_batch(indices)
+        for cache in self.caches if not self._remembered else ():
             cache.select_batch(indices)
 
     def record_past(self) -> None:
         for cache in self.caches:
             cache.record_past()
+
+    def remember(self, inputs: BlockInputs) -> None:
+        self._log.append(self.position, inputs)
+        self._forget()
+
+    def fork(self) -> "InProcessSession":
+        twin = InProcessSession(self.route)
+        for _, past in self._log.replay(1 << 24):
+            twin.remember(past)
+        return twin
+
+    def close(self) -> None:
+        self.closed = True
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        if self.closed:
+            raise SessionClosedError("the session has been closed")
+        if self._remembered:
+            past = list(self._log.replay(1 << 24))
+            self._remembered = False
+            for _, one in past:
+                self._step(one)
+        position = self.position
+        if position and inputs.batch_size != self._log.batch_size:
+            raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
+        output = self._step(inputs)
+        self._log.append(position, inputs.detached())
+        return output
+
+    def _forget(self) -> None:
+        """The caches are lost, as those of servers that died."""
+        self.caches = [server.new_cache(span) for server, span in self.route]
+        self._remembered = bool(self._log.length)
+
+    def _step(self, inputs: BlockInputs) -> Tensor:
+        hidden = inputs.hidden_states
+        for (server, span), cache in zip(self.route, self.caches, strict=True):
+            inputs = inputs.with_hidden(hidden)
+            output = server.forward(over_the_wire(inputs, server, span), span, cache)
+            hidden = torch.empty(output.shape, dtype=output.dtype).copy_(output)
+        return hidden
 
 
 class _Remote(torch.autograd.Function):
@@ -93,17 +147,16 @@ class InProcessRunner:
         self.route = route
 
     def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+        if cache is not None:
+            return cache.session.run(inputs)
         hidden = inputs.hidden_states
-        for hop_idx, (server, span) in enumerate(self.route):
+        for server, span in self.route:
             inputs = inputs.with_hidden(hidden)
-            if cache is None:
-                hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds, *inputs.trained)
-            else:
-                session = cache.session
-                assert isinstance(session, InProcessSession)
-                output = server.forward(over_the_wire(inputs, server, span), span, session.caches[hop_idx])
-                hidden = torch.empty(output.shape, dtype=output.dtype).copy_(output)
+            hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds, *inputs.trained)
         return hidden
+
+    def longest_row(self) -> int:
+        return 8192
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> InProcessSession:
         return InProcessSession(self.route)

@@ -14,7 +14,7 @@ A move to a better route goes the same way from 2. on, except that the new sessi
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from swarmllm.errors import (
 from swarmllm.models.activation_log import ActivationLog
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.messages import Timings
+from swarmllm.network.messages import MAX_POSITION, Timings
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts
 
@@ -58,6 +58,8 @@ class Chain:
     traits: BlockTraits
     spot_checks: SpotChecks
     max_length: int
+    grows: bool = False
+    """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
     position: int = 0
     record_past: bool = False
     timings: Timings = ()
@@ -127,6 +129,9 @@ class Chain:
             rows = self._log.batch_size
             if self.position and inputs.batch_size != rows:
                 raise ConfigurationError(f"the session has {rows} rows, these inputs {inputs.batch_size}")
+            if not self.position and inputs.batch_size != self._batch_size:
+                self._hang_up()  # another text, of other rows than the servers keep room for
+                self._linked = False
             self._stepping = asyncio.current_task()
             try:
                 return await self._run(inputs)
@@ -148,7 +153,13 @@ class Chain:
     def _check_room(self, position: int, inputs: BlockInputs) -> None:
         if self._closed:
             raise SessionClosedError("the session has been closed")
-        if position + inputs.seq_len > self.max_length:
+        wanted = position + inputs.seq_len
+        if self.grows and self.max_length < wanted <= MAX_POSITION:
+            # Twice as long each time: replaying what is known costs less in all than computing it once.
+            self.max_length = min(MAX_POSITION, max(wanted, 2 * self.max_length))
+            self._hang_up()
+            self._linked = False
+        if wanted > self.max_length:
             raise SessionLengthExceededError(
                 f"{position} + {inputs.seq_len} tokens are more than the session's max_length of "
                 f"{self.max_length}: open it with a larger max_length"
@@ -201,6 +212,19 @@ class Chain:
             self.position -= sum(output.shape[self.traits.batch_axis + 1] for output in outputs)
             outputs.clear()
             raise
+
+    def remember(self, inputs: BlockInputs) -> None:
+        """All blocks have seen `inputs` elsewhere: the first repair, which opens the chain, replays them."""
+        self._log.append(self.position, inputs)
+        self.position += inputs.seq_len
+        self._adapter = inputs.adapter
+
+    async def past(self) -> BlockInputs | None:
+        """What all blocks have seen, as one call's inputs."""
+        async with self._busy:
+            self._log.rollback(self.position)
+            whole = next(self._log.replay(max(1, self.position * self._log.batch_size)), None)
+            return None if whole is None else replace(whole[1], adapter=self._adapter)
 
     async def close(self) -> None:
         """Free the session on all servers: they do it when the streams end. A step under way is cancelled."""

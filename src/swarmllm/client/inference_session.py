@@ -39,6 +39,7 @@ class InferenceSession:
         *,
         max_length: int | None = None,
         batch_size: int = 1,
+        grows: bool = False,
         on_enter: Callable[["InferenceSession"], None] = lambda session: None,
         on_exit: Callable[["InferenceSession"], None] = lambda session: None,
     ) -> None:
@@ -49,7 +50,6 @@ class InferenceSession:
                 f"max_length must be 1 to {MAX_POSITION} and batch_size 1 to {MAX_BATCH}, "
                 f"not {max_length} and {batch_size}"
             )
-        self.max_length = max_length
         self.batch_size = batch_size
         self.history: Tensor | None = None
         """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
@@ -57,7 +57,7 @@ class InferenceSession:
         """Seconds that the last step took."""
         self._loop = view.loop
         self._traits, self._hidden_size = traits, view.hidden_size
-        self._chain = PipelinedChain(view, traits, spot_checks, max_length)
+        self._chain = PipelinedChain(view, traits, spot_checks, max_length, grows=grows)
         self._on_enter, self._on_exit = on_enter, on_exit
         # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
         self._close = weakref.finalize(self, _close_chain, self._loop, self._chain)
@@ -122,9 +122,35 @@ class InferenceSession:
         if self._close.alive:
             self._loop.run(self._chain.abandon())
 
+    def remember(self, inputs: BlockInputs) -> None:
+        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
+        self._chain.remember(inputs)
+
+    def fork(self) -> "InferenceSession":
+        """Another session with the same past, which servers compute again when it is continued."""
+        self._check_open()
+        chain = self._chain
+        twin = InferenceSession(
+            chain.view,
+            self._traits,
+            chain.spot_checks,
+            max_length=chain.max_length,
+            batch_size=self.batch_size,
+            grows=chain.grows,
+        )
+        twin._chain.record_past = chain.record_past
+        if (past := self._loop.run(chain.past())) is not None:
+            twin.remember(past)
+        return twin
+
     def _check_open(self) -> None:
         if not self._close.alive:
             raise SessionClosedError("the session has been closed")
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the servers keep room for."""
+        return self._chain.max_length
 
     @property
     def position(self) -> int:

@@ -90,7 +90,11 @@ class RemoteBlocks(nn.Module):
         return cache.session.run(inputs)
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:
-        """For `generate()` and forwards with use_cache."""
+        """For `generate()` and forwards with use_cache, whose callers don't say how long a text may become."""
         return InferenceSession(
-            self._view, self.traits, self.batches.spot_checks, batch_size=batch_size, max_length=max_length
+            self._view, self.traits, self.batches.spot_checks, batch_size=batch_size, max_length=max_length, grows=True
         )
+
+    def longest_row(self) -> int:
+        """Positions that one row of a batch may have on any server."""
+        return self._view.max_batch_tokens

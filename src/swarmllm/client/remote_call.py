@@ -1,6 +1,5 @@
 """A batch through the swarm as one node of autograd's graph: what torch needs to call `client/remote_autograd` back."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ class RemoteCall(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
-        outputs, stages = runner.forward(_detached(inputs), span, keep=keep)
+        outputs, stages = runner.forward(inputs.detached(), span, keep=keep)
         if keep:
             ctx.runner, ctx.stages = runner, stages
             ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
@@ -65,9 +64,3 @@ def _scales_losses() -> bool:
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         for device in ("cuda", "cpu")
     )
-
-
-def _detached(inputs: BlockInputs) -> BlockInputs:
-    tensors = {name: tensor.detach() for name, tensor in inputs.tensors().items()}
-    detached = BlockInputs.from_tensors(tensors, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
-    return replace(detached, adapter=inputs.adapter)

@@ -98,6 +98,11 @@ class SwarmView:
         return self.route().expected_ms if route is None else self.loop.run(self._expected_ms(route))
 
     @property
+    def max_batch_tokens(self) -> int:
+        """What every server that was last seen takes in one batch."""
+        return min((server.max_batch_tokens for server in self._snapshot.servers), default=0)
+
+    @property
     def model_name(self) -> str:
         """As the swarm knows the model."""
         return self._name

@@ -69,6 +69,15 @@ class BlockInputs:
         known: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in TENSOR_NAMES}
         return replace(self, **known)
 
+    def detached(self) -> Self:
+        """The same call outside of autograd's graph."""
+        detached = self.from_tensors(
+            {name: tensor.detach() for name, tensor in self.tensors().items()},
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+        )
+        return replace(detached, adapter=self.adapter)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """On another device, with the floating-point tensors in another dtype (masks keep theirs)."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}

@@ -1,5 +1,11 @@
 """Which cache a forward of the client shell runs with: a remote one, none, or one that begins with a prefix.
 
+    a remote cache is given                         its session goes on
+    use_cache is False, or the model is an encoder  none: the blocks run on the whole batch at once
+    use_cache=True, without gradients               a session is opened, and its cache returned
+    anything else, where transformers makes one     as without a cache; the one that is returned opens a session only
+                                                    when it is continued, which computes what it holds once more
+
 Called by `client_shell` for each forward of the stack, before its code sees the arguments.
 """
 
@@ -19,6 +25,8 @@ _prepared: ContextVar[tuple["weakref.ref[Any]", "weakref.ref[RemoteCache]"] | No
     "swarmllm_prepared", default=None
 )
 """The model and the cache of this thread's last `generate()`."""
+_spent: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Local caches that were taken for a prefix. Locally they would hold the text of that call by now."""
 
 
 def note_prepared(shell: Any, cache: RemoteCache) -> None:
@@ -35,38 +43,59 @@ def cache_of_call(
     stack is to take for its cache.
 
     Raises:
-        ConfigurationError: what was given as a cache can't be one.
+        ConfigurationError: what was given as a cache can't be one, or it isn't clear which one is meant.
     """
     cache = kwargs.get(name)
     if isinstance(cache, RemoteCache):
+        if cache.config is not shell.config:
+            raise ConfigurationError(f"the {name} are those of another model: continue them with that one")
         return cache, None
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     batch_size = 1 if given is None else given.shape[0]
-    prefix = None if cache is None else TunedPrefix.read(cache, shell, batch_size)
+    prefix = None if cache is None else _prefix(cache, shell, batch_size)
     use_cache = kwargs.get("use_cache")
-    if use_cache is None:  # what can't generate has no use for a session on the servers
-        use_cache = shell.can_generate() and getattr(config, "use_cache", False)
-    if not use_cache or torch.is_grad_enabled() or is_encoder(config):
-        kwargs["use_cache"] = False  # with gradients, the blocks run on the whole batch at once
+    wanted = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if not wanted or is_encoder(config) or given is None:
+        kwargs["use_cache"] = False
         kwargs[name] = None if prefix is None else PrefixCache(config, len(prefix))
         return None, prefix
-    opened: RemoteCache | None = None
-    if prefix is not None:
-        opened = _behind(prefix, shell, batch_size)
-    elif given is not None:
+    if shell.active_cache_session() is not None:
+        raise ConfigurationError(
+            "inside an inference_session(), go on with generate() or session.step(); for a forward beside the session "
+            "pass use_cache=False"
+        )
+    length = given.shape[1] + sum(len(before) for before in (prefix, shell.tuned_prompts) if before is not None)
+    asked = use_cache is not None or length > shell.swarm_runner.longest_row()
+    if asked and not torch.is_grad_enabled():
+        opened = _of_generate(prefix, shell, batch_size) or shell._remote_cache(batch_size, None)
+    else:
         opened = shell._remote_cache(batch_size, None)
+        opened.deferred = True
+    opened.num_prefix = 0 if prefix is None else len(prefix)
     kwargs[name] = opened
     return opened, prefix
 
 
-def _behind(prefix: TunedPrefix, shell: Any, batch_size: int) -> RemoteCache:
-    """The cache of `generate()`, or a new one for this call alone."""
-    if shell.active_cache_session() is not None:
-        raise ConfigurationError("with peft's prefix tuning, call the model outside of inference sessions")
+def _prefix(cache: Any, shell: Any, batch_size: int) -> TunedPrefix:
+    prefix = TunedPrefix.read(cache, shell, batch_size)
+    if cache in _spent:
+        raise ConfigurationError(
+            "this cache has been given to the model before, which doesn't write to it: continue with the "
+            "past_key_values of that call's output"
+        )
+    return prefix
+
+
+def note_spent(cache: Any) -> None:
+    """A forward has taken this local cache for a prefix."""
+    _spent.add(cache)
+
+
+def _of_generate(prefix: TunedPrefix | None, shell: Any, batch_size: int) -> RemoteCache | None:
+    """The cache of `generate()`, as long as it needs, in whose place peft has put a prefix."""
     model, cache = (reference() for reference in _prepared.get() or (lambda: None, lambda: None))
-    if model is not shell or cache is None or cache.session.position or cache.batch_size != batch_size:
-        cache = shell._remote_cache(batch_size, None)
-    cache.num_prefix = len(prefix)
+    if prefix is None or model is not shell or cache is None or cache.session.position:
+        return None
     found: RemoteCache = cache
-    return found
+    return found if found.batch_size == batch_size else None

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.architecture import blocks_class, cache_argument, decoder_stack, find_blocks
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_slots import ForwardStopped
-from swarmllm.models.call_cache import cache_of_call, note_prepared
+from swarmllm.models.call_cache import cache_of_call, note_prepared, note_spent
 from swarmllm.models.checkpoint import Checkpoint
 from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks, watch_optimizers
@@ -48,7 +48,11 @@ class BlocksRunner(Protocol):
         ...
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> CacheSession:
-        """Begin a session for `batch_size` rows; `max_length` positions if that is known."""
+        """Begin a session for `batch_size` rows; it grows beyond `max_length` positions if need be."""
+        ...
+
+    def longest_row(self) -> int:
+        """Positions that one row of a batch without a cache may have."""
         ...
 
 
@@ -60,6 +64,8 @@ class _Call:
     seq_len: int
     tensors: dict[str, Tensor]
     cache: RemoteCache | None
+    has_embeds: bool
+    """Whether the hidden states may be a tensor of the caller's own."""
     adapter: BlockAdapter | None = None
     trained: tuple[Tensor, ...] = ()
 
@@ -108,23 +114,39 @@ class BlocksProxy(nn.Module):
             trained=call.trained,
             **call.tensors,
         )
-        output: Tensor = self.runner.run_blocks(inputs, call.cache)
-        if call.cache is not None and hidden.requires_grad and torch.is_grad_enabled():
-            output = _NoGradient.apply(output, hidden)  # type: ignore[no-untyped-call]
+        cache = call.cache
+        output: Tensor = self.runner.run_blocks(inputs, None if cache is None or cache.deferred else cache)
+        if cache is None:
+            return output
+        cache.has_graph |= hidden.requires_grad or any(tensor.requires_grad for tensor in call.trained)
+        if cache.deferred:
+            cache.deferred = False
+            cache.session.remember(_remembered(inputs, call.has_embeds))
+        elif cache.has_graph and torch.is_grad_enabled():
+            output = _NoGradient.apply(output, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         return output
+
+
+def _remembered(inputs: BlockInputs, has_embeds: bool) -> BlockInputs:
+    """Outside of the graph, and with copies of what callers may change in place later."""
+    copies = {
+        name: tensor.clone() for name, tensor in inputs.tensors().items() if has_embeds or name != "hidden_states"
+    }
+    return inputs.detached().with_tensors(copies)
 
 
 class _NoGradient(torch.autograd.Function):
     """The result of a step with a remote cache: a backward through it is refused instead of silently cut off."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, _hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *_: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise ConfigurationError(
-            "gradients don't flow through a KV cache on servers; call the model with use_cache=False"
+            "gradients don't flow through a KV cache on servers: call the model with the whole text and without "
+            "past_key_values, best with use_cache=False"
         )
 
 
@@ -311,6 +333,7 @@ def _adopt_stack(model: PreTrainedModel) -> None:
             kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
         _refuse_inner_outputs(self.config, kwargs)
         if _detour.get() is None:
+            given = kwargs.get(name)
             cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
             prompts: TunedPrompts | None = shell.tuned_prompts
             with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
@@ -322,6 +345,8 @@ def _adopt_stack(model: PreTrainedModel) -> None:
                     _call.reset(token)
                     if isinstance(spent := kwargs.get(name), PrefixCache):
                         spent.num_prefix = 0  # some models return it, and peft looks how long it is
+            if prefix is not None:
+                note_spent(given)
             return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
         return cls.forward(self, **kwargs)
 
@@ -360,16 +385,16 @@ def _describe(
     if "inputs_embeds" in extra_inputs:
         tensors["inputs_embeds"] = embeds if embeds is not None else stack.get_input_embeddings()(ids)
     adapters: BlockAdapters = shell.swarm_adapters
+    call = _Call(given.shape[0], given.shape[1], tensors, cache, embeds is not None)
     if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
-        adapter = adapters.last if cache.begun_with is None else cache.begun_with[0]
-        return _Call(given.shape[0], given.shape[1], tensors, cache, adapter)
+        return replace(call, adapter=adapters.last if cache.begun_with is None else cache.begun_with[0])
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
     adapter, trained = adapters.collect(
         getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()
     )
     if cache is not None:
         cache.begun_with = (adapter,)
-    return _Call(given.shape[0], given.shape[1], tensors, cache, adapter, trained)
+    return replace(call, adapter=adapter, trained=trained)
 
 
 def _refuse_inner_outputs(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:

@@ -1,17 +1,21 @@
-"""The cache that `generate()` sees on a client: no keys, no values, one remote session.
+"""The cache that callers of `generate()` and `forward()` see on a client: no keys, no values, one remote session.
 
 Everything that transformers asks of a cache (how long is it, crop, reorder, repeat, select) becomes an operation on the
 session, which is the authority on the position.
+
+A forward whose cache nobody may want, or whose outputs have gradients, computes its blocks as a batch; its cache is
+`deferred`: it costs a server nothing before it is continued, and then they compute what it remembers again.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.span_cache import PhantomCache
@@ -42,13 +46,31 @@ class CacheSession(Protocol):
         """Run all blocks on what follows `position`."""
         ...
 
+    def remember(self, inputs: BlockInputs) -> None:
+        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
+        ...
+
+    def fork(self) -> "CacheSession":
+        """Another session with the same past."""
+        ...
+
+    def close(self) -> None:
+        """Free the servers' caches; harmless when done twice."""
+        ...
+
 
 class RemoteCache(PhantomCache):
     """A transformers cache whose content lives on servers."""
 
     def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
         super().__init__(config, None)
+        self.config = config
+        """Of the model whose cache it is: the very object."""
         self.session = session
+        self.deferred = False
+        """Whether the first forward goes through the blocks as a batch, and is only remembered."""
+        self.has_graph = False
+        """Whether locally gradients would flow through what it holds, or through what follows."""
         self.num_hidden = 0
         """Positions at the begin, if there are any, that nobody but the stack is told of (`models/tuned_prompts`)."""
         self.num_prefix = 0
@@ -117,3 +139,25 @@ class RemoteCache(PhantomCache):
 
     def reset(self) -> None:
         self.session.position = 0
+
+    def close(self) -> None:
+        """Free what the servers keep for it, without waiting until it is forgotten."""
+        self.session.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self)(self.config, self.session.fork(), self._rows)
+        memo[id(self)] = twin
+        twin.num_hidden, twin.num_prefix, twin.begun_with = self.num_hidden, self.num_prefix, self.begun_with
+        twin.has_graph = self.has_graph
+        return twin
+
+    def __copy__(self) -> Self:
+        return self  # transformers' shallow copies share their layers, so that each follows the other's changes
+
+    def __iter__(self) -> Iterator[Any]:
+        self.update()
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigurationError(
+            "the keys and values of this cache are on the servers, so they can't be read or changed here"
+        )

@@ -5,7 +5,7 @@ blocks' side is whoever gets `inputs` and gives the hidden states back.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -62,3 +62,12 @@ class SplitForward:
 
     def record_past(self) -> None:
         raise LocalProtocolError("a session records its past from its begin on")
+
+    def remember(self, inputs: BlockInputs) -> None:
+        raise LocalProtocolError("a step has no past of its own")
+
+    def fork(self) -> NoReturn:
+        raise LocalProtocolError("a step can't be copied")
+
+    def close(self) -> None:
+        """Nothing to free: the session is somebody else's."""

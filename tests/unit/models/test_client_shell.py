@@ -29,6 +29,8 @@ class FakeSession:
 
     def select_batch(self, indices: Sequence[int]) -> None: ...
     def record_past(self) -> None: ...
+    def remember(self, inputs: BlockInputs) -> None:
+        self.position += inputs.seq_len
 
 
 class AddsOne:
@@ -37,10 +39,13 @@ class AddsOne:
     def __init__(self) -> None:
         self.calls: list[BlockInputs] = []
         self.sessions: list[tuple[int, int | None]] = []
+        self.steps = 0
+        """Calls with a session."""
 
     def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
         self.calls.append(inputs)
         if cache is not None:
+            self.steps += 1
             cache.session.position += inputs.seq_len
             return inputs.hidden_states.detach() + 1
         return inputs.hidden_states + 1
@@ -48,6 +53,9 @@ class AddsOne:
     def new_cache_session(self, batch_size: int, max_length: int | None) -> FakeSession:
         self.sessions.append((batch_size, max_length))
         return FakeSession()
+
+    def longest_row(self) -> int:
+        return 100
 
 
 class Mixin:
@@ -135,21 +143,59 @@ def test_the_call_of_the_stack_alone_works_too(model: Any, runner: AddsOne) -> N
     assert len(runner.calls) == 1
 
 
-def test_without_gradients_a_session_is_opened_and_returned(model: Any, runner: AddsOne) -> None:
-    with torch.no_grad():
-        cache = model(IDS).past_key_values
+@pytest.mark.parametrize("use_cache", [True, None])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_cache_is_returned_and_continued(
+    model: Any, runner: AddsOne, use_cache: bool | None, with_gradients: bool
+) -> None:
+    """Only who asks for a cache, and wants no gradients, has the prompt computed on a session at once."""
+    with torch.set_grad_enabled(with_gradients):
+        cache = model(IDS, use_cache=use_cache).past_key_values
         assert isinstance(cache, RemoteCache)
+        assert runner.steps == int(bool(use_cache) and not with_gradients)
         assert cache.get_seq_length() == 3
-        model(IDS[:, :1], past_key_values=cache)
+        before = runner.steps
+        assert model(IDS[:, :1], past_key_values=cache, use_cache=use_cache).past_key_values is cache
+        assert runner.steps == before + 1
         assert cache.get_seq_length() == 4
         assert model(IDS, use_cache=False).past_key_values is None
     assert runner.sessions == [(1, None)]
 
 
-def test_with_gradients_no_session_is_opened(model: Any, runner: AddsOne) -> None:
+def test_a_text_too_long_for_one_request_takes_a_session(model: Any, runner: AddsOne) -> None:
+    with torch.no_grad():
+        model(IDS.expand(1, -1).repeat(1, 34))
+    assert runner.steps == 1
+
+
+def test_a_batch_with_gradients_takes_no_session(model: Any, runner: AddsOne) -> None:
     model(IDS, labels=IDS).loss.backward()
-    assert runner.sessions == []
+    assert runner.steps == 0
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_the_cache_of_another_model_is_refused(model: Any, saved: Path) -> None:
+    cache = model(IDS).past_key_values
+    with pytest.raises(ConfigurationError, match="another model"):
+        load(saved, AddsOne())(IDS, past_key_values=cache)
+
+
+def test_what_a_cache_holds_cannot_be_read(model: Any) -> None:
+    cache = model(IDS).past_key_values
+    for use in (list, lambda cache: cache.update(IDS, IDS, 0)):
+        with pytest.raises(ConfigurationError, match="on the servers"):
+            use(cache)
+
+
+def test_a_plain_forward_inside_a_session_is_refused(
+    saved: Path, runner: AddsOne, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would forget the text so far, other libraries would continue it."""
+    model = load(saved, runner)
+    monkeypatch.setattr(Mixin, "active_cache_session", lambda self: FakeSession(), raising=False)
+    with pytest.raises(ConfigurationError, match="use_cache=False"):
+        model(IDS)
+    assert model(IDS, use_cache=False).past_key_values is None
 
 
 def test_gradients_through_a_session_are_refused(model: Any) -> None:
@@ -158,6 +204,31 @@ def test_gradients_through_a_session_are_refused(model: Any) -> None:
     logits = model(IDS[:, :1], past_key_values=cache).logits
     with pytest.raises(ConfigurationError, match="use_cache=False"):
         logits.sum().backward()
+
+
+def test_gradients_to_what_came_before_are_refused(model: Any) -> None:
+    """Locally they would flow through the cache, though nothing of the second call itself wants any."""
+    model.requires_grad_(False)
+    cache = model(inputs_embeds=torch.zeros(1, 3, 8, requires_grad=True)).past_key_values
+    with pytest.raises(ConfigurationError, match="use_cache=False"):
+        model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
+    cache = model(IDS).past_key_values
+    model.lm_head.requires_grad_(True)
+    model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0, "a head alone needs nothing of the cache"
+
+
+def test_a_deferred_cache_keeps_what_callers_change_later(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered: list[BlockInputs] = []
+    monkeypatch.setattr(FakeSession, "remember", lambda self, inputs: remembered.append(inputs))
+    embeds, mask = torch.ones(1, 3, 8), torch.ones(1, 3, dtype=torch.long)
+    model(inputs_embeds=embeds, attention_mask=mask)
+    embeds.zero_()
+    mask.zero_()
+    assert remembered[0].hidden_states.all()
+    assert remembered[0].attention_mask is not None
+    assert remembered[0].attention_mask.all()
+    assert not remembered[0].hidden_states.requires_grad
 
 
 def test_generate_opens_one_session_of_known_length(model: Any, runner: AddsOne) -> None:
