@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.event_loop import EventLoop
-from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.inference_session import InferenceSession, entered_session
 from swarmllm.client.remote_autograd import BatchRunner
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
@@ -47,15 +47,13 @@ class DistributedModel(SavedParts):
     """`.servers()`, `.route()`."""
     tuned_prompts: TunedPrompts | None
     """What `tuning_mode` trains."""
-    _sessions: list[InferenceSession]
-    """Those entered by `with`, the innermost last."""
     _finalizer: Any
     """Of weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
 
     def inference_session(self, max_length: int = 2048, batch_size: int = 1) -> InferenceSession:
         """KV caches for `batch_size` rows of at most `max_length` tokens on all servers of a route.
 
-        Inside `with … as session:`, `generate()` continues on that session.
+        Inside `with … as session:`, `generate()` continues on that session; that of other threads doesn't.
         """
         return InferenceSession(
             self.swarm,
@@ -63,8 +61,6 @@ class DistributedModel(SavedParts):
             self.remote_blocks.batches.spot_checks,
             max_length=max_length,
             batch_size=batch_size,
-            on_enter=self._sessions.append,
-            on_exit=self._sessions.remove,
         )
 
     def embed(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
@@ -95,8 +91,8 @@ class DistributedModel(SavedParts):
         self.close()
 
     def active_cache_session(self) -> InferenceSession | None:
-        """The session that `generate()` continues; the client shell asks."""
-        return self._sessions[-1] if self._sessions else None
+        """The session that `generate()` continues in this thread or task; the client shell asks."""
+        return entered_session(self.swarm)
 
 
 class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
@@ -122,17 +118,18 @@ class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
         rows_per_prompt = max(
             kwargs.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
         )
-        session.rewind_to(input_ids, rows_per_prompt)
-        if session.position:
-            name = cache_argument(decoder_stack(self))
-            kwargs[name] = RemoteCache(self.config, session, input_ids.shape[0])
-        # Whatever happens, Ctrl-C included: what the session has seen beyond these ids is nothing to build on.
-        session.history = input_ids[:, : 0 if rows_per_prompt > 1 else None]
-        output = super().generate(inputs, *args, **kwargs)
-        if rows_per_prompt == 1:
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            session.history = sequences[:, : session.position]
-        return output
+        with session.for_one_text():
+            session.rewind_to(input_ids, rows_per_prompt)
+            if session.position:
+                name = cache_argument(decoder_stack(self))
+                kwargs[name] = RemoteCache(self.config, session, input_ids.shape[0])
+            # Whatever happens, Ctrl-C included: what the session has seen beyond these ids is nothing to build on.
+            session.history = input_ids[:, : 0 if rows_per_prompt > 1 else None]
+            output = super().generate(inputs, *args, **kwargs)
+            if rows_per_prompt == 1:
+                sequences = output if isinstance(output, Tensor) else output.sequences
+                session.history = sequences[:, : session.position]
+            return output
 
 
 class _AutoDistributed:
@@ -221,7 +218,7 @@ class _AutoDistributed:
         except BaseException:
             loop.close()
             raise
-        model.remote_blocks, model.swarm, model._sessions = blocks, view, []
+        model.remote_blocks, model.swarm = blocks, view
         model.model_tags = describe_origin(checkpoint, task)
         model._finalizer = weakref.finalize(model, loop.close)
         return model

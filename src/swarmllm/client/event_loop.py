@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CALLS_END_S = 2.0
+"""That calls which are cancelled by `close()` may take to clean up. Assumed: nothing that they do then waits."""
+
 
 class EventLoop:
     """A thread that runs an event loop until `close()`."""
@@ -36,6 +39,7 @@ class EventLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._closed = False
+        self._calls: set[asyncio.Task[Any]] = set()
         self._lock = threading.RLock()  # finalizers may come at any moment, in any thread
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -60,14 +64,25 @@ class EventLoop:
             if self._closed or not self._thread.is_alive():
                 coroutine.close()
                 raise SessionClosedError("the model has been closed")
-            future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+            future = Context().run(asyncio.run_coroutine_threadsafe, self._call(coroutine), self._loop)
         try:
             return future.result()
         except FutureCancelledError:
-            raise SessionClosedError("the model was closed meanwhile") from None
+            coroutine.close()  # it may not have begun
+            raise SessionClosedError("the session or the model was closed meanwhile") from None
         except BaseException:
             future.cancel()
             raise
+
+    async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Noted, so that closing ends it before anything that it leans on."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._calls.discard(task)
 
     def call_soon(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine some time soon, without waiting; safe in finalizers, also in the loop's own thread."""
@@ -110,6 +125,10 @@ class EventLoop:
     async def _main(self) -> None:
         self._ready.set()
         await self._closing.wait()
+        if calls := set(self._calls):
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls, timeout=CALLS_END_S)
         while self._tasks:  # some begin others while they end
             for task in tuple(self._tasks):
                 task.cancel()

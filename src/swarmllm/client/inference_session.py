@@ -6,9 +6,12 @@ with model.inference_session(max_length=2048) as session:
     model.generate(ids)                          # continues on this session
 """
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +30,14 @@ from swarmllm.network.messages import MAX_BATCH, MAX_POSITION, Timings
 
 DEFAULT_MAX_LENGTH = 2048
 
+_entered: ContextVar[tuple["InferenceSession", ...]] = ContextVar("swarmllm_sessions", default=())
+"""Those entered by `with` in this thread or task, of all models, the innermost last."""
+
+
+def entered_session(view: SwarmView) -> "InferenceSession | None":
+    """The innermost session of that model whose `with` block this thread or task is in."""
+    return next((session for session in reversed(_entered.get()) if session.belongs_to(view)), None)
+
 
 class InferenceSession:
     """KV caches for one batch on all servers of a route; implements `models.remote_cache.CacheSession`."""
@@ -40,8 +51,6 @@ class InferenceSession:
         max_length: int | None = None,
         batch_size: int = 1,
         grows: bool = False,
-        on_enter: Callable[["InferenceSession"], None] = lambda session: None,
-        on_exit: Callable[["InferenceSession"], None] = lambda session: None,
     ) -> None:
         max_length = DEFAULT_MAX_LENGTH if max_length is None else max_length
         view.loop.check_open()
@@ -58,7 +67,7 @@ class InferenceSession:
         self._loop = view.loop
         self._traits, self._hidden_size = traits, view.hidden_size
         self._chain = PipelinedChain(view, traits, spot_checks, max_length, grows=grows)
-        self._on_enter, self._on_exit = on_enter, on_exit
+        self._generating = threading.Lock()
         # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
         self._close = weakref.finalize(self, _close_chain, self._loop, self._chain)
         self._close.atexit = False
@@ -220,14 +229,34 @@ class InferenceSession:
         """Free the caches on all servers; harmless when done twice."""
         self._close()
 
+    @contextmanager
+    def for_one_text(self) -> Iterator[None]:
+        """What `generate()` runs in: two texts at once would roll each other back.
+
+        Raises:
+            ConfigurationError: another call is in here.
+        """
+        if not self._generating.acquire(blocking=False):
+            raise ConfigurationError(
+                "this session is generating another text now: open an inference_session() for each text"
+            )
+        try:
+            yield
+        finally:
+            self._generating.release()
+
+    def belongs_to(self, view: SwarmView) -> bool:
+        """Whether it is a session of that model."""
+        return self._chain.view is view
+
     def __enter__(self) -> Self:
-        self._on_enter(self)
+        _entered.set((*_entered.get(), self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._on_exit(self)
+        _entered.set(tuple(session for session in _entered.get() if session is not self))
         self.close()
 
 

@@ -132,6 +132,63 @@ def test_calls_while_it_is_being_closed_end_in_some_way() -> None:
             assert not thread.is_alive()
 
 
+def test_a_call_under_way_ends_before_what_it_leans_on(loop: EventLoop) -> None:
+    """It would fail otherwise in whatever way that happens to end."""
+    entered = threading.Event()
+    events: list[str] = []
+
+    async def leaning() -> None:
+        try:
+            while True:
+                await loop.spawn(asyncio.sleep(0))
+                entered.set()
+        finally:
+            await asyncio.sleep(0)
+            events.append("the call")
+
+    async def lasting() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("what it leans on")
+
+    async def begin() -> None:
+        loop.spawn(lasting())
+
+    def call() -> None:
+        try:
+            loop.run(leaning())
+        except SessionClosedError:
+            events.append("is told so")
+
+    loop.run(begin())
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert entered.wait(5)
+    loop.close()
+    thread.join(5)
+    assert "is told so" in events
+    events.remove("is told so")
+    assert events == ["the call", "what it leans on"]
+
+
+def test_what_is_closed_late_is_no_error(loop: EventLoop) -> None:
+    begin, end = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        begin.set()
+        await asyncio.to_thread(end.wait, 5)
+
+    loop.call_soon(block())
+    assert begin.wait(5)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    loop.call_soon(answer())
+    end.set()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
 def test_tasks_do_not_keep_the_callers_context_alive(loop: EventLoop) -> None:
     class Owner:
         pass
