@@ -153,6 +153,125 @@ def test_what_a_model_writes_can_do_no_harm(page: Page, gateway: RunningGateway)
     assert "harm" not in page.title()
 
 
+ITEMS = "#conversations li"
+
+
+def another_tab(page: Page, url: str) -> Page:
+    tab = page.context.new_page()
+    tab.set_default_timeout(30_000)
+    tab.goto(url)
+    return tab
+
+
+def test_tabs_keep_out_of_each_others_conversations(page: Page, gateway: RunningGateway) -> None:
+    """Each writes its own while both are open; both see both, and what one deletes is gone in the other."""
+    page.goto(f"{gateway.url}/")
+    other = another_tab(page, f"{gateway.url}/")
+    settings(page, Temperature="0")
+    expect(other.locator("#temperature")).to_have_value("0")
+    settings(other, Longest_answer="12")
+    expect(page.locator("#max_tokens")).to_have_value("12")
+    say(page, "Tell me a story about a fox.")
+    say(other, "Where does the rain come from?")
+    for tab in (page, other):
+        expect(tab.locator(DONE)).to_have_count(1)
+        expect(tab.locator(".message")).to_have_count(2)
+        expect(tab.locator(ITEMS)).to_have_count(2)
+    for tab in (page, other):
+        tab.reload()
+        expect(tab.locator(ITEMS)).to_have_count(2)
+        expect(tab.locator(".message")).to_have_count(2)
+    expect(page.locator(".message.user")).to_contain_text("fox")
+    page.get_by_role("button", name="Delete “Where does the rain come from?”").click()
+    for tab in (page, other):
+        expect(tab.locator(ITEMS)).to_have_count(1)
+    expect(other.locator(".message")).to_have_count(0)  # the one it showed
+    other.reload()
+    expect(other.locator(ITEMS)).to_have_count(1)
+
+
+def test_a_tab_follows_the_conversation_that_another_goes_on_with(page: Page, gateway: RunningGateway) -> None:
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="0", Longest_answer="12")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    other = another_tab(page, page.url)
+    say(other, "What is the sun?")
+    for tab in (page, other):
+        expect(tab.locator(DONE)).to_have_count(2)
+        expect(tab.locator(ITEMS)).to_have_count(1)
+    expect(page.locator(".body").last).to_have_text(other.locator(".body").last.inner_text())
+
+
+def test_what_two_tabs_say_at_once_is_all_kept(page: Page, gateway: RunningGateway) -> None:
+    """The same conversation, gone on with in both before either has heard of the other: there are two then."""
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="0", Longest_answer="12")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    other = another_tab(page, page.url)
+    other.evaluate("addEventListener('storage', (event) => event.stopImmediatePropagation(), true)")
+    say(page, "What is the sun?")
+    expect(page.locator(DONE)).to_have_count(2)
+    other.evaluate(
+        """() => import("/static/store.js").then((store) => {
+            const one = store.all()[0];
+            one.revision = "older";
+            one.messages = [...one.messages.slice(0, 2), { role: "user", content: "What is the moon?" }];
+            store.save(one);
+        })"""
+    )
+    page.reload()
+    expect(page.locator(ITEMS)).to_have_count(2)
+    kept = page.evaluate("JSON.stringify(localStorage)")
+    assert "sun" in kept
+    assert "moon" in kept
+
+
+def test_conversations_of_older_pages_are_taken_over(page: Page, gateway: RunningGateway) -> None:
+    older = [
+        {"id": f"m0{index}", "title": f"Title {index}", "messages": [{"role": "user", "content": f"Text {index}"}]}
+        for index in range(3)
+    ]
+    page.goto(f"{gateway.url}/static/icon.svg")
+    page.evaluate(f"localStorage['swarmllm.conversations'] = {json.dumps(json.dumps([*older, 5, None]))}")
+    page.goto(f"{gateway.url}/#m01")
+    expect(page.locator(ITEMS)).to_have_count(3)
+    expect(page.locator(".message")).to_contain_text("Text 1")
+    page.get_by_role("button", name="Delete “Title 1”").click()
+    page.reload()
+    expect(page.locator(ITEMS)).to_have_count(2)
+
+
+def test_a_full_storage_is_told(page: Page, gateway: RunningGateway) -> None:
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="0", Longest_answer="12")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator("#full")).to_be_hidden()
+    page.evaluate(
+        """() => {
+            const messages = [{ role: "user", content: "x".repeat(1000) }];
+            const much = { id: "0", title: "Much", messages, revision: "1" };
+            localStorage["swarmllm.conversation.0"] = JSON.stringify(much);
+            for (let size = 1 << 22; size; size >>= 1) {
+                try {
+                    for (let n = 0; ; n++) localStorage[`filler${size}.${n}`] = "x".repeat(size);
+                } catch { /* full: with smaller pieces, until nothing fits */ }
+            }
+        }"""
+    )
+    page.reload()
+    expect(page.locator(ITEMS)).to_have_count(2)
+    say(page, "What is the sun?")
+    expect(page.locator("#full")).to_contain_text("no room left")
+    expect(page.locator(DONE)).to_have_count(2)
+    page.get_by_role("button", name="Delete “Much”").click()
+    expect(page.locator("#full")).to_be_hidden()
+    page.reload()
+    expect(page.locator(".message")).to_have_count(4)
+
+
 def test_a_server_dies_while_it_answers(page: Page) -> None:
     with local_swarm((0, 4), (4, 8), (4, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
         gateway.wait_until_seen(3)

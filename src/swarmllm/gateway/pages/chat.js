@@ -11,21 +11,26 @@ const IDEAS = ["Tell me a story about a fox.", "Where does the rain come from?",
 
 let model = null;
 let open = null; // the conversation that is shown
-let answering = null; // {conversation, abort} while an answer comes
+let answering = null; // {conversation, message, abort} while an answer comes
 
 // ---------------------------------------------------------------- conversations
 
 function show(conversation) {
   open = conversation;
   location.hash = conversation ? conversation.id : "";
-  byId("messages").replaceChildren(...(conversation?.messages ?? []).map((message) => element(message)));
-  byId("welcome").hidden = Boolean(conversation?.messages.length);
-  list();
+  drawAll();
   closeSide();
   scroll.scrollTop = scroll.scrollHeight;
 }
 
+function drawAll() {
+  byId("messages").replaceChildren(...(open?.messages ?? []).map((message) => element(message)));
+  byId("welcome").hidden = Boolean(open?.messages.length);
+  list();
+}
+
 function list() {
+  if (open && location.hash.slice(1) !== open.id) location.hash = open.id; // it may have become one of its own
   byId("conversations").replaceChildren(
     ...store.all().filter((one) => one.messages.length).map((one) => {
       const item = document.createElement("li");
@@ -43,6 +48,7 @@ function list() {
         store.remove(one.id);
         if (open === one) show(null);
         else list();
+        if (open) keep(open); // if there was no room before, there may be now
         text.focus();
       });
       item.append(title, remove);
@@ -50,6 +56,24 @@ function list() {
     }),
   );
 }
+
+function keep(conversation) {
+  byId("full").textContent = store.save(conversation)
+    ? ""
+    : "This browser has no room left for this conversation, which will be lost with this page: delete others.";
+}
+
+// What other tabs have done.
+store.onChange((conversation, what) => {
+  if (what === "settings") {
+    showSettings();
+    return;
+  }
+  if (what === "deleted" && answering?.conversation === conversation) stop();
+  if (what === "deleted" && open === conversation) show(null);
+  else if (open === conversation && answering?.conversation !== conversation) drawAll();
+  else list();
+});
 
 // ---------------------------------------------------------------- messages
 
@@ -91,8 +115,11 @@ async function reply(conversation) {
   const message = { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
   const abort = new AbortController();
   answering = { conversation, message, abort };
+  store.writing.add(conversation);
+  keep(conversation);
   conversation.messages.push(message);
   busy(true);
+  list();
   let drawn = false;
   let began = 0;
   let saved = performance.now();
@@ -122,7 +149,7 @@ async function reply(conversation) {
         else requestAnimationFrame(draw);
       }
       if (performance.now() - saved > 1000) {
-        store.save();
+        keep(conversation);
         saved = performance.now();
       }
     }
@@ -137,7 +164,8 @@ async function reply(conversation) {
   } finally {
     answering = null;
     busy(false);
-    store.save();
+    keep(conversation);
+    store.writing.delete(conversation);
     redraw(message);
     list();
     health();
@@ -259,8 +287,10 @@ byId("reset").addEventListener("click", () => {
   }
   store.saveSettings();
 });
+function showSettings() {
+  for (const input of document.querySelectorAll("[data-setting]")) input.value = store.settings[input.dataset.setting] ?? "";
+}
 for (const input of document.querySelectorAll("[data-setting]")) {
-  input.value = store.settings[input.dataset.setting] ?? "";
   input.addEventListener("change", () => {
     if (input.value.trim() && input.checkValidity()) store.settings[input.dataset.setting] = input.value.trim();
     else delete store.settings[input.dataset.setting];
@@ -276,9 +306,10 @@ byId("ideas").replaceChildren(
     return button;
   }),
 );
-addEventListener("pagehide", () => store.save());
+addEventListener("pagehide", () => answering && store.save(answering.conversation));
 setInterval(() => document.hidden || health(), 5000);
 
+showSettings();
 show(store.find(location.hash.slice(1)) ?? null);
 begin();
 health();

@@ -1,53 +1,131 @@
-// Conversations and settings, kept in this browser only.
+// Conversations and settings, kept in this browser only and shared by its tabs.
+//
+// Each conversation has a key of its own, so that tabs don't overwrite each other's; tabs are told of what others write
+// (`onChange`). One that two tabs go on with at the same time becomes two: nothing that was said is lost.
 
-const CONVERSATIONS = "swarmllm.conversations";
+const ALL_IN_ONE = "swarmllm.conversations"; // of older pages: one array
+const CONVERSATION = "swarmllm.conversation.";
 const SETTINGS = "swarmllm.settings";
-const MOST = 200;
 
-function read(key, otherwise) {
+const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+const isConversation = (one) => typeof one?.id === "string" && Array.isArray(one.messages);
+
+function read(key) {
   try {
-    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(key));
   } catch {
-    return otherwise; // storage is forbidden, or was written by something else
+    return null; // storage is forbidden, or was written by something else
   }
 }
 
-let conversations = read(CONVERSATIONS, []);
-if (!Array.isArray(conversations)) conversations = [];
+// Whether there was room.
+function write(key, value) {
+  try {
+    localStorage.setItem(key, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
 
-export const all = () => conversations;
-export const find = (id) => conversations.find((one) => one.id === id);
+function forget(key) {
+  try {
+    localStorage.removeItem(key);
+  } catch {
+    // nothing can be stored, so nothing is
+  }
+}
+
+function adoptOlder() {
+  const older = read(ALL_IN_ONE);
+  if (!Array.isArray(older)) return;
+  forget(ALL_IN_ONE); // first: there may be no room for both
+  for (const one of older) {
+    if (isConversation(one) && !read(CONVERSATION + one.id)) write(CONVERSATION + one.id, { ...one, revision: newId() });
+  }
+}
+
+function stored() {
+  try {
+    const keys = Object.keys(localStorage).filter((key) => key.startsWith(CONVERSATION));
+    return keys.map(read).filter(isConversation);
+  } catch {
+    return [];
+  }
+}
+
+adoptOlder();
+const conversations = new Map(stored().map((one) => [one.id, one]));
+let tell = () => {};
+
+export const all = () => [...conversations.values()].sort((one, other) => (one.id < other.id ? 1 : -1)); // newest first
+export const find = (id) => conversations.get(id);
+
+// Conversations that this tab is writing to: they don't follow what other tabs write.
+export const writing = new Set();
+
+// `listener(conversation, what)` is told of what other tabs have done: "changed", "deleted", or (null, "settings").
+export function onChange(listener) {
+  tell = listener;
+}
 
 export function create() {
-  const conversation = { id: `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`, title: "", messages: [] };
-  conversations.unshift(conversation);
+  const conversation = { id: newId(), title: "", messages: [] };
+  conversations.set(conversation.id, conversation);
   return conversation;
 }
 
 export function remove(id) {
-  conversations = conversations.filter((one) => one.id !== id);
-  save();
+  conversations.delete(id);
+  forget(CONVERSATION + id);
 }
 
-export function save() {
-  conversations = conversations.filter((one) => one.messages.length).slice(0, MOST);
-  for (;;) {
-    try {
-      localStorage.setItem(CONVERSATIONS, JSON.stringify(conversations));
-      return;
-    } catch {
-      if (conversations.length <= 1) return; // not even one fits: it lives until the page is left
-      conversations = conversations.slice(0, -1); // the oldest makes room
-    }
+// False: there is no room for it, so it lives until the page is left.
+export function save(conversation) {
+  if (conversations.get(conversation.id) !== conversation || !conversation.messages.length) return true; // deleted, or empty
+  const known = read(CONVERSATION + conversation.id);
+  const before = conversation.revision;
+  if (before && !known) {
+    remove(conversation.id);
+    tell(conversation, "deleted");
+    return true;
   }
+  if (known && known.revision !== before) {
+    conversations.set(known.id, known);
+    conversation.id = newId();
+    conversations.set(conversation.id, conversation);
+    tell(known, "changed");
+  }
+  conversation.revision = newId();
+  if (write(CONVERSATION + conversation.id, conversation)) return true;
+  conversation.revision = before;
+  return false;
 }
 
-export const settings = read(SETTINGS, {});
+export const settings = { ...read(SETTINGS) };
 
-export function saveSettings() {
-  try {
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
-  } catch {
-    // they hold until the page is left
+// Whether there was room; else they hold until the page is left.
+export const saveSettings = () => write(SETTINGS, settings);
+
+addEventListener("storage", ({ key }) => {
+  if (key === SETTINGS || key === null) {
+    for (const name of Object.keys(settings)) delete settings[name];
+    Object.assign(settings, read(SETTINGS));
+    tell(null, "settings");
+  }
+  if (key?.startsWith(CONVERSATION)) follow(key.slice(CONVERSATION.length));
+  if (key === null) [...conversations.keys()].forEach(follow); // everything was cleared
+});
+
+function follow(id) {
+  const known = conversations.get(id);
+  const now = read(CONVERSATION + id);
+  if (isConversation(now)) {
+    if (writing.has(known) || known?.revision === now.revision) return;
+    conversations.set(id, Object.assign(known ?? {}, now));
+    tell(conversations.get(id), "changed");
+  } else if (known?.revision) {
+    conversations.delete(id);
+    tell(known, "deleted");
   }
 }
