@@ -124,9 +124,10 @@ class ClientConfig:
     step_timeout_s: float = 300.0
     """Seconds that one step may compute while its servers answer pings: slow is not dead."""
     route_timeout_s: float = 20.0
-    """Seconds to wait for somebody to serve missing blocks before MissingBlocksError."""
+    """Seconds to wait for somebody to serve missing blocks before MissingBlocksError; also those whose only servers are
+    announced, but fail."""
     max_retries: int = 8
-    """Attempts to repair one step or batch before the last error is raised."""
+    """Attempts to repair one step or batch, as long as other servers are left, before the last error is raised."""
     ban_s: float = 15.0
     """Seconds that a peer is avoided after its first fault; doubles with each further one, at most 16-fold."""
     update_period_s: float = 30.0

@@ -3,15 +3,16 @@
 In process, over layouts and deaths at random; `test_failover` has real servers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from fault_tools import at_token
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 from swarm_models import OPTIONS, connected, generate_seeded, prompt
@@ -19,12 +20,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.data_structures import RouteHop, Span
+from swarmllm.client import swarm_view
+from swarmllm.data_structures import RouteHop, ServerInfo, Span
+from swarmllm.errors import MissingBlocksError, PeerUnreachableError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.network.protocol import Message, MessageType
 from swarmllm.server.batches import Graph
+from swarmllm.swarm import retry
 
 NUM_BLOCKS = 6
+PHASES = set(Phase) - {Phase.shrink}
+"""A failing case is small as it is."""
 HIDDEN = 64
 
 
@@ -78,6 +84,10 @@ def block_inputs(given: Tensor) -> BlockInputs:
     return BlockInputs(hidden_states=given, batch_size=given.shape[0], seq_len=given.shape[1])
 
 
+def whole(blocks: Blocks, given: Tensor) -> Tensor:
+    return blocks.all.forward(block_inputs(given), blocks.all.span)
+
+
 def assert_session(swarm: InProcessSwarm, batch_size: int, lengths: list[int]) -> None:
     """A session of such steps gives what the whole model gives in one place."""
     tolerance = 0.1 if swarm.view.config.compression == "int8" else 1e-4
@@ -89,7 +99,7 @@ def assert_session(swarm: InProcessSwarm, batch_size: int, lengths: list[int]) -
 
 
 @pytest.mark.slow
-@settings(max_examples=300, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=300, phases=PHASES)
 @given(
     layouts(),
     st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=7, max_size=7),
@@ -147,6 +157,79 @@ def test_the_lost_blocks_go_to_a_neighbour(blocks: Blocks, case: str, dials_itse
                 torch.testing.assert_close(session.step(given), reference.step(given))
             assert session.num_repairs == 1
         assert swarm.view.blamed == {swarm.servers[victim].peer_id}
+
+
+class Dials:
+    """Which servers the client has tried to open sessions on, in this order."""
+
+    def __init__(self, swarm: InProcessSwarm) -> None:
+        self.servers: list[int] = []
+        self._swarm, self._open = swarm, swarm.view.open_connection
+        swarm.view.open_connection = self  # type: ignore[assignment]
+        self.then: Callable[[], object] = lambda: None
+
+    async def __call__(self, info: ServerInfo, *args: Any) -> Any:
+        self.servers.append(self._swarm.servers.index(self._swarm.server(info.peer_id)))
+        self.then()
+        return await self._open(info, *args)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for missing blocks looks again at once."""
+    monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
+    monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+@settings(max_examples=25, phases=PHASES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.booleans(), min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(0, 1))
+def test_where_all_are_banned_each_is_tried_once(
+    blocks: Blocks, alive: list[bool], order: Random, max_retries: int
+) -> None:
+    """The dead are the fastest, as they say."""
+    alive = [*alive, True]
+    announced = [{"decode_ms_per_block": 2.0 if one else 1.0} for one in alive]
+    with InProcessSwarm(blocks, [(0, 6)] * len(alive), announced=announced, max_retries=max_retries) as swarm:
+        servers = list(swarm.servers)
+        order.shuffle(servers)
+        for server in servers:
+            swarm.view.report(PeerUnreachableError("gone", server.peer_id))
+        for server, lives in zip(swarm.servers, alive, strict=True):
+            if not lives:
+                swarm.kill(server)
+        dials = Dials(swarm)
+        assert_session(swarm, 1, [3, 1])
+        assert len(dials.servers) == len(set(dials.servers))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("in_batch", [False, True])
+@pytest.mark.parametrize("num_tries", [1, 12])
+def test_a_server_that_is_announced_and_dead_is_waited_for(blocks: Blocks, num_tries: int, in_batch: bool) -> None:
+    """As one that isn't announced: up to `route_timeout_s`, whatever `max_retries` says."""
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=1, route_timeout_s=60) as swarm:
+        swarm.kill(swarm.servers[1])
+        dials = Dials(swarm)
+
+        def revive() -> None:
+            swarm.servers[1].alive = dials.servers.count(1) > num_tries
+
+        dials.then = revive
+        if in_batch:
+            given = hidden_states(1, 5)
+            torch.testing.assert_close(swarm.batches(block_inputs(given), blocks.all.span), whole(blocks, given))
+        else:
+            assert_session(swarm, 1, [5, 1])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_in_the_end_the_missing_blocks_are_named(blocks: Blocks) -> None:
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=8, route_timeout_s=0.2) as swarm:
+        swarm.kill(swarm.servers[1])
+        with swarm.session() as session, pytest.raises(MissingBlocksError, match="blocks 3–5") as caught:
+            session.step(hidden_states(1, 5))
+        assert caught.value.block_idxs == (3, 4, 5)
 
 
 ROUTES = {

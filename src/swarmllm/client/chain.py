@@ -169,7 +169,7 @@ class Chain:
         self._batch_size = inputs.batch_size
         chunks = list(self._chunks(inputs))
         outputs: list[Tensor] = []
-        retries = Retries(self.view.config.max_retries)
+        retries = Retries(self.view.config.max_retries, self.view.config.route_timeout_s)
         while len(outputs) < len(chunks):
             try:
                 if not self._linked or not self._hops.usable:
@@ -193,11 +193,12 @@ class Chain:
         self.view.report(error)
         if self.on_failure is not None:
             self.on_failure(error)
+        reason = self.view.what_is_wrong(error, self._span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
-        delay_s = None if is_missing else retries.next_delay_s(error)
+        delay_s = None if is_missing else retries.next_delay_s(reason, asyncio.get_running_loop().time())
         if delay_s is None:
             self._hang_up()  # whoever keeps the exception keeps this session: servers need not
-            raise self.view.why_given_up(error, self._span) from error
+            raise reason from error
         logger.info("repairing the route after: %s", error)
         await asyncio.sleep(delay_s)
 

@@ -92,7 +92,7 @@ class PipelinedChain(Chain):
         self._drop()
 
     async def _receive(self) -> Tensor:
-        retries = Retries(self.view.config.max_retries)
+        retries = Retries(self.view.config.max_retries, self.view.config.route_timeout_s)
         while True:
             try:
                 if not self._linked or not self._hops.usable:

@@ -335,7 +335,7 @@ class BatchRunner:
         if isinstance(error, MissingBlocksError):
             raise error  # the look for a route has waited for them
         self._note(error, "trying again after: %s")
-        reason = self._view.why_given_up(error, span)
+        reason = self._view.what_is_wrong(error, span)
         delay_s = retries.next_delay_s(reason, time.monotonic())
         if delay_s is None:
             raise reason from error

@@ -212,7 +212,8 @@ class SwarmView:
             await asyncio.sleep(RETRY_LOOKUP_S)
             await self.refresh()
             try:  # better a peer that failed before than none
-                return self._search(span, self._excluded, costs)
+                avoided_s = self.health.avoided_s(time.monotonic())
+                return self._search(span, self._excluded, replace(costs, avoided_s=avoided_s))
             except MissingBlocksError as error:
                 level = logging.DEBUG if told else logging.WARNING  # once is enough to explain the silence
                 logger.log(level, "%s yet; looking again for %.0f s", error, max(0.0, deadline - now))
@@ -415,8 +416,8 @@ class SwarmView:
             self._snapshot = replace(self._snapshot, taken_at=-math.inf)
         return is_news
 
-    def why_given_up(self, error: SwarmError, span: Span) -> SwarmError:
-        """What to raise after the last retry: which blocks are missing, if the only servers of some don't answer."""
+    def what_is_wrong(self, error: SwarmError, span: Span) -> SwarmError:
+        """The error; or which blocks are missing, if it is about the only servers of some: announced is not there."""
         if not isinstance(error, PeerError) or not error.blames_peer:
             return error
         try:

@@ -19,6 +19,8 @@ from swarmllm.errors import (
 FIRST_BACKOFF_S = 0.1
 """Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
 MAX_BACKOFF_S = 5.0
+LOOK_AGAIN_S = 1.0
+"""Where nobody is left, whoever comes (back) should be found soon. Assumed."""
 MAX_BAN_FACTOR = 16
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
@@ -26,21 +28,28 @@ FULL_SERVER_PAUSE_S = 1.0
 
 @dataclass
 class Retries:
-    """One operation's attempts: counts failures and says how long to wait before the next try."""
+    """One operation's attempts: counts failures and says how long to wait before the next try.
+
+    Where others are left to ask, `max_retries` bounds it; where nobody is, the time.
+    """
 
     max_retries: int
     patience_s: float = math.inf
-    """Since the first failure, for servers of blocks that nobody serves."""
+    """Since blocks were first found missing."""
     failures: int = 0
-    failed_at: float = math.inf
+    missing_since: float = math.inf
 
     def next_delay_s(self, error: SwarmError, now: float = 0.0) -> float | None:
         """Seconds to wait before trying again after `error`; None = give up and raise it."""
-        self.failures += 1
-        self.failed_at = min(self.failed_at, now)
-        if not error.retriable or self.failures > self.max_retries:
+        if not error.retriable:
             return None
-        if isinstance(error, MissingBlocksError) and now - self.failed_at >= self.patience_s:
+        if isinstance(error, MissingBlocksError):
+            if self.missing_since == math.inf:
+                self.missing_since = now
+                return 0.0 if self.patience_s else None
+            return LOOK_AGAIN_S if now - self.missing_since < self.patience_s else None
+        self.failures += 1
+        if self.failures > self.max_retries:
             return None
         if self.failures == 1:
             return 0.0  # another server usually can take over at once
@@ -84,6 +93,14 @@ class PeerHealth:
         """Peers not to use at time `now`."""
         paused = {peer_id for peer_id, until in self._avoid_until.items() if until > now}
         return frozenset(paused | self._quarantined)
+
+    def avoided_s(self, now: float) -> dict[str, float]:
+        """How much longer those are to be avoided whom one may use all the same where nobody else is left.
+
+        Whoever fails again meanwhile is avoided from then on, so of several each has its turn.
+        """
+        left = {peer_id: until - now for peer_id, until in self._avoid_until.items()}
+        return {peer_id: left_s for peer_id, left_s in left.items() if left_s > 0}
 
     def blamed(self, now: float) -> frozenset[str]:
         """Those of them that were at fault, not only full."""

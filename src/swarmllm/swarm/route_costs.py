@@ -19,6 +19,8 @@ REFUSAL_MS = 1000.0
 better than nobody, because what it announced may be old."""
 ROOM_FACTOR = 2.0
 """Cache pressure begins when less is left than this many such sessions need. Assumed: others come at the same time."""
+AVOIDED_MS_PER_S = 1e9
+"""For a peer that is to be avoided for another second: more than anything else can cost."""
 MEASURED_BATCH = 8
 """The batch of `ServerInfo.decode_ms_per_block_batch8`."""
 
@@ -52,6 +54,8 @@ class RouteCosts:
     """> 0: a forward batch of so many tokens instead of a decode step."""
     cache_tokens: int = 0
     """That the session will lease."""
+    avoided_s: Mapping[str, float] = field(default_factory=dict)
+    """Peers that are used only where nobody else is left, and for how much longer: those with the least time first."""
     relayed: bool = False
     """Servers don't pass hidden states on to each other: everything goes through the asker."""
 
@@ -93,8 +97,9 @@ class RouteCosts:
         return ms + server.context_ms_per_block_per_1k * self.context_tokens / 1000
 
     def waiting_ms(self, server: ServerInfo) -> float:
-        """The queue, and cache pressure."""
-        return server.queue_ms + self._pressure_ms(server)
+        """The queue, cache pressure, and what it is to be avoided for."""
+        avoided_s = self.avoided_s.get(server.peer_id, 0.0)
+        return server.queue_ms + self._pressure_ms(server) + AVOIDED_MS_PER_S * avoided_s
 
     def _pressure_ms(self, server: ServerInfo) -> float:
         if not self.cache_tokens or not server.throughput:  # a server that measured nothing announced no cache either

@@ -1,6 +1,8 @@
 """Who is tried again, after how long, and who is avoided meanwhile."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmllm.errors import (
     ERRORS_BY_CODE,
@@ -20,7 +22,7 @@ from swarmllm.errors import (
     SessionLostError,
     error_from_code,
 )
-from swarmllm.swarm.retry import FULL_SERVER_PAUSE_S, MAX_BACKOFF_S, MAX_BAN_FACTOR, PeerHealth, Retries
+from swarmllm.swarm.retry import FULL_SERVER_PAUSE_S, LOOK_AGAIN_S, MAX_BACKOFF_S, MAX_BAN_FACTOR, PeerHealth, Retries
 
 A, B = "a" * 46, "b" * 46
 BLAMED = [PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, CorruptActivationsError]
@@ -52,6 +54,35 @@ def test_patience_ends_only_where_nobody_is_left() -> None:
     assert retries.next_delay_s(PeerUnreachableError("gone", A), now=104) is not None
     assert retries.next_delay_s(missing, now=102.9) is not None
     assert retries.next_delay_s(missing, now=103) is None
+
+
+@given(st.integers(0, 9), st.floats(0.1, 1e3), st.floats(0, 1e6))
+def test_missing_blocks_are_waited_for_as_long_as_promised(
+    max_retries: int, patience_s: float, began_at: float
+) -> None:
+    """However often those that are announced still have been tried meanwhile, and whatever else fails."""
+    retries, now, tries = Retries(max_retries, patience_s), began_at, 0
+    for _ in range(max_retries):
+        assert retries.next_delay_s(PeerUnreachableError("gone", A), now) is not None
+    while (delay_s := retries.next_delay_s(MissingBlocksError("nobody serves them", [2]), now)) is not None:
+        now += delay_s
+        tries += 1
+        assert tries <= 2 + patience_s / LOOK_AGAIN_S
+    assert -1e-3 < now - began_at - patience_s < LOOK_AGAIN_S + 1e-3
+    assert retries.next_delay_s(PeerUnreachableError("gone", A), now) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 30)), max_size=20))
+def test_of_those_to_be_avoided_who_failed_last_comes_last(faults: list[tuple[str, bool, float]]) -> None:
+    health, now, order = PeerHealth(ban_s=10), 0.0, []
+    for name, is_full, later_s in faults:
+        now += later_s
+        peer_id = name * 46
+        health.report((ServerOverloadedError if is_full else PeerTimeoutError)("oh", peer_id), now)
+        order = [other for other in order if other in health.avoided(now) and other != peer_id] + [peer_id]
+        assert health.avoided_s(now).keys() == set(order) == health.avoided(now)
+        if not any(full for _, full, _ in faults) and len({health._faults[peer] for peer in order}) == 1:
+            assert sorted(order, key=health.avoided_s(now).__getitem__) == order
 
 
 def test_a_fault_is_news_once() -> None:

@@ -54,6 +54,13 @@ def test_avoided_and_leaving_and_joining_servers_are_not_used() -> None:
     assert spans(good, bad, *others, avoid={bad.peer_id}) == ["z[0, 5)"]
 
 
+def test_where_all_are_to_be_avoided_the_one_with_the_least_time_left_is_taken() -> None:
+    fast, slow, late = server("a", 0, 5, ms=0.1), server("b", 0, 3, ms=50), server("c", 3, 5)
+    left_s = {fast.peer_id: 9.0, slow.peer_id: 8.9}
+    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s)) == ["b[0, 3)", "c[3, 5)"]
+    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s | {late.peer_id: 0.2})) == ["a[0, 5)"]
+
+
 def test_no_cut_where_blocks_belong_together() -> None:
     assert spans(server("a", 0, 3, cuts=(2,)), server("b", 2, 5, cuts=(2,))) == ["a[0, 3)", "b[3, 5)"]
     with pytest.raises(MissingBlocksError, match="can't be joined") as caught:
