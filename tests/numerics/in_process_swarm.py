@@ -125,18 +125,18 @@ class _Remote(torch.autograd.Function):
         ctx: Any, hop: Any, inputs: BlockInputs, hidden: Tensor, embeds: Tensor | None, *trained: Tensor
     ) -> Tensor:
         server, span = hop
-        ctx.hop, ctx.inputs, ctx.num_trained = hop, inputs, len(trained)
+        ctx.hop, ctx.inputs, ctx.shapes = hop, inputs, [tensor.shape for tensor in trained]
         return server.forward(over_the_wire(inputs, server, span), span).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         server, span = ctx.hop
         grads = Graph.record(server, over_the_wire(ctx.inputs, server, span), span).gradients(grad.clone())
-        of_adapter: list[Tensor | None] = [None] * ctx.num_trained
+        of_adapter: list[Tensor | None] = [None] * len(ctx.shapes)
         if "adapter" in grads:
             parts = ctx.inputs.adapter.part(span).unflatten(grads["adapter"])
             for index, part in zip(ctx.inputs.adapter.indices(span), parts, strict=True):
-                of_adapter[index] = part
+                of_adapter[index] = part.view(ctx.shapes[index])
         return None, None, grads["hidden_states"], grads.get("inputs_embeds"), *of_adapter
 
 
@@ -172,7 +172,9 @@ class InProcessSwarm:
     The first server holds more than it is used for, the second one exactly its part.
     """
 
-    def __init__(self, directory: str | Path, *, tolerance: float = 0.0, task: Task = Task.CAUSAL_LM) -> None:
+    def __init__(
+        self, directory: str | Path, *, tolerance: float = 0.0, task: Task = Task.CAUSAL_LM, user: type = SwarmUser
+    ) -> None:
         self.tolerance = tolerance
         """Relative, for comparisons that are exact for nearly all architectures."""
         self.checkpoint: Checkpoint = open_checkpoint(str(directory))
@@ -192,7 +194,7 @@ class InProcessSwarm:
         self.client: PreTrainedModel = load_client_shell(
             self.checkpoint,
             model_class=task_class(self.checkpoint.config, task),
-            mixin=SwarmUser,
+            mixin=user,
             dtype="auto",
             runner=self.runner,
             traits=self.traits,

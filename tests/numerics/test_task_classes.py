@@ -1,11 +1,12 @@
 """Heads other than the language model's, on blocks of decoders and encoders: the local model's logits and gradients."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.numerics.in_process_swarm import InProcessSwarm
+from tests.numerics.in_process_swarm import InProcessSwarm, SwarmUser
 from tests.numerics.tiny_models import tiny_config
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.architecture import Task, causal_lm_class, check_supported, find_blocks, task_class, task_of
 from swarmllm.models.checkpoint import open_checkpoint
@@ -24,6 +26,11 @@ ENCODER_DECODERS = frozenset({"bart", "bigbird_pegasus", "mbart", "mvp", "plbart
 DECODERS = sorted(
     {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
     & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - ENCODERS - ENCODER_DECODERS - REFUSED_ARCHITECTURES.keys()
+)
+WITH_POOLERS = sorted(
+    name
+    for name in ENCODERS
+    if "add_pooling_layer" in inspect.signature(task_class(tiny_config(name), Task.FEATURES)).parameters
 )
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -85,9 +92,9 @@ def assert_same(local: PreTrainedModel, remote: PreTrainedModel, task: Task) -> 
         assert error <= RELATIVE * float(value.abs().max()), f"{name} differs by {error:.1e}"
 
 
-def check(model_type: str, task: Task, directory: Path) -> None:
+def check(model_type: str, task: Task, directory: Path, user: type = SwarmUser) -> None:
     local = save_tiny(model_type, task, directory)
-    assert_same(local, InProcessSwarm(directory, task=task).client, task)
+    assert_same(local, InProcessSwarm(directory, task=task, user=user).client, task)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +109,42 @@ def check(model_type: str, task: Task, directory: Path) -> None:
 )
 def test_heads(model_type: str, task: Task, tmp_path: Path) -> None:
     check(model_type, task, tmp_path)
+
+
+class User(DistributedModel):
+    """With the names that a real client has."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        ("modernbert", Task.SEQUENCE_CLASSIFICATION),
+        ("modernbert", Task.TOKEN_CLASSIFICATION),
+        ("modernbert-decoder", Task.SEQUENCE_CLASSIFICATION),
+        ("bert", Task.QUESTION_ANSWERING),
+    ],
+)
+def test_no_name_of_ours_hides_a_module(model_type: str, task: Task, tmp_path: Path) -> None:
+    check(model_type, task, tmp_path, User)
+
+
+@pytest.mark.parametrize("model_type", WITH_POOLERS)
+@pytest.mark.parametrize("task", [Task.FEATURES, Task.SEQUENCE_CLASSIFICATION])
+def test_a_checkpoint_without_a_pooler_gets_a_new_one(model_type: str, task: Task, tmp_path: Path) -> None:
+    """As with transformers: the same with the same seed."""
+    config = tiny_config(model_type)
+    cls = task_class(config, Task.FEATURES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        cls(config, add_pooling_layer=False).save_pretrained(tmp_path, max_shard_size="60KB")
+        torch.manual_seed(4)
+        local = task_class(config, task).from_pretrained(tmp_path, dtype="auto")
+        torch.manual_seed(4)
+        remote = InProcessSwarm(tmp_path, task=task).client
+    with torch.no_grad():
+        expected, got = (model(input_ids=IDS, attention_mask=MASK) for model in (local, remote))
+    assert expected.keys() == got.keys()
+    assert all(map(torch.equal, got.values(), expected.values()))
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ The object is an instance of the architecture's own class and of `DistributedMod
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -36,6 +36,20 @@ from swarmllm.models.tuned_prompts import TunedPrompts
 
 _connecting = threading.Lock()
 """uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
+
+
+class _UnlessOwn:
+    """A method of ours that steps back where the architecture has a module of that name."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, model: Any, cls: type | None = None) -> Any:
+        if model is None:
+            return self._method
+        own = model.__dict__.get("_modules", {}).get(self._method.__name__)
+        return MethodType(self._method, model) if own is None else own
 
 
 class DistributedModel(SavedParts):
@@ -74,8 +88,12 @@ class DistributedModel(SavedParts):
             kwargs.setdefault(name, RemoteCache(self.config, session, input_ids.shape[0]))
         return embed(self, input_ids, **kwargs)
 
+    @_UnlessOwn
     def head(self, hidden_states: Tensor) -> Tensor:
-        """Everything after the last block: hidden states `[batch, seq, hidden]` → logits `[batch, seq, vocabulary]`."""
+        """Everything after the last block: hidden states `[batch, seq, hidden]` → logits `[batch, seq, vocabulary]`.
+
+        ModernBERT and its kin have a module of this name, which it is there.
+        """
         return head(self, hidden_states)
 
     def close(self) -> None:

@@ -271,16 +271,20 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
 
 
 def _new_head(checkpoint: Checkpoint, model_class: type[PreTrainedModel]) -> set[str]:
-    """Tensors that a checkpoint saved for another task can't have: those that class hasn't either."""
+    """Tensors that a checkpoint saved for another task can't have: those that class hasn't either.
+
+    And an encoder's pooler, which many checkpoints lack: transformers makes a new one, too.
+    """
     usual = blocks_class(checkpoint.config)
-    if model_class is usual:
+    without = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(usual).parameters else {}
+    if model_class is usual and not without:
         return set()
 
-    def names(cls: type[PreTrainedModel]) -> dict[str, str]:
-        model = on_meta(pruned(cls, drop_blocks), checkpoint.config)
+    def names(cls: type[PreTrainedModel], **options: Any) -> dict[str, str]:
+        model = on_meta(pruned(cls, drop_blocks), checkpoint.config, **options)
         return {name.removeprefix(f"{model.base_model_prefix}."): name for name in model.state_dict()}
 
-    known = names(usual)
+    known = names(usual, **without)
     return {name for bare, name in names(model_class).items() if bare not in known}
 
 

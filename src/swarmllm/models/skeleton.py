@@ -60,10 +60,10 @@ class _Hole(nn.Module):
         raise LocalProtocolError("a part of the model was called that had been left out")
 
 
-def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model's modules without storage."""
+def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model's modules without storage; `options` are arguments of the class's own."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return cls(copy.deepcopy(config))
+        return cls(copy.deepcopy(config), **options)
 
 
 def pruned(cls: type[PreTrainedModel], prune: Prune, *mixins: type) -> type[PreTrainedModel]:
@@ -124,8 +124,8 @@ def unused_before_blocks(config: PreTrainedConfig) -> set[str]:
             stack(inputs_embeds=embeds, use_cache=False)
     except ForwardStopped:
         return {name for name, part in parts.items() if name not in called and any(True for _ in part.parameters())}
-    except Exception:  # noqa: BLE001 - model code that needs more than embeddings: keep everything
-        return set()
+    except Exception:  # noqa: BLE001 - model code that needs more than embeddings: keep all that may come before
+        return parts.keys() & {"pooler"}
     finally:
         slots.end()
     return set()
