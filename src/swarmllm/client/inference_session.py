@@ -100,6 +100,7 @@ class InferenceSession:
             position_ids=position_ids,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
+            past=self.position,
         )
         self.history = None
         return self.run(inputs)

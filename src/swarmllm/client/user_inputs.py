@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_inputs import BlockInputs, check_mask
 
 
 def block_inputs(
@@ -19,11 +19,13 @@ def block_inputs(
     position_ids: Tensor | None = None,
     input_ids: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
+    past: int = 0,
 ) -> BlockInputs:
     """The inputs of the blocks; what they don't need is left out.
 
     Args:
         hidden_size: the model's, if it is known.
+        past: positions before those of the hidden states.
 
     Raises:
         ConfigurationError: something has the wrong shape, or is missing.
@@ -42,6 +44,8 @@ def block_inputs(
     for name in traits.extra_inputs:
         if extra[name] is None:
             raise ConfigurationError(f"the blocks of this model also need {name}: pass {name}=…")
+    if attention_mask is not None:
+        check_mask(attention_mask, shape[axis], shape[axis + 1], past)
     return BlockInputs(
         hidden_states=hidden_states,
         batch_size=shape[axis],

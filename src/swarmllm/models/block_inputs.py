@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters import BlockAdapter
 
 
@@ -132,3 +133,25 @@ class BlockInputs:
 TENSOR_NAMES = tuple(
     field.name for field in fields(BlockInputs) if field.name not in ("batch_size", "seq_len", "adapter", "trained")
 )
+
+
+def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
+    """Whether it has a column for each of the `past` positions and of the call's, no more and no fewer.
+
+    Models pad and cut masks of another width without a word.
+
+    Raises:
+        ConfigurationError: it hasn't.
+    """
+    shape, width = list(mask.shape), past + seq_len
+    rows = (batch_size,) if len(shape) == 2 else (1, batch_size)
+    if (
+        len(shape) not in (2, 3, 4)
+        or shape[0] not in rows
+        or shape[-1] != width
+        or (len(shape) > 2 and shape[-2] != seq_len)
+    ):
+        raise ConfigurationError(
+            f"attention_mask must be [{batch_size}, {width}] or [{batch_size}, 1, {seq_len}, {width}], with a column "
+            f"for each position of the text{f', {past} earlier ones included' if past else ''}, not {shape}"
+        )

@@ -22,7 +22,7 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.architecture import blocks_class, cache_argument, decoder_stack, find_blocks
-from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.block_inputs import BlockInputs, check_mask
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.call_cache import cache_of_call, note_prepared, note_spent
 from swarmllm.models.checkpoint import Checkpoint
@@ -188,6 +188,16 @@ class ClientShell:
         model_kwargs[name] = cache
         note_prepared(self, cache)
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:  # of ones alone, no forward would see it
+            cache = model_kwargs.get(cache_argument(decoder_stack(self)))
+            batch_size, seq_len = inputs_tensor.shape[:2]
+            past = cache.length if isinstance(cache, RemoteCache) and mask.shape[-1] > seq_len else 0
+            check_mask(mask, batch_size, seq_len, past)
+        positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
+        return positions
+
     def _remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
         cache = RemoteCache(self.config, session, batch_size)
@@ -352,6 +362,9 @@ def _adopt_stack(model: PreTrainedModel) -> None:
             if prefix is not None:
                 note_spent(given)
             return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
+        ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(name)
+        if ids is not None and mask is not None:
+            check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
         return cls.forward(self, **kwargs)
 
     positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
@@ -379,6 +392,9 @@ def _describe(
     num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
     if num_prefix and "attention_mask" in tensors:
         tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
+    if "attention_mask" in tensors:
+        past = 0 if cache is None else cache.session.position
+        check_mask(tensors["attention_mask"], given.shape[0], given.shape[1], past)
     extra_inputs = shell.swarm_traits.extra_inputs
     if "input_ids" in extra_inputs:
         if ids is None:
