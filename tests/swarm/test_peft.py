@@ -212,7 +212,7 @@ def test_two_clients_train_different_adapters_at_once_while_a_third_generates(ll
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "reads base weights"),
-    "DoRA": (peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), "read base weights"),
+    "DoRA": (peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), "reads base weights"),
     "VeRA": (peft.VeraConfig(r=2, target_modules=["q_proj"]), "can't run on servers"),
     "a whole module": (
         peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),

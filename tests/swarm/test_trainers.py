@@ -83,17 +83,9 @@ def tokens(count: int = 16) -> list[dict[str, Any]]:
     return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
 
 
-class OwnPartsTrainer(Trainer):
-    """As docs/training.md has it: without an adapter of peft, a checkpoint holds what `load_trained` loads."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.model.load_trained(resume_from_checkpoint)
-
-
 def huggingface(model: Any, directory: Path, **settings: Any) -> Any:
     arguments = TrainingArguments(output_dir=str(directory), **{**SETTINGS, **settings})
-    trainer_class = Trainer if isinstance(model, peft.PeftModel) else OwnPartsTrainer
-    return trainer_class(model=model, args=arguments, train_dataset=tokens())
+    return Trainer(model=model, args=arguments, train_dataset=tokens())
 
 
 def sft(model: Any, directory: Path, **settings: Any) -> Any:

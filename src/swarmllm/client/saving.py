@@ -4,6 +4,7 @@ Mixed into the distributed model. The file has a name of its own, so that transf
 the directory fails instead of making up the blocks that aren't in it. Adapters are saved by peft, as ever.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from swarmllm import __version__
 from swarmllm.client.swarm_view import SwarmView
@@ -25,6 +27,8 @@ from swarmllm.models.architecture import TASK_TAGS, Task
 from swarmllm.models.checkpoint import Checkpoint, find_source
 
 OWN_TENSORS = "swarmllm_client.safetensors"
+NO_MODEL = "The blocks are not here: load this with load_trained()."
+"""In place of the table that transformers' `from_pretrained` needs and trainers don't: it fails."""
 
 MODEL_CARD = """---
 base_model: {base}
@@ -86,6 +90,9 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
             own = {key: value.detach().cpu().clone() for key, value in (state_dict or self.state_dict()).items()}
             about = {"format": "pt", "base": name, "fingerprint": fingerprint, "class": cls, "version": __version__}
             save_file(own, directory / OWN_TENSORS, metadata=about)
+            if directory.name.startswith("checkpoint-"):  # transformers' Trainer finds by this file what it loads again
+                index = {"metadata": NO_MODEL, "weight_map": dict.fromkeys(sorted(own), OWN_TENSORS)}
+                (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
             card = directory / "README.md"
             if not card.exists():
                 said = dict(tag.split(":", 1) for tag in self._origin if ":" in tag)

@@ -27,9 +27,11 @@ from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.call_cache import cache_of_call, note_prepared, note_spent
 from swarmllm.models.checkpoint import Checkpoint
 from swarmllm.models.dtypes import resolve_dtype
-from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks, watch_optimizers
+from swarmllm.models.hollow_blocks import BlockAdapters, hollow_blocks
+from swarmllm.models.hollow_modules import Place, fix_children
 from swarmllm.models.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.skeleton import drop_blocks, load_pruned, on_meta, pruned
+from swarmllm.models.training_notices import TrainingNotices
 from swarmllm.models.tuned_prefix import PrefixCache, TunedPrefix, text_mask
 from swarmllm.models.tuned_prompts import TunedPrompts, attach_prompts, whole_length
 
@@ -94,6 +96,9 @@ class BlocksProxy(nn.Module):
                 raise
             return getattr(self.__dict__["block"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["block"], name, value)  # which refuses
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs[self.first_argument]
         traits: BlockTraits = self.traits
@@ -155,8 +160,32 @@ class ClientShell:
 
     swarm_runner: BlocksRunner
     swarm_traits: BlockTraits
+    swarm_adapters: BlockAdapters
+    swarm_notices: TrainingNotices
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """By name, what peft says of the adapters that it has put into the model."""
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError("the model has no adapter of peft")
+        found: dict[str, Any] = self.__dict__["_peft_config"]
+        return found
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        self.swarm_adapters.check(configs)
+        self.__dict__["_peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self.__dict__.pop("_peft_config", None)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model, blocks included; `only_trainable`: of what can be trained here."""
+        here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
+        return here if only_trainable else here + self.swarm_adapters.blocks.num_parameters(exclude_embeddings)
 
     def active_cache_session(self) -> CacheSession | None:
         """The session that `generate()` shall continue, if the user has opened one."""
@@ -265,8 +294,9 @@ def _hollow_out(model: PreTrainedModel, model_class: type[PreTrainedModel]) -> N
     owner, _, attribute = path.rpartition(".")
     blocks = hollow_blocks(model_class, model, proxy)
     setattr(model.get_submodule(owner), attribute, blocks)
-    model.swarm_adapters = BlockAdapters(blocks)
-    watch_optimizers()
+    fix_children(model.get_submodule(owner), Place("the model"), {attribute})
+    proxy.__dict__["block"] = blocks.blocks()[0]
+    model.swarm_adapters, model.swarm_notices = BlockAdapters(blocks), TrainingNotices(blocks)
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:
@@ -408,6 +438,10 @@ def _describe(
     call = _Call(given.shape[0], given.shape[1], tensors, cache, embeds is not None)
     if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
         return replace(call, adapter=adapters.last if cache.begun_with is None else cache.begun_with[0])
+    if stack.training and (rate := getattr(stack, "layerdrop", 0)):
+        raise ConfigurationError(f"layerdrop={rate} would drop all blocks at once: set it to 0, or call model.eval()")
+    if shell.training and torch.is_grad_enabled():
+        shell.swarm_notices.tell(shell)
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
     adapter, trained = adapters.collect(
         getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()

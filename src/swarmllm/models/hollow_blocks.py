@@ -1,28 +1,26 @@
 """The blocks of a client's model as others see them: modules with names and shapes, whose weights take no memory.
 
-peft finds its targets by walking modules, so the client's block list registers the real block classes; each weight is
-one number, stretched over its shape, and no parameter, so that no optimizer, state dict or `.to()` ever meets it. What
+peft finds its targets by walking modules, so the client's block list registers the real block classes, hollowed out by
+`hollow_modules`; their weights are no parameters, so that no optimizer, state dict or `.to()` ever meets them. What
 peft puts into the blocks is owned and trained here. Iterating or indexing the list gives the one proxy that runs all
 blocks. Called by `client_shell`, which asks `BlockAdapters.collect` at each forward what has to travel.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from importlib import import_module
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.architecture import find_blocks
+from swarmllm.models.hollow_modules import Place, close_hooks, fix_children, hollow_out, refuse_change
 from swarmllm.models.skeleton import on_meta
 
 _versions = count(1)
@@ -36,6 +34,14 @@ class HollowBlocks(nn.ModuleList):
         self.__dict__["proxy"] = proxy
         for block_idx, block in enumerate(blocks):
             self.add_module(str(block_idx), block)
+        self.num_tensors = len(list(blocks.parameters()))
+        embeddings = [module.weight.numel() for module in blocks.modules() if isinstance(module, nn.Embedding)]
+        self._num_parameters = sum(parameter.numel() for parameter in blocks.parameters()), sum(embeddings)
+        # peft counts parameters that are elsewhere by the name under which DeepSpeed says how many they are.
+        self.on_servers = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.on_servers.ds_numel = self.num_parameters()  # type: ignore[attr-defined]
+        fix_children(self, Place("the list of blocks"))
+        close_hooks(proxy, Place("the blocks"))
 
     def __len__(self) -> int:
         return 1
@@ -44,54 +50,48 @@ class HollowBlocks(nn.ModuleList):
         return iter((self.__dict__["proxy"],))
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and not -1 <= index <= 0:
+            raise ConfigurationError(
+                f"the list of blocks has one entry, which runs all: take model.remote_blocks[{index}]"
+            )
         return [self.__dict__["proxy"]][index]
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        refuse_change(f"block {index}")
+
+    def __delitem__(self, index: Any) -> None:
+        refuse_change(f"block {index}")
 
     def blocks(self) -> list[nn.Module]:
         """The hollow blocks themselves."""
         return list(self.children())
 
+    def num_parameters(self, exclude_embeddings: bool = False) -> int:
+        """As transformers counts them, shared ones once."""
+        count, of_embeddings = self._num_parameters
+        return count - of_embeddings * exclude_embeddings
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """`on_servers` is no weight."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The same."""
+
 
 def hollow_blocks(cls: type[PreTrainedModel], model: PreTrainedModel, proxy: nn.Module) -> HollowBlocks:
     """The block list of a model of class `cls` with the config of `model`; costs neither memory nor reading."""
     blocks = find_blocks(on_meta(cls, model.config)).blocks
-    for module in blocks.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is None:
-                    continue
-                del tensors[name]
-                module.__dict__[name] = _stretched(tensor, model.dtype)
-    return HollowBlocks(blocks, proxy).train(model.training)
-
-
-@cache
-def watch_optimizers() -> None:
-    """Have every optimizer of this process refuse a step over hollow weights, which would silently train nothing.
-
-    Nobody finds such weights by `parameters()`, but who names one by hand should hear of it.
-    """
-    register_optimizer_step_pre_hook(_refuse_hollow)
-
-
-def _refuse_hollow(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if tensor.is_meta or (tensor.numel() > 1 and not any(tensor.stride())):
-                raise ConfigurationError(
-                    f"the optimizer was given a weight {list(tensor.shape)} of a block, which is not here but on "
-                    "servers: give it the parameters of model.parameters() that want gradients"
-                )
-
-
-def _stretched(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype if tensor.is_floating_point() else tensor.dtype).expand(tensor.shape)
+    hollow = HollowBlocks(blocks, proxy).train(model.training)
+    for block_idx, block in enumerate(blocks):
+        hollow_out(block, f"block {block_idx}", model.dtype)
+    return hollow
 
 
 class BlockAdapters:
     """Reads what peft has put into hollow blocks; one object per model."""
 
     def __init__(self, blocks: HollowBlocks) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         self.last: BlockAdapter | None = None
         """What the last forward used."""
         self._flat: Tensor | None = None
@@ -127,36 +127,31 @@ class BlockAdapters:
             self._flat = flat
         return last, tuple(parameters)
 
-    def _of_tuners(self, peft_configs: dict[str, Any]) -> list[tuple[Patch, list[Tensor]]]:
+    def check(self, peft_configs: dict[str, Any]) -> None:
+        """Refuse at once what peft has just put into the blocks, if servers can't compute it.
+
+        Raises:
+            ConfigurationError: they can't.
+        """
+        self._of_tuners(peft_configs, begins=True)
+
+    def _of_tuners(self, peft_configs: dict[str, Any], begins: bool = False) -> list[tuple[Patch, list[Tensor]]]:
+        """`begins`: whether it will be trained is not known yet."""
         found: list[tuple[Patch, list[Tensor]]] = []
         if not peft_configs or "peft" not in sys.modules:
             return found
         for config in peft_configs.values():
             _check_config(config)
-        for block_idx, block in enumerate(self._blocks.blocks()):
-            inside: set[str] = set()
+        for block_idx, block in enumerate(self.blocks.blocks()):
+            close_hooks(block, Place(f"block {block_idx}"))  # of what peft has put there since
             for path, module in block.named_modules():
                 if _is_tuner(module):
-                    inside.add(path)
-                    found += _patches(block_idx, path, module)
-                elif _keeps_a_copy(module) or (
-                    any(True for _ in module.parameters(recurse=False))
-                    and not any(path.startswith(f"{at}.") for at in inside)
-                ):
-                    raise ConfigurationError(
-                        f"{path} of block {block_idx} shall be trained whole, but servers keep their blocks as they "
-                        "are: train modules outside the blocks, or adapters of linear modules inside"
-                    )
+                    found += _patches(block_idx, path, module, module.training and not begins)
         return found
 
 
 def _is_tuner(module: nn.Module) -> bool:
     return bool(isinstance(module, _of_peft("tuners.tuners_utils", "BaseTunerLayer")))
-
-
-def _keeps_a_copy(module: nn.Module) -> bool:
-    """`modules_to_save` or trainable tokens inside a block: a copy of weights that are not here."""
-    return bool(isinstance(module, _of_peft("utils.other", "AuxiliaryTrainingWrapper")))
 
 
 def _of_peft(module: str, name: str) -> Any:
@@ -170,9 +165,16 @@ def _check_config(config: Any) -> None:
         raise ConfigurationError(
             f"init_lora_weights={init!r} reads base weights, which only servers have: use True or 'gaussian'"
         )
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise ConfigurationError(f"bias={bias!r} trains biases of blocks, which servers keep as they are: use 'none'")
+    if parameters := getattr(config, "target_parameters", None):
+        raise ConfigurationError(
+            f"target_parameters={list(parameters)} can't be adapted, because servers apply adapters to linear modules: "
+            "use target_modules"
+        )
 
 
-def _patches(block_idx: int, path: str, tuner: nn.Module) -> Iterator[tuple[Patch, list[Tensor]]]:
+def _patches(block_idx: int, path: str, tuner: nn.Module, training: bool) -> Iterator[tuple[Patch, list[Tensor]]]:
     """One for each active adapter of a tuner layer."""
     module: Any = tuner
     if module.disable_adapters:
@@ -180,6 +182,11 @@ def _patches(block_idx: int, path: str, tuner: nn.Module) -> Iterator[tuple[Patc
     where = f"{path} of block {block_idx}"
     if module.merged:
         raise ConfigurationError(f"the adapter of {where} was merged, but the weights are the servers': unmerge it")
+    if path.endswith(".base_layer"):
+        raise ConfigurationError(
+            f"{where.replace('.base_layer', '')} has adapters of two methods (mixed=True), of which servers apply one: "
+            "use several adapters of one method"
+        )
     kind: str
     values: list[Tensor]
     for name in module.active_adapters:
@@ -187,9 +194,11 @@ def _patches(block_idx: int, path: str, tuner: nn.Module) -> Iterator[tuple[Patc
         if isinstance(module, _of_peft("tuners.lora", "Linear")):
             if name not in module.lora_A:
                 continue
-            if name in module.lora_variant or module.lora_bias.get(name):
+            if module.lora_bias.get(name):
+                raise ConfigurationError(f"{where}: lora_bias=True adds a bias, which servers don't know: leave it out")
+            if name in module.lora_variant:
                 raise ConfigurationError(f"{where}: DoRA and other variants of LoRA read base weights; use plain LoRA")
-            _refuse_dropout(module.training, getattr(module.lora_dropout[name], "p", 0.0), where)
+            _refuse_dropout(training, getattr(module.lora_dropout[name], "p", 0.0), where)
             kind, scale = "lora", module.scaling[name]
             values = [module.lora_A[name].weight, module.lora_B[name].weight]
         elif isinstance(module, _of_peft("tuners.ia3", "IA3Layer")):
@@ -199,7 +208,7 @@ def _patches(block_idx: int, path: str, tuner: nn.Module) -> Iterator[tuple[Patc
         elif isinstance(module, _of_peft("tuners.loha", "LoHaLayer")) and name not in module.hada_t1:
             if name not in module.hada_w1_a:
                 continue
-            _refuse_dropout(module.training, module.rank_dropout[name] or module.module_dropout[name], where)
+            _refuse_dropout(training, module.rank_dropout[name] or module.module_dropout[name], where)
             kind, scale = "loha", module.scaling[name]
             sources = (module.hada_w1_a, module.hada_w1_b, module.hada_w2_a, module.hada_w2_b)
             values = [source[name] for source in sources]

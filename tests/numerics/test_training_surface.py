@@ -1,0 +1,476 @@
+"""What transformers and peft let a user do to a model in training: each gives the local numbers, or is one sentence.
+
+One row for an option or an operation. None is accepted and ignored.
+"""
+
+import copy
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tests.numerics.in_process_swarm import InProcessSwarm
+from tests.numerics.tiny_models import save_tiny
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from swarmllm.client.saving import SavedParts
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.architecture import find_blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
+
+IDS = torch.randint(3, 90, (3, 7), generator=torch.Generator().manual_seed(1))
+RELATIVE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path) -> Any:
+    """Nothing that is refused may change it."""
+    return InProcessSwarm(llama).client
+
+
+@pytest.fixture(scope="module")
+def expected(shared: Any) -> Tensor:
+    logits: Tensor = shared(IDS, use_cache=False).logits.detach()
+    return logits
+
+
+def load_local(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    find_blocks(model).blocks.requires_grad_(False)
+    return model
+
+
+# ---------------------------------------------------------------------- what is done to blocks
+
+Operation = Callable[[Any], object]
+
+
+def block(model: Any) -> Any:
+    return model.model.layers.blocks()[1]
+
+
+def weight(model: Any) -> Any:
+    return block(model).self_attn.q_proj.weight
+
+
+def other_weights(model: Any) -> dict[str, Tensor]:
+    return {**model.state_dict(), "model.layers.1.self_attn.q_proj.weight": torch.zeros(64, 64)}
+
+
+HOOK, WEIGHT, CHANGE = "no hook can run in", "is not here but on servers", "can't be changed here, because servers keep"
+ON_BLOCKS: dict[str, tuple[Operation, str]] = {
+    "a forward hook": (lambda m: block(m).register_forward_hook(print), f"{HOOK} block 1"),
+    "a hook inside": (lambda m: block(m).mlp.register_forward_hook(print), f"{HOOK} mlp of block 1"),
+    "a forward pre-hook": (lambda m: block(m).mlp.act_fn.register_forward_pre_hook(print), HOOK),
+    "a backward hook": (lambda m: block(m).register_full_backward_hook(print), HOOK),
+    "a backward pre-hook": (lambda m: block(m).register_full_backward_pre_hook(print), HOOK),
+    "a hook on the first block": (lambda m: m.model.layers[0].register_forward_hook(print), HOOK),
+    "a hook inside the first block": (lambda m: m.model.layers[0].mlp.register_forward_hook(print), HOOK),
+    "filling a weight": (lambda m: weight(m).fill_(1), WEIGHT),
+    "its data": (lambda m: weight(m).data.zero_(), WEIGHT),
+    "other data": (lambda m: setattr(weight(m), "data", torch.ones(64, 64)), WEIGHT),
+    "copying into it": (lambda m: weight(m).copy_(torch.ones(64, 64)), WEIGHT),
+    "a part of it": (lambda m: weight(m).__setitem__(0, 1), WEIGHT),
+    "initializing it": (lambda m: nn.init.normal_(weight(m)), WEIGHT),
+    "its norm": (lambda m: weight(m).norm(), WEIGHT),
+    "a sum of norms": (lambda m: torch.stack([weight(m), weight(m)]).sum(), WEIGHT),
+    "a penalty": (lambda m: 1 - weight(m), WEIGHT),
+    "its numbers": (lambda m: weight(m).tolist(), WEIGHT),
+    "calling a part": (lambda m: block(m).mlp(torch.ones(1, 1, 64)), WEIGHT),
+    "an optimizer": (lambda m: torch.optim.SGD([weight(m)], lr=0.1), WEIGHT),
+    "pruning": (lambda m: prune.l1_unstructured(block(m).self_attn.q_proj, "weight", 0.5), WEIGHT),  # type: ignore[no-untyped-call]
+    "gradients of a weight": (lambda m: weight(m).requires_grad_(), WEIGHT),
+    "gradients by attribute": (lambda m: setattr(weight(m), "requires_grad", True), WEIGHT),
+    "gradients of a block": (lambda m: block(m).requires_grad_(True), CHANGE),
+    "another parameter": (
+        lambda m: setattr(block(m).self_attn.q_proj, "weight", nn.Parameter(torch.ones(64, 64))),
+        f"self_attn.q_proj.weight of block 1 {CHANGE}",
+    ),
+    "another tensor": (lambda m: setattr(block(m).mlp.up_proj, "weight", torch.ones(128, 64)), CHANGE),
+    "one parameter more": (lambda m: block(m).register_parameter("scale", nn.Parameter(torch.ones(1))), "a tensor"),
+    "one buffer more": (lambda m: block(m).register_buffer("scale", torch.ones(1)), "a tensor"),
+    "another module": (lambda m: setattr(block(m), "mlp", nn.Identity()), f"mlp of block 1 {CHANGE}"),
+    "a wrapped module": (lambda m: setattr(block(m), "mlp", nn.Sequential(block(m).mlp, nn.ReLU())), CHANGE),
+    "one module more": (lambda m: block(m).add_module("extra", nn.Identity()), CHANGE),
+    "one module less": (lambda m: delattr(block(m), "mlp"), CHANGE),
+    "another forward": (lambda m: setattr(block(m), "forward", print), CHANGE),
+    "another constant": (lambda m: setattr(block(m).self_attn, "scaling", 3.0), CHANGE),
+    "a module of the first block": (lambda m: setattr(m.model.layers[0], "mlp", nn.Identity()), CHANGE),
+    "a constant of the first block": (lambda m: setattr(m.model.layers[0].self_attn, "scaling", 3.0), CHANGE),
+    "another block": (lambda m: m.model.layers.__setitem__(3, nn.Identity()), f"block 3 {CHANGE}"),
+    "one block more": (lambda m: m.model.layers.append(nn.Identity()), CHANGE),
+    "a block between": (lambda m: m.model.layers.insert(1, nn.Identity()), CHANGE),
+    "one block less": (lambda m: m.model.layers.pop(3), r"take model\.remote_blocks\[3\]"),
+    "the last block less": (lambda m: m.model.layers.pop(-1), CHANGE),
+    "no third block": (lambda m: m.model.layers.__delitem__(3), CHANGE),
+    "the third block": (lambda m: m.model.layers[3], r"take model\.remote_blocks\[3\]"),
+    "fewer blocks": (
+        lambda m: setattr(m.model, "layers", nn.ModuleList(m.model.layers[:2])),
+        f"layers of the model {CHANGE}",
+    ),
+    "no blocks": (lambda m: delattr(m.model, "layers"), CHANGE),
+    "weights of blocks to load": (lambda m: m.load_state_dict(other_weights(m), strict=False), CHANGE),
+    "a copy of a block": (lambda m: copy.deepcopy(block(m)), "can't be copied"),
+}
+
+
+@pytest.mark.parametrize("name", ON_BLOCKS)
+def test_what_cannot_reach_the_servers(name: str, shared: Any, expected: Tensor) -> None:
+    operation, sentence = ON_BLOCKS[name]
+    names = [name for name, _ in shared.named_modules()]
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        operation(shared)
+    assert "\n" not in str(caught.value)
+    assert [name for name, _ in shared.named_modules()] == names
+    assert torch.equal(shared(IDS, use_cache=False).logits, expected)
+
+
+HARMLESS: dict[str, Operation] = {
+    "train and eval": lambda m: m.train().eval(),
+    "a frozen model": lambda m: m.requires_grad_(False).requires_grad_(True),
+    "a frozen block": lambda m: block(m).requires_grad_(False),
+    "a frozen weight": lambda m: weight(m).requires_grad_(False),
+    "gradient checkpointing": lambda m: (m.activation_checkpointing_enable(), m.activation_checkpointing_disable()),
+    "its own weights to load": lambda m: m.load_state_dict(m.state_dict()),
+    "another dtype and back": lambda m: m.double().float(),
+    "ties": lambda m: m.tie_weights(),
+    "a look at a weight": lambda m: (
+        weight(m).shape,
+        weight(m).dtype,
+        weight(m).device,
+        weight(m).numel(),
+        str(block(m)),
+    ),
+    "all parameters": lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.0).zero_grad(),
+    "copies of the parameters": lambda m: [parameter.detach().clone() for parameter in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_result(name: str, shared: Any, expected: Tensor) -> None:
+    HARMLESS[name](shared)
+    assert torch.equal(shared(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "mixtral", "opt"])
+def test_the_whole_model_is_counted(model_type: str, tmp_path: Path) -> None:
+    local = save_tiny(model_type, tmp_path)
+    client: Any = InProcessSwarm(tmp_path).client
+    for options in ({}, {"exclude_embeddings": True}):
+        assert client.num_parameters(**options) == local.num_parameters(**options)
+    assert sum(p.numel() for p in client.parameters()) < sum(p.numel() for p in local.parameters())
+    names = ["c_attn"] if model_type == "gpt2" else ["q_proj"]
+    for config in (lora(target_modules=names), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
+        models = [peft.get_peft_model(model, copy.deepcopy(config)) for model in (client, local)]
+        assert models[0].get_nb_trainable_parameters() == models[1].get_nb_trainable_parameters()
+        client, local = InProcessSwarm(tmp_path).client, load_local(tmp_path)
+    assert {*client.state_dict()} < {*local.state_dict()}
+
+
+# ---------------------------------------------------------------------- what peft puts into blocks
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "down_proj"], **options})
+
+
+LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+EQUAL: dict[str, peft.PeftConfig] = {
+    "everything linear": LORA,
+    "a pattern": lora(target_modules=r".*\.[13]\..*(q|up)_proj"),
+    "some blocks": lora(layers_to_transform=[0, 2]),
+    "some blocks of a list": lora(layers_to_transform=[1], layers_pattern="layers"),
+    "some modules left out": lora(target_modules="all-linear", exclude_modules=["o_proj", "lm_head"]),
+    "ranks and scales": lora(rank_pattern={"down_proj": 2}, alpha_pattern={r"1\.self_attn\.q_proj": 32}),
+    "rank-stabilized": lora(use_rslora=True, lora_alpha=16),
+    "from a normal distribution": lora(init_lora_weights="gaussian"),
+    "orthogonal": lora(init_lora_weights="orthogonal"),
+    "a whole head": lora(modules_to_save=["lm_head"]),
+    "embeddings and head": lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "some tokens": lora(trainable_token_indices=[3, 7]),
+    "IA3": peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "LoHa": peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "a prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def tuned(model: Any, config: peft.PeftConfig, adapter: str = "default", seed: int = 7) -> Any:
+    """With an adapter of random values, the same for the same config and seed."""
+    config = copy.deepcopy(config)
+    if adapter == "default":
+        model = peft.get_peft_model(model, config)
+    else:
+        model.add_adapter(adapter, config)
+    for name, parameter in model.named_parameters():
+        if adapter in name and any(part in name for part in ("lora_", "ia3", "hada", "prompt")):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + ("ia3" in name)
+    return model
+
+
+def results(model: Any) -> dict[str, Tensor]:
+    """Logits and gradients by name."""
+    model.zero_grad()
+    output = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+    output.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": output.logits.detach(), **found}
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert float((got[name] - value).abs().max()) <= RELATIVE * max(1e-6, float(value.abs().max())), name
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_configs_that_are_the_local_ones(name: str, llama: Path) -> None:
+    remote, local = (tuned(model, EQUAL[name]) for model in (InProcessSwarm(llama).client, load_local(llama)))
+    wanted = results(local.train())
+    assert len(wanted) > 1
+    assert_same(results(remote.train()), wanted)
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "PiSSA": (lora(init_lora_weights="pissa"), "PiSSA"),
+    "PiSSA, quickly": (lora(init_lora_weights="pissa_niter_4"), "PiSSA"),
+    "OLoRA": (lora(init_lora_weights="olora"), "OLoRA"),
+    "EVA": (lora(init_lora_weights="eva", eva_config=peft.EvaConfig()), "init_lora_weights='eva' reads base weights"),
+    "DoRA": (lora(use_dora=True), "DoRA"),
+    "activated LoRA": (lora(alora_invocation_tokens=[3]), "variants of LoRA"),
+    "a bias of its own": (lora(lora_bias=True), "lora_bias"),
+    "all biases": (lora(bias="all"), "bias='all' trains biases of blocks"),
+    "biases of targets": (lora(bias="lora_only"), "bias='lora_only' trains biases of blocks"),
+    "parameters": (lora(target_parameters=["mlp.up_proj.weight"]), r"target_parameters=\['mlp.up_proj.weight'\]"),
+    "a whole norm": (lora(modules_to_save=["input_layernorm"]), "modules_to_save"),
+    "a whole part": (lora(modules_to_save=["mlp"], target_modules=["q_proj"]), "modules_to_save"),
+    "blocks twice": (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication"),
+    "VeRA": (peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), "can't run on servers"),
+    "LoKr": (peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), "can't run on servers"),
+    "AdaLoRA": (
+        peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10),
+        "can't run on servers",
+    ),
+    "norms": (peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]), "trained whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configs_that_servers_cannot_compute(name: str, llama: Path, expected: Tensor) -> None:
+    config, sentence = REFUSED[name]
+    client: Any = InProcessSwarm(llama).client
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        peft.get_peft_model(client, copy.deepcopy(config))
+    assert "\n" not in str(caught.value)
+    assert torch.equal(client(IDS, use_cache=False).logits, expected), "it is as if nothing had been"
+
+
+def one_of_two(model: Any) -> None:
+    tuned(model, lora(r=2), "other", seed=9)
+    model.set_adapter("other")
+
+
+def both(model: Any) -> None:
+    tuned(model, lora(r=2), "other", seed=9)
+    model.base_model.set_adapter(["default", "other"])
+
+
+def weighted(model: Any) -> None:
+    tuned(model, lora(r=4), "other", seed=9)
+    model.add_weighted_adapter(["default", "other"], [0.3, 0.7], "sum", combination_type="linear")
+    model.set_adapter("sum")
+
+
+def forgotten(model: Any) -> None:
+    one_of_two(model)
+    model.delete_adapter("other")
+    model.set_adapter("default")
+
+
+AFTER: dict[str, Operation] = {
+    "one of two adapters": one_of_two,
+    "two adapters at once": both,
+    "a sum of adapters": weighted,
+    "an adapter less": forgotten,
+    "another scale": lambda m: [part.set_scale("default", 3.0) for part in m.modules() if hasattr(part, "set_scale")],
+    "without adapters": lambda m: m.base_model.disable_adapter_layers(),
+    "gradient checkpointing": lambda m: m.activation_checkpointing_enable(),
+    "more tokens": lambda m: m.base_model.model.resize_token_embeddings(160, mean_resizing=False),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_operations_that_are_the_local_ones(name: str, llama: Path) -> None:
+    found = []
+    for model in (InProcessSwarm(llama).client, load_local(llama)):
+        torch.manual_seed(5)
+        adapted = tuned(model, lora()).train()
+        adapted.base_model.model.lm_head.requires_grad_(True)
+        AFTER[name](adapted)
+        found.append(results(adapted))
+    assert_same(*found)
+
+
+def test_unloaded_it_is_the_model_that_it_was(llama: Path, expected: Tensor) -> None:
+    adapted = tuned(InProcessSwarm(llama).client, lora())
+    assert not torch.equal(adapted(IDS, use_cache=False).logits, expected)
+    model = adapted.unload()
+    assert not hasattr(model, "peft_config")
+    assert torch.equal(model(IDS, use_cache=False).logits, expected)
+    again, local = tuned(model, lora(r=2)), tuned(load_local(llama), lora(r=2))
+    assert_same(results(again), results(local))
+
+
+def test_adapters_by_transformers_alone(llama: Path) -> None:
+    logits = []
+    for model in (InProcessSwarm(llama).client, load_local(llama)):
+        torch.manual_seed(3)
+        model.add_adapter(lora(init_lora_weights=False))
+        logits.append(model(IDS, use_cache=False).logits.detach())
+    torch.testing.assert_close(*logits)
+    with pytest.raises(ConfigurationError, match="bias='all'"):
+        InProcessSwarm(llama).client.add_adapter(lora(bias="all"))
+
+
+def two_rows(model: Any) -> dict[str, Any]:
+    return {"input_ids": IDS, "adapter_names": ["default", "__base__", "default"]}
+
+
+REFUSED_AFTER: dict[str, tuple[Operation, str]] = {
+    "merging": (lambda m: m.merge_and_unload(), "neither merge it"),
+    "merging safely": (lambda m: m.merge_and_unload(safe_merge=True), "neither merge it"),
+    "merging for a while": (lambda m: m.merge_adapter(), "neither merge it"),
+    "merging for a while, safely": (lambda m: m.merge_adapter(safe_merge=True), "neither merge it"),
+    "an adapter for each row": (lambda m: m(**two_rows(m)), "adapter_names"),
+    "an adapter for each text": (lambda m: m.generate(**two_rows(m), max_new_tokens=2), "adapter_names"),
+    "a hook on an adapter": (lambda m: block(m.base_model.model).self_attn.q_proj.register_forward_hook(print), HOOK),
+    "a hook inside an adapter": (
+        lambda m: block(m.base_model.model).self_attn.q_proj.lora_A["default"].register_forward_hook(print),
+        HOOK,
+    ),
+    "another module for an adapter": (
+        lambda m: setattr(block(m.base_model.model).self_attn, "q_proj", nn.Linear(64, 64)),
+        CHANGE,
+    ),
+    "a second method": (
+        lambda m: peft.get_peft_model(m.base_model.model, EQUAL["IA3"], "second"),
+        "two methods",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AFTER)
+def test_operations_that_servers_cannot_follow(name: str, llama: Path) -> None:
+    operation, sentence = REFUSED_AFTER[name]
+    adapted = tuned(InProcessSwarm(llama).client, lora(target_modules=["k_proj", "q_proj", "down_proj"])).eval()
+    before = adapted(IDS, use_cache=False).logits
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        operation(adapted)
+    assert "\n" not in str(caught.value)
+    if name != "a second method":  # which is in the blocks now, beside the first
+        assert torch.equal(adapted(IDS, use_cache=False).logits, before)
+
+
+def test_dropout_of_an_adapter_is_refused_only_in_training(llama: Path) -> None:
+    adapted = tuned(InProcessSwarm(llama).client, lora(lora_dropout=0.1))
+    assert adapted.eval()(IDS, use_cache=False).logits.isfinite().all()
+    with pytest.raises(ConfigurationError, match="set it to 0"):
+        adapted.train()(IDS, labels=IDS)
+
+
+# ---------------------------------------------------------------------- what is told, and what can't be told apart
+
+
+def told(model: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """In two steps of training."""
+    caplog.clear()
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+    return [record.getMessage() for record in caplog.records if record.name.startswith("swarmllm")]
+
+
+def test_training_differs_from_local_training_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    num_tensors = len(list(save_tiny("gpt2", tmp_path).parameters()))
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"attn_pdrop": 0.1, "resid_pdrop": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    whole: Any = InProcessSwarm(tmp_path).client
+    assert not told(whole.eval(), caplog)
+    dropout, tensors = told(whole.train(), caplog)
+    assert "without their dropout (attn_dropout=0.1, dropout=0.1, resid_dropout=0.1)" in dropout
+    assert f"this trains 4 of {num_tensors} tensors" in tensors
+    head: Any = InProcessSwarm(tmp_path).client.requires_grad_(False)
+    head.transformer.ln_f.requires_grad_(True)
+    assert len(told(head.train(), caplog)) == 1
+    adapted = peft.get_peft_model(InProcessSwarm(tmp_path).client, lora(target_modules=["c_attn"]))
+    assert len(told(adapted.train(), caplog)) == 1
+
+
+def test_layers_are_not_dropped_all_at_once(tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path)
+    client: Any = InProcessSwarm(tmp_path).client
+    client.model.decoder.layerdrop = 0.5
+    assert client.eval()(IDS).logits.isfinite().all()
+    with pytest.raises(ConfigurationError, match=r"layerdrop=0\.5 would drop all blocks at once"):
+        client.train()(IDS)
+
+
+class Owner(SavedParts):
+    """Saves what it owns as a real client does."""
+
+    swarm: Any = SimpleNamespace(model_name="checkpoint", fingerprint="f" * 32)
+
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 4,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that the first checkpoint is the best
+}
+
+
+def test_a_trainer_loads_its_best_checkpoint_and_resumes(llama: Path, tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, model in {"local": load_local(llama), "remote": InProcessSwarm(llama, user=Owner).client}.items():
+        model.requires_grad_(False).model.norm.weight.requires_grad_(True)
+        for settings in ({}, {"load_best_model_at_end": False}):
+            arguments = TrainingArguments(output_dir=str(tmp_path / name), **{**SETTINGS, **settings})
+            trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+            trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2") if settings else None)
+            if not settings:
+                assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+            found[f"{name} {settings}"] = {"norm": model.model.norm.weight.detach().clone()}
+    best, last, *remote = found.values()
+    assert not torch.equal(best["norm"], last["norm"])
+    assert_same(remote[0], best)
+    assert_same(remote[1], last)
+    with pytest.raises(TypeError):  # it would make up the blocks
+        AutoModelForCausalLM.from_pretrained(tmp_path / "remote" / "checkpoint-1")
