@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_swarm import InProcessRunner, InProcessSession, Route, over_the_wire
+from in_process_swarm import InProcessRunner, InProcessSession, Route
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -45,18 +45,11 @@ class AheadSession(InProcessSession):
 
     def __init__(self, route: Route) -> None:
         super().__init__(route)
-        self.route = route
         self.under_way: deque[tuple[BlockInputs, int]] = deque()
         self.max_length = 10_000
         self.timings = ((0, 0, 1000), (2, 0, 1000))
         self.step_s = 0.1
         self.most_under_way = self.num_abandoned = 0
-
-    def run(self, inputs: BlockInputs) -> Tensor:
-        hidden = inputs.hidden_states
-        for (server, span), cache in zip(self.route, self.caches, strict=True):
-            hidden = server.forward(over_the_wire(inputs.with_hidden(hidden), server, span), span, cache).clone()
-        return hidden
 
     def send(self, inputs: BlockInputs, position: int) -> None:
         end = self.position
