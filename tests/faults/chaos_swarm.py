@@ -21,8 +21,9 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, SwarmError,
 from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
 
-OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1, "update_period": 2}
+OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1, "update_period": 6}
 ROUTE_TIMEOUT_S = 4.0
+"""For texts whose blocks nobody serves any more."""
 """More than the 2.5 s after which the record of a server that died is gone."""
 SEEN_S = 30.0
 FAILURES = 3
@@ -227,4 +228,4 @@ def wait(happened: Callable[[], object], what: str) -> None:
     while not happened():
         if time.monotonic() > deadline:
             raise DefectError(f"not {what} within {SEEN_S:.0f} s")
-        time.sleep(0.05)
+        time.sleep(0.2)
