@@ -103,14 +103,14 @@ def _alone(choice: random.Random, model: Any, progress: Progress, ids: Tensor, n
 
 def beam(choice: random.Random, model: Any, progress: Progress) -> Result:
     ids = _prompt(choice)
-    return _alone(choice, model, progress, ids, choice.randint(12, 32), num_beams=choice.randint(2, 4))
+    return _alone(choice, model, progress, ids, choice.randint(8, 20), num_beams=choice.randint(2, 4))
 
 
 def chat(choice: random.Random, model: Any, progress: Progress) -> Result:
     ids, turns = _prompt(choice), []
     with _session(model, progress):
         for _ in range(3):
-            ids = _generate(model, progress, ids, choice.randint(6, 14))
+            ids = _generate(model, progress, ids, choice.randint(4, 9))
             turns.append(ids)
             ids = torch.cat([ids, _prompt(choice, 3, 20)], dim=1)
     return turns
@@ -121,7 +121,7 @@ def roll_back(choice: random.Random, model: Any, progress: Progress) -> Result:
     """An own loop of steps, which goes back to an earlier position now and then."""
     ids, seen = _prompt(choice), []
     with _session(model, progress) as session:
-        for _ in range(choice.randint(12, 24)):
+        for _ in range(choice.randint(10, 20)):
             if session is None:
                 logits = model(ids).logits
             else:
@@ -138,12 +138,12 @@ def roll_back(choice: random.Random, model: Any, progress: Progress) -> Result:
 
 
 def assisted(choice: random.Random, model: Any, progress: Progress) -> Result:
-    return _alone(choice, model, progress, _prompt(choice), choice.randint(16, 40), assistant_model=_draft())
+    return _alone(choice, model, progress, _prompt(choice), choice.randint(12, 28), assistant_model=_draft())
 
 
 def ngram(choice: random.Random, model: Any, progress: Progress) -> Result:
     """What `speculation="ngram"` of the client's settings does, whatever this client's are."""
-    ids, num_tokens = _repetitive(choice), choice.randint(24, 48)
+    ids, num_tokens = _repetitive(choice), choice.randint(16, 36)
     if not hasattr(model, "speculator"):
         return [_generate(model, progress, ids, num_tokens)]
     before = model.speculator
@@ -158,12 +158,12 @@ def ngram(choice: random.Random, model: Any, progress: Progress) -> Result:
 def prompt_lookup(choice: random.Random, model: Any, progress: Progress) -> Result:
     guesses = choice.randint(2, 8)
     return _alone(
-        choice, model, progress, _repetitive(choice), choice.randint(16, 40), prompt_lookup_num_tokens=guesses
+        choice, model, progress, _repetitive(choice), choice.randint(12, 32), prompt_lookup_num_tokens=guesses
     )
 
 
 def sampling(choice: random.Random, model: Any, progress: Progress) -> Result:
-    ids, num_tokens = _prompt(choice), choice.randint(16, 40)
+    ids, num_tokens = _prompt(choice), choice.randint(12, 28)
     options = {"temperature": choice.uniform(0.5, 1.5), "top_k": choice.choice([0, 20]), "top_p": 0.95}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(choice.randrange(1000))
@@ -178,11 +178,11 @@ def padded_batch(choice: random.Random, model: Any, progress: Progress) -> Resul
     for index, row in enumerate(rows):
         ids[index, longest - len(row) :] = row
         mask[index, longest - len(row) :] = 1
-    return _alone(choice, model, progress, ids, choice.randint(12, 24), attention_mask=mask)
+    return _alone(choice, model, progress, ids, choice.randint(8, 18), attention_mask=mask)
 
 
 def long_prefill(choice: random.Random, model: Any, progress: Progress) -> Result:
-    return _alone(choice, model, progress, _prompt(choice, 300, 1200), 6)
+    return _alone(choice, model, progress, _prompt(choice, 300, 900), 5)
 
 
 def training(choice: random.Random, model: Any, progress: Progress) -> Result:

@@ -11,7 +11,7 @@ from enum import Enum
 
 NUM_BLOCKS = 8
 TEXTS_PER_LAYOUT = 20
-VARIANTS = 24
+VARIANTS = 12
 """Prompts, and what else differs, of each kind."""
 PREFILL_SHARE = 0.25
 """Of the texts: disturbed before the first token."""

@@ -21,10 +21,9 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, SwarmError,
 from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
 
-OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1, "update_period": 6}
+OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1, "update_period": 8}
 ROUTE_TIMEOUT_S = 4.0
 """For texts whose blocks nobody serves any more."""
-"""More than the 2.5 s after which the record of a server that died is gone."""
 SEEN_S = 30.0
 FAILURES = 3
 """Computations for which memory runs out, at most."""
