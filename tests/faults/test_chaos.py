@@ -11,8 +11,8 @@ import pytest
 from chaos_plan import NUM_BLOCKS, TEXTS_PER_LAYOUT, Disturbance, Kind, covers, layout, layout_of, text
 from chaos_run import run_layout
 
-QUICK = (102, 106, 117)
-"""Of a layout of three servers: KILL, p2pd KILL, KILL."""
+QUICK = (101, 102, 106, 115, 117)
+"""Of a layout of three servers: out of memory, KILL, p2pd KILL, a client leaves, KILL."""
 
 
 def check(numbers: Iterable[int]) -> None:
