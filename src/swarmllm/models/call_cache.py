@@ -61,6 +61,8 @@ def cache_of_call(
         kwargs[name] = None if prefix is None else PrefixCache(config, len(prefix))
         return None, prefix
     if shell.active_cache_session() is not None:
+        if prefix is not None:
+            raise ConfigurationError("with peft's prefix tuning, call the model outside of inference sessions")
         raise ConfigurationError(
             "inside an inference_session(), go on with generate() or session.step(); for a forward beside the session "
             "pass use_cache=False"
