@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 STREAM_PROTOCOL = "/swarmllm/stream/1"
 """libp2p's name for our streams. Versions are agreed in HELLO, so this one stays."""
 CONNECT_TIMEOUT_S = 5.0
-STARTUP_TIMEOUT_S = 15.0
+STARTUP_TIMEOUT_S = 60.0
+"""p2pd starts in a tenth of a second; as a polite process beside many busy ones it took more than 15 s (load 25)."""
 
 DIALLED = re.compile(r"\* \[(\S+)\] (?:dial \S+ \S+: (?:connect: )?)?(.+?)(?= \* \[|$)")
 """What p2pd says of each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
