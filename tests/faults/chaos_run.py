@@ -204,6 +204,8 @@ def run_text(text: Text, model: Any, swarm: ChaosSwarm) -> Outcome:
         except (DefectError, SwarmError, RuntimeError) as error:
             outcome.defect += where(error)
     outcome.mended_s = time.monotonic() - ended_at
+    outcome.detail += " ".join(swarm.failed_starts)
+    swarm.failed_starts.clear()
     return outcome
 
 

@@ -115,3 +115,13 @@ def test_hidden_states_of_a_wrong_width_are_refused_here(client: Any) -> None:
         client.remote_blocks(wrong)
     with client.inference_session() as session, pytest.raises(ConfigurationError, match="64 wide"):
         session.step(wrong)
+
+
+def test_explaining_a_route_leaves_the_random_state_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be sampling, and would draw again what it has drawn if the state were put back."""
+
+    def forbidden(**_: Any) -> Any:
+        raise AssertionError("the random state is saved")
+
+    monkeypatch.setattr(torch.random, "fork_rng", forbidden)
+    assert model.swarm.route().expected_ms > 0

@@ -213,7 +213,9 @@ class _AutoDistributed:
                 num_blocks=checkpoint.num_blocks,
             )
             view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
-            view.num_bytes = lambda: sum(checkpoint.block_bytes(resolve_dtype(checkpoint, dtype)))
+            # Here and not when a route is explained: building a model sets torch's random state back to what it was
+            # before, and another thread may be sampling by then.
+            view.num_bytes = sum(checkpoint.block_bytes(resolve_dtype(checkpoint, dtype)))
             with _connecting:
                 loop.run(view.connect())
             traits = loop.run(view.traits())

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -72,7 +72,7 @@ class SwarmView:
         """Counts what a running session might change its route for: looks and rounds of pings."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: nobody knows."""
-        self.num_bytes: Callable[[], int] | None = None
+        self.num_bytes: int | None = None
         """Of all blocks, if this machine held them; None: nobody knows."""
         self._connections: WeakSet[Connection] = WeakSet()
         self._first_pings: asyncio.Task[None] | None = None
@@ -303,7 +303,7 @@ class SwarmView:
     async def _explained_route(self) -> Route:
         route = await self.find_route(Span(0, self.num_blocks))
         num_bytes = self.num_bytes
-        here_ms = None if num_bytes is None else await asyncio.to_thread(lambda: decode_ms(num_bytes()))
+        here_ms = None if num_bytes is None else await asyncio.to_thread(decode_ms, num_bytes)
         return explain_route(route, self._snapshot, self.costs(), here_ms=here_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
