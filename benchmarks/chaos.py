@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 REPO = Path(__file__).resolve().parent.parent
@@ -58,18 +59,13 @@ def run(number: int, texts: Sequence[Text], verbose: bool) -> list[Outcome]:
     return outcomes
 
 
-def run_all(texts: Sequence[Text], num_workers: int, verbose: bool) -> list[Outcome]:
+def run_all(texts: Sequence[Text], num_workers: int, verbose: bool) -> Iterator[list[Outcome]]:
+    """The outcomes of one layout after the other, as they are done."""
     layouts = [(number, list(group)) for number, group in groupby(texts, lambda one: layout_of(one.number))]
-    outcomes: list[Outcome] = []
-    began_at = time.monotonic()
     # Processes: threads would share the state of torch's random generator.
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=prepare) as workers:
         for done in as_completed([workers.submit(run, *one, verbose) for one in layouts]):
-            outcomes += done.result()
-            failed = sum(not outcome.passed for outcome in outcomes)
-            took_s = time.monotonic() - began_at
-            print(f"{len(outcomes):5} texts, {failed} failed, {took_s:.0f} s", flush=True)
-    return sorted(outcomes, key=lambda outcome: outcome.text.number)
+            yield done.result()
 
 
 @contextmanager
@@ -141,34 +137,32 @@ def main() -> int:
     texts = [text(number) for number in range(args.seed, args.seed + args.texts)]
     texts = [one for one in texts if args.only in (None, one.kind.value)]
     texts = [one for one in texts if args.disturbance in (None, one.disturbance.value)]
+    outcomes: list[Outcome] = []
     began_at = time.monotonic()
     with load(args.load):
-        outcomes = run_all(texts, args.workers, args.verbose or len(texts) < 5)
-    return report(outcomes, args.load, time.monotonic() - began_at)
+        for some in run_all(texts, args.workers, args.verbose or len(texts) < 5):
+            outcomes += some
+            result = summary(outcomes) | {"load": args.load, "took_s": time.monotonic() - began_at}
+            path = save_results("chaos", result)  # each time: a long run that is interrupted leaves what it has found
+            print(f"{result['texts']:5} texts, {len(result['failed'])} failed, {result['took_s']:.0f} s", flush=True)
+    for by in (Disturbance, Kind):
+        print(f"\n{table([by.__name__.lower(), *HEADER], rows(outcomes, by))}")
+    print(f"\nthe longest that a text without servers took to end: {result['ended_s']:.1f} s; written to {path}")
+    return 1 if result["failed"] else 0
 
 
-def report(outcomes: Sequence[Outcome], num_loops: int, took_s: float) -> int:
-    """Print and store it; 1 if any text failed."""
-    tables = {by.__name__: rows(outcomes, by) for by in (Disturbance, Kind)}
-    for name, lines in tables.items():
-        print(f"\n{table([name.lower(), *HEADER], lines)}")
-    failed = [str(outcome) for outcome in outcomes if not outcome.passed]
-    ended_s = max((one.took_s for one in outcomes if one.verdict is Verdict.ENDED), default=0.0)
-    print(f"\n{len(outcomes)} texts in {took_s:.0f} s, {len(failed)} of them failed")
-    print(f"the longest that a text without servers took to end: {ended_s:.1f} s")
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What is stored of a run."""
     figures = {
-        name: [dict(zip(["name", *HEADER], line, strict=True)) for line in lines] for name, lines in tables.items()
+        by.__name__: [dict(zip(["name", *HEADER], row, strict=True)) for row in rows(outcomes, by)]
+        for by in (Disturbance, Kind)
     }
-    result = {
+    return {
         "texts": len(outcomes),
-        "load": num_loops,
-        "took_s": took_s,
-        "ended_s": ended_s,
-        "failed": failed,
+        "failed": [str(outcome) for outcome in outcomes if not outcome.passed],
+        "ended_s": max((one.took_s for one in outcomes if one.verdict is Verdict.ENDED), default=0.0),
         **figures,
     }
-    print(f"written to {save_results('chaos', result)}")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
