@@ -74,8 +74,12 @@ class Chain:
     _log: ActivationLog = field(init=False)
     _pending: dict[int, PendingStep] = field(default_factory=dict)
     _epoch: int = 0
+    _began_with: int = 0
+    """The id before all requests of this epoch."""
     _linked: bool = False
     """Whether the hops are usable and linked, as far as we know."""
+    _broken: SwarmError | None = None
+    """What has failed in this epoch, also while nothing was under way: no server would answer a step of it any more."""
     _rows: int = 0
     _batch_index: tuple[int, ...] | None = None
     _batch_size: int = 1
@@ -263,6 +267,7 @@ class Chain:
                 request = new_request_id()
                 self._pending[request] = pending
                 steps.append((request, pending))
+                self._check_unbroken()
                 pending.inputs = await self._hops[0].send_step(request, self._moment, pending.position, chunk)
                 position += chunk.seq_len
             for _, pending in steps:
@@ -360,9 +365,15 @@ class Chain:
         )
         self.view.loop.spawn(sending, name=f"relay from {hop}").add_done_callback(pending.task_ended)
 
+    def _check_unbroken(self) -> None:
+        """To be called when what waits for an answer is registered: from then on it is told itself."""
+        if self._broken is not None:
+            raise self._broken
+
     def _on_error(self, hop: Hop, error: SwarmError, request: int | None) -> None:
         if self._is_stale(error, request):
             return
+        self._broken = error
         if isinstance(error, PeerError) and error.peer_id == hop.peer_id and hop.connection.error is None:
             hop.lost = True
         pending = self._pending.get(request) if request is not None else None
@@ -371,13 +382,14 @@ class Chain:
         self._linked = False
         if not self._busy.locked():  # between two steps nobody else would take note of it
             self.view.report(error)
-        for waiting in self._pending.values() if pending is None else (pending,):
+        of_all = pending is None or pending.done.done()  # its server drops whatever comes behind it
+        for waiting in tuple(self._pending.values()) if of_all or pending is None else (pending,):
             waiting.fail(error)
 
     def _is_stale(self, error: SwarmError, request: int | None) -> bool:
-        """Whether the error is about a request that was given up, or a successor that was replaced meanwhile."""
+        """Whether the error is about a request of an earlier epoch, or a successor that was replaced meanwhile."""
         if request is not None:
-            return request not in self._pending
+            return request not in self._pending and request < self._began_with
         culprit = error.peer_id if isinstance(error, PeerError) else None
         return culprit is not None and all(hop.peer_id != culprit for hop in self._hops)
 
@@ -396,6 +408,7 @@ class Chain:
     def _begin_epoch(self) -> None:
         """What is still under way from before is dropped by the servers."""
         self._epoch += 1
+        self._began_with, self._broken = new_request_id(), None
 
     async def _rejoin(self, began_at: float) -> None:
         """Link the hops, and fill the caches of the new ones."""
@@ -459,6 +472,7 @@ class Chain:
         pending = PendingStep(whole, 0, done, self._epoch, run[-1], self.position)
         self._pending[request] = pending
         try:
+            self._check_unbroken()
             if before is None:
                 for position, inputs in self._log.replay(self.view.config.prefill_chunk_tokens):
                     await run[0].send_step(request, self._moment, position, inputs, replay_hops=len(run), exactly=True)

@@ -120,6 +120,7 @@ class PipelinedChain(Chain):
             del self._pending[request]
             pending.forget()
             self._register(pending.inputs, pending.position)
+        self._check_unbroken()
         for request, pending in self._ahead:
             pending.inputs = await self._hops[0].send_step(request, self._moment, pending.position, pending.inputs)
 

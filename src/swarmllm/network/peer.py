@@ -177,9 +177,12 @@ class Peer:
         """libp2p refuses it, but one server may run two parts of a route: so we come to ourselves as p2pd would."""
         if self._listener is None:
             raise PeerUnreachableError("this peer serves no streams", self.peer_id)
-        reader, writer = await asyncio.open_unix_connection(self._streams_path)
         caller = PeerID.from_base58(self.peer_id).to_bytes()
-        await write_pbmsg(writer, p2pd_pb2.StreamInfo(peer=caller, addr=b"", proto=STREAM_PROTOCOL))
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._streams_path)
+            await write_pbmsg(writer, p2pd_pb2.StreamInfo(peer=caller, addr=b"", proto=STREAM_PROTOCOL))
+        except OSError as error:
+            raise PeerUnreachableError(f"this peer can't open a stream to itself: {error}", self.peer_id) from None
         return reader, writer
 
     async def serve_streams(self, handler: StreamHandler) -> None:

@@ -1,0 +1,112 @@
+"""What fails while nothing is under way: no server answers the steps of an epoch that has failed, so none may be sent.
+
+In process. Where that goes wrong, the client waits for as long as a step may take, and then blames somebody.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_in_process import Blocks, InProcessSwarm, Reference
+
+from swarmllm.client.hop import Hop
+from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.open_route import OpenRoute
+from swarmllm.errors import PeerTimeoutError
+from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.server.shared_prefix import SharedPrefix
+
+STEP_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def blocks(llama: Path) -> Iterator[Blocks]:
+    blocks = Blocks(llama)
+    yield blocks
+    blocks.close()
+
+
+@pytest.fixture
+def swarm(blocks: Blocks) -> Iterator[InProcessSwarm]:
+    """Its last blocks are on two servers."""
+    end = blocks.num_blocks
+    with InProcessSwarm(blocks, [(0, 1), (1, 2), (2, end), (2, end)], step_timeout_s=STEP_TIMEOUT_S) as swarm:
+        yield swarm
+
+
+def assert_steps(blocks: Blocks, swarm: InProcessSwarm, session: InferenceSession, *lengths: int) -> None:
+    """They are right, and nobody was waited for in vain."""
+    reference = Reference(blocks.all)
+    for length in lengths:
+        given = torch.randn(1, length, blocks.all.embedding_dim)
+        assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
+    assert swarm.view.counts[PeerTimeoutError.code] == 0
+
+
+def last_server(swarm: InProcessSwarm, hops: Any) -> Any:
+    return swarm.server(hops[-1].peer_id)
+
+
+def test_a_server_that_dies_while_others_are_linked(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, died = Hop.link, asyncio.Event()
+
+    async def link_slowly(hop: Hop, successor: Hop | None, epoch: int) -> int:
+        position = await link(hop, successor, epoch)
+        if hop.span.start == 0 and not died.is_set():
+            died.set()
+            chain = session._chain
+            while chain._broken is None:
+                last_server(swarm, chain._hops).die()
+                await asyncio.sleep(0.01)  # until its predecessor or its own stream has told
+        return position
+
+    monkeypatch.setattr(Hop, "link", link_slowly)
+    with swarm.session(max_length=64) as session:
+        assert_steps(blocks, swarm, session, 5, 1)
+
+
+def test_a_server_that_dies_during_a_move_that_fails(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def exchange(hops: OpenRoute, *_: Any) -> bool:
+        last_server(swarm, hops).die()
+        while hops.usable:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        return False
+
+    with swarm.session(max_length=64) as session:
+        given = torch.randn(1, 5, blocks.all.embedding_dim)
+        reference = Reference(blocks.all)
+        assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
+        monkeypatch.setattr(OpenRoute, "exchange", exchange)
+        monkeypatch.setattr(swarm.view, "better_route", lambda *_: session.route)
+        swarm.view.news += 1
+        given = torch.randn(1, 1, blocks.all.embedding_dim)
+        assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
+    assert swarm.view.counts[PeerTimeoutError.code] == 0
+
+
+def test_memory_that_runs_out_behind_an_answer(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of a prompt are kept after its outputs were sent; that nobody can share them is all that happens."""
+    for server in swarm.servers:
+        server.sessions.pages = PrefixCache(1 << 30)
+    keep, lacks = SharedPrefix.keep, [0]
+
+    def keep_nothing(prefix: SharedPrefix, *args: Any) -> None:
+        lacks[0] += 1
+        if lacks[0] == 1:
+            torch.empty(1 << 48)
+        keep(prefix, *args)
+
+    monkeypatch.setattr(SharedPrefix, "keep", keep_nothing)
+    with swarm.session(max_length=256) as session:
+        assert_steps(blocks, swarm, session, 100, 1, 1)
+        assert session.num_repairs == 0
+    assert lacks[0] >= 1
