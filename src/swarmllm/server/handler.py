@@ -299,38 +299,42 @@ class _Stream:
 
     async def _dispatch(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         try:
-            match message.type:
-                case MessageType.STEP:
-                    self._step(message)
-                case MessageType.OPEN:
-                    await self._open(message, tasks)
-                case MessageType.REPLAY:
-                    replay = parse(ReplayHeader, message.header, None)
-                    self._owned_session(replay.session).enqueue(replay)
-                case MessageType.CLOSE:
-                    self._close(parse(CloseHeader, message.header, None).session)
-                case MessageType.LINK:
-                    await self._start(tasks, message, self._link)
-                case MessageType.ATTACH:
-                    await self._start(tasks, message, self._attach)
-                case MessageType.FORWARD | MessageType.BACKWARD:
-                    self._handler.check_client(self._stream.peer_id)
-                    run = partial(self._handler.run_batch, stream=self._stream)
-                    await self._start(tasks, message, run)
-                case MessageType.ADAPTER:
-                    self._handler.check_client(self._stream.peer_id)
-                    take = partial(self._handler.take_adapter, peer_id=self._stream.peer_id)
-                    await self._start(tasks, message, take)
-                case MessageType.PUSH:
-                    self._handler.pushes.arrived(message, self._stream.peer_id)
-                case MessageType.PROBE:
-                    pass  # it has arrived, and that is all that its sender wants to know
-                case _:
-                    raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
+            with memory_errors_translated():
+                await self._take(message, tasks)
         except SwarmError as error:
             if self._stream.closed:
                 raise
             await self._refuse(message, error)
+
+    async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        match message.type:
+            case MessageType.STEP:
+                self._step(message)
+            case MessageType.OPEN:
+                await self._open(message, tasks)
+            case MessageType.REPLAY:
+                replay = parse(ReplayHeader, message.header, None)
+                self._owned_session(replay.session).enqueue(replay)
+            case MessageType.CLOSE:
+                self._close(parse(CloseHeader, message.header, None).session)
+            case MessageType.LINK:
+                await self._start(tasks, message, self._link)
+            case MessageType.ATTACH:
+                await self._start(tasks, message, self._attach)
+            case MessageType.FORWARD | MessageType.BACKWARD:
+                self._handler.check_client(self._stream.peer_id)
+                run = partial(self._handler.run_batch, stream=self._stream)
+                await self._start(tasks, message, run)
+            case MessageType.ADAPTER:
+                self._handler.check_client(self._stream.peer_id)
+                take = partial(self._handler.take_adapter, peer_id=self._stream.peer_id)
+                await self._start(tasks, message, take)
+            case MessageType.PUSH:
+                self._handler.pushes.arrived(message, self._stream.peer_id)
+            case MessageType.PROBE:
+                pass  # it has arrived, and that is all that its sender wants to know
+            case _:
+                raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
 
     def _step(self, message: Message) -> None:
         header = parse(StepHeader, message.header, None)

@@ -9,7 +9,8 @@ and its price is a refusal in the midst of an answer, which the client could onl
 anew on another server, just when all are full.
 
 When memory runs out all the same, because others on the machine took it, the budget shrinks: what was leased then can't
-have been there. It grows again by what sessions give back that were opened since, so a short lack is soon forgotten.
+have been there. It grows again by what sessions give back that were opened since, and is whole while there are none, so
+a short lack is soon forgotten.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class CacheBudget:
 
     @property
     def offered_bytes(self) -> int:
-        return self.capacity_bytes - self.lacking_bytes
+        """All of them while nothing is leased: a session as large as those that were too much may fit by now."""
+        return self.capacity_bytes - (self.lacking_bytes if self.leased_bytes else 0)
 
     @property
     def left_bytes(self) -> int:

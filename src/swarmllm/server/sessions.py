@@ -27,6 +27,7 @@ from swarmllm.errors import (
     PeerError,
     PeerTimeoutError,
     RemoteProtocolError,
+    ServerOutOfMemoryError,
     ServerOverloadedError,
     SessionLengthExceededError,
     SessionLostError,
@@ -251,7 +252,11 @@ class Session:
         await self._pass_on(header, target, outgoing, timed)
         self.passed_on = end
         if prefix is not None:  # only now: the next server has something to do meanwhile
-            await self.executor.run(partial(prefix.keep, self.cache, timed.value), Priority.PREFILL)
+            try:
+                with memory_errors_translated():
+                    await self.executor.run(partial(prefix.keep, self.cache, timed.value), Priority.PREFILL)
+            except ServerOutOfMemoryError:
+                self._prefix = None  # the step went well, only nobody can share what it computed
 
     async def _compute(
         self, header: StepHeader, inputs: BlockInputs, select: bool, prefix: SharedPrefix | None
