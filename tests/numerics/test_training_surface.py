@@ -157,6 +157,8 @@ HARMLESS: dict[str, Operation] = {
         str(block(m)),
     ),
     "all parameters": lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.0).zero_grad(),
+    "a look for gradients": lambda m: [part.weight.grad for part in m.modules() if isinstance(part, torch.nn.Linear)],
+    "all parameters trained": lambda m: [setattr(parameter, "requires_grad", True) for parameter in m.parameters()],
     "copies of the parameters": lambda m: [parameter.detach().clone() for parameter in m.parameters()],
 }
 
@@ -165,6 +167,26 @@ HARMLESS: dict[str, Operation] = {
 def test_what_changes_no_result(name: str, shared: Any, expected: Tensor) -> None:
     HARMLESS[name](shared)
     assert torch.equal(shared(IDS, use_cache=False).logits, expected)
+
+
+def test_dropout_may_be_switched_off(tmp_path: Path) -> None:
+    """As trainers do that compare two models; blocks compute without it anyway."""
+    save_tiny("gpt2", tmp_path)
+    client: Any = InProcessSwarm(tmp_path).client
+    for module in client.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0
+    with pytest.raises(ConfigurationError, match=CHANGE):
+        client.transformer.h.blocks()[1].attn.attn_dropout.p = 0.5
+
+
+def test_what_is_on_servers_never_counts_as_trained(llama: Path) -> None:
+    client: Any = InProcessSwarm(llama).client
+    adapted = peft.get_peft_model(client, lora())
+    trained, _ = adapted.get_nb_trainable_parameters()
+    client.requires_grad_(True)
+    own = sum(parameter.numel() for parameter in client.parameters())
+    assert trained < adapted.get_nb_trainable_parameters()[0] == own
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "mixtral", "opt"])

@@ -135,7 +135,9 @@ class BlocksProxy(nn.Module):
 def _remembered(inputs: BlockInputs, has_embeds: bool) -> BlockInputs:
     """Outside of the graph, and with copies of what callers may change in place later."""
     copies = {
-        name: tensor.clone() for name, tensor in inputs.tensors().items() if has_embeds or name != "hidden_states"
+        name: tensor.detach().clone()
+        for name, tensor in inputs.tensors().items()
+        if has_embeds or name != "hidden_states"
     }
     return inputs.detached().with_tensors(copies)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ from swarmllm.models.skeleton import on_meta
 _versions = count(1)
 
 
+class _Frozen(nn.Parameter):
+    """Stays so, whatever is done to all parameters of a model: it would be counted as trained, and get no gradient."""
+
+    requires_grad = property(lambda self: False, lambda self, value: None)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        return self
+
+
 class HollowBlocks(nn.ModuleList):
     """Registers the hollow blocks under their indices, and presents only the proxy."""
 
@@ -38,7 +47,7 @@ class HollowBlocks(nn.ModuleList):
         embeddings = [module.weight.numel() for module in blocks.modules() if isinstance(module, nn.Embedding)]
         self._num_parameters = sum(parameter.numel() for parameter in blocks.parameters()), sum(embeddings)
         # peft counts parameters that are elsewhere by the name under which DeepSpeed says how many they are.
-        self.on_servers = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.on_servers = _Frozen(torch.empty(0), requires_grad=False)
         self.on_servers.ds_numel = self.num_parameters()  # type: ignore[attr-defined]
         fix_children(self, Place("the list of blocks"))
         close_hooks(proxy, Place("the blocks"))

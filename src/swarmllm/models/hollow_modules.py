@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Never, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from swarmllm.errors import ConfigurationError
 
@@ -22,6 +23,7 @@ _HARMLESS = {"training", "gradient_checkpointing", "_gradient_checkpointing_func
 _ABOUT_A_TENSOR: Any = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "itemsize")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_cuda", "is_sparse", "is_quantized", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "__len__")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
@@ -157,6 +159,10 @@ def refuse_change(what: object) -> Never:
     )
 
 
+def _is_same(known: Any, value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and type(known) is type(value) and bool(known == value)
+
+
 class HollowModule(nn.Module):
     """Mixed into the class of each module of a hollow block."""
 
@@ -164,9 +170,14 @@ class HollowModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
+        if not known:  # torch makes a bare copy for each device of DataParallel
+            raise ConfigurationError(
+                "blocks on servers can't be copied to several devices: show this program one, by CUDA_VISIBLE_DEVICES"
+            )
         if not (
             name in _HARMLESS
-            or (name in known and known[name] is value)
+            or (name in known and (known[name] is value or _is_same(known[name], value)))
+            or (name == "p" and value == 0 and isinstance(self, _DropoutNd))  # servers compute without dropout anyway
             or (isinstance(value, nn.Module) and name in self._modules)  # `_Children` decides
         ):
             refuse_change(self.swarm_where / name)
