@@ -147,7 +147,8 @@ class Guard:
             if connection.scope["type"] == "websocket" and not key:
                 offered = connection.scope.get("subprotocols", [])
                 kind, key = "bearer", next((name[4:] for name in offered if name.startswith("key.")), "")
-            if kind.lower() != "bearer" or not self._knows(key.strip()):
+            key = key.strip()
+            if kind.lower() != "bearer" or not self._knows(key):
                 raise ApiError(
                     401, "give an API key of this gateway: Authorization: Bearer KEY", code="invalid_api_key"
                 )
