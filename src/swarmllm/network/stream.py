@@ -385,8 +385,11 @@ class FrameStream(asyncio.Protocol):
             self._write(frame)
 
     def _answer_ping(self, message: Message) -> None:
+        number = message.header.get("n")
+        if not isinstance(number, int):
+            raise RemoteProtocolError("a PING has no number", self.peer_id)
         if not self._writing_paused and self._ended is None:
-            for frame in encode_message(MessageType.PONG, message.header):
+            for frame in encode_message(MessageType.PONG, {"n": number}):
                 self._write(frame)
 
     def _take_pong(self, message: Message) -> None:

@@ -6,6 +6,7 @@ starts small). Called by `server/sessions` and `server/pushes`; knows nothing ab
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from swarmllm.errors import PeerError, SessionClosedError, SessionLostError, Swa
 from swarmllm.network.frames import ByteChunk
 from swarmllm.network.messages import AttachHeader, ResultHeader, Successor, Target, parse
 from swarmllm.network.protocol import FrameStream, Message, MessageType, raise_error
+
+logger = logging.getLogger(__name__)
 
 OpenStream = Callable[[Target], Awaitable[FrameStream]]
 OnLost = Callable[[PeerError], None]
@@ -111,7 +114,8 @@ class Link:
 
     def _step_refused(self, message: Message, error: SwarmError | None) -> None:
         """The successor answers steps to the client, unless it couldn't even tell whose they are or take them."""
-        on_lost = self._listeners.get(str(message.header.get("session")))
+        session = message.header.get("session")  # anything: brackets within brackets, too, which str() can't write
+        on_lost = self._listeners.get(session) if isinstance(session, str) else None
         if error is not None and on_lost is not None:
             on_lost(error if isinstance(error, PeerError) else SessionLostError(str(error), self.stream.peer_id))
 
@@ -162,6 +166,8 @@ class Links:
     async def _read(self, peer_id: str, link: Link) -> None:
         try:
             await link.read()
+        except Exception:  # in the server's own TaskGroup, which no peer's message may end
+            logger.exception("the link to %s failed; everything else goes on", peer_id)
         finally:
             if self._links.get(peer_id) is link:
                 del self._links[peer_id]

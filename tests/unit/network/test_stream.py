@@ -41,6 +41,15 @@ async def answer_pings(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         return  # the other end gave up
 
 
+@pytest.mark.parametrize("header", [{}, {"n": ((((((),),),),),)}, {"n": "1"}])
+async def test_a_ping_without_a_number_ends_its_stream(streams: Streams, header: dict[str, object]) -> None:
+    client, server = streams
+    for frame in encode_message(MessageType.PING, header):
+        client._write(frame)
+    with pytest.raises(RemoteProtocolError, match="no number"):
+        await server.receive()
+
+
 async def test_messages_arrive_in_order_and_whole(streams: Streams) -> None:
     client, server = streams
     payloads = [b"", b"x", bytes(CHUNK_BYTES), bytes(range(256)) * 8192, b"end"]

@@ -1,0 +1,53 @@
+"""Links: what a successor says about things that make no sense ends nothing."""
+
+import asyncio
+from typing import Any
+
+import msgpack
+import pytest
+
+from swarmllm.errors import PeerError, SessionClosedError
+from swarmllm.network.messages import Target
+from swarmllm.network.protocol import Message, MessageType
+from swarmllm.server.links import Links
+
+PEER = "12D3KooW".ljust(52, "x")
+DEEP: Any = msgpack.unpackb(b"\x91" * 1000 + b"\x01", use_list=False)
+
+
+class Stream:
+    """A successor's, which says `messages` and hangs up."""
+
+    peer_id = PEER
+
+    def __init__(self, messages: list[Message]) -> None:
+        self._messages = messages
+
+    def start_keepalive(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    async def receive(self) -> Message:
+        if not self._messages:
+            raise SessionClosedError("the end")
+        return self._messages.pop(0)
+
+
+@pytest.mark.parametrize("value", [DEEP, None, 1, {"a": 1}, "x" * 5000])
+@pytest.mark.parametrize("kind", list(MessageType))
+async def test_no_answer_of_a_successor_ends_more_than_its_link(kind: MessageType, value: Any) -> None:
+    header = {"code": "x", "message": "y"}
+    messages = [Message(kind, {**header, name: value}) for name in ("session", "id", "code", "message", "tensors")]
+
+    async def open_stream(_: Target) -> Any:
+        return Stream(messages)
+
+    async with asyncio.TaskGroup() as tasks:
+        links = Links(open_stream, tasks)
+        link = await links.get(Target(peer_id=PEER, token="t" * 32))
+        while len(links):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0)
+    assert isinstance(link.error, PeerError)
+    assert not messages
