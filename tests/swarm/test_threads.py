@@ -5,17 +5,20 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from swarm_models import assert_same_tokens, connected, generate_seeded, prompt
+from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded, prompt
+from tiny_models import save_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
+from swarmllm.models.checkpoint import open_checkpoint
 
 NEW_TOKENS = 6
 
@@ -173,3 +176,30 @@ def test_a_cache_is_of_use_in_any_thread(
     thread.start()
     thread.join()
     assert found == [expected[0][prompt().shape[1]]]
+
+
+def test_what_was_embedded_outside_of_the_session_is_refused_where_its_position_matters(tmp_path: Path) -> None:
+    """GPT-2 adds positions to what enters the blocks, Llama doesn't."""
+    save_tiny("gpt2", tmp_path)
+    with LocalSwarm(tmp_path, spans=[(0, 1)], **OPTIONS) as swarm:
+        swarm.add_server((1, open_checkpoint(str(tmp_path)).num_blocks))
+        with connected(tmp_path, swarm.initial_peers) as model, model.inference_session(max_length=32) as session:
+            first, second = prompt(1)[:, :5], prompt(1)[:, 5:7]
+            model.eval()
+            with torch.no_grad():
+                outside = in_a_thread(lambda: model.embed(first))
+                assert torch.equal(outside, model.embed(first))
+                session.step(outside)
+                outside = in_a_thread(lambda: model.embed(second))
+                with pytest.raises(ConfigurationError, match="embedded for position 0, but the session stands at 5"):
+                    session.step(outside)
+                positions = torch.tensor([[5, 6]])
+                given = in_a_thread(lambda: model.embed(second, position_ids=positions))
+                assert torch.equal(given, model.embed(second))
+                session.step(given)
+
+
+def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
+    """What it returns in a thread that knows nothing of this one's sessions."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()

@@ -24,6 +24,7 @@ from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
 from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.user_inputs import note_position
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
@@ -32,6 +33,7 @@ from swarmllm.models.checkpoint import open_checkpoint
 from swarmllm.models.client_shell import embed, head, load_client_shell
 from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.split_forward import SplitForward
 from swarmllm.models.tuned_prompts import TunedPrompts
 
 _connecting = threading.Lock()
@@ -83,10 +85,26 @@ class DistributedModel(SavedParts):
         Inside an inference session, positions continue where the session stands.
         """
         session = self.active_cache_session()
-        if session is not None and session.position:
+        position = 0 if session is None else session.position
+        if session is not None and position:
             name = cache_argument(decoder_stack(self))
             kwargs.setdefault(name, RemoteCache(self.config, session, input_ids.shape[0]))
-        return embed(self, input_ids, **kwargs)
+        hidden = embed(self, input_ids, **kwargs)
+        if "position_ids" not in kwargs and self._embeds_positions():
+            note_position(hidden, position)
+        return hidden
+
+    def _embeds_positions(self) -> bool:
+        """Whether what enters the first block depends on where a token stands; found out once."""
+        if "swarm_embeds_positions" not in self.__dict__:
+            if self.training:  # dropout would tell them apart
+                return False
+            one = torch.zeros((1, 1), dtype=torch.long, device=self.get_input_embeddings().weight.device)
+            later = {cache_argument(decoder_stack(self)): SplitForward(self, 1).cache}
+            with torch.no_grad():
+                first, second = embed(self, one), embed(self, one, **later)
+            self.__dict__["swarm_embeds_positions"] = not torch.equal(first, second)
+        return bool(self.__dict__["swarm_embeds_positions"])
 
     @_UnlessOwn
     def head(self, hidden_states: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from swarmllm.client.event_loop import EventLoop
 from swarmllm.client.pipelined_chain import PipelinedChain
 from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
-from swarmllm.client.user_inputs import block_inputs
+from swarmllm.client.user_inputs import block_inputs, check_position
 from swarmllm.data_structures import BlockTraits, RouteHop
 from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
 from swarmllm.models.block_inputs import BlockInputs
@@ -102,6 +102,8 @@ class InferenceSession:
             inputs_embeds=inputs_embeds,
             past=self.position,
         )
+        if position_ids is None:
+            check_position(hidden_states, self.position)
         self.history = None
         return self.run(inputs)
 

@@ -10,6 +10,21 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.block_inputs import BlockInputs, check_mask
 
 
+def note_position(hidden_states: Tensor, position: int) -> None:
+    """They were embedded for that position, and would be wrong at another one."""
+    hidden_states.swarm_position = position  # type: ignore[attr-defined]
+
+
+def check_position(hidden_states: Tensor, position: int) -> None:
+    """Raises ConfigurationError if they were embedded for another position."""
+    embedded_at = getattr(hidden_states, "swarm_position", position)
+    if embedded_at != position:
+        raise ConfigurationError(
+            f"these hidden states were embedded for position {embedded_at}, but the session stands at {position}: call "
+            "embed() within the session's with block, in the same thread or task, or give it position_ids"
+        )
+
+
 def block_inputs(
     traits: BlockTraits,
     hidden_size: int | None,
