@@ -66,7 +66,8 @@ def test_a_polite_server_gives_way_and_comes_back(llama: Path, local: PreTrained
                 wait_until(lambda: polite().speed_share < 0.5, "the server to give way")
                 slow = polite()
                 assert slow.throughput == pytest.approx(1000 * slow.speed_share)
-                assert slow.decode_ms_per_block == pytest.approx(before.decode_ms_per_block / slow.speed_share)
+                alone_ms = before.decode_ms_per_block * before.speed_share  # others may have been busy then, too
+                assert slow.decode_ms_per_block == pytest.approx(alone_ms / slow.speed_share)
                 assert "giving way" in log_path.read_text()
 
                 def moved() -> bool:
