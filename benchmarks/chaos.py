@@ -1,7 +1,7 @@
 """Texts of all kinds on random layouts of servers, each disturbed at a random moment: does each end as it should?
 
     python benchmarks/chaos.py [--texts 1000] [--workers 3] [--load 0]
-    python benchmarks/chaos.py --seed 417 --texts 1          # that text alone
+    python benchmarks/chaos.py --seed 417 --texts 1          # that text alone (perhaps another server of it)
     python benchmarks/chaos.py --only "prompt lookup"        # that kind alone
 
 Every text is compared with the local model's. Counts wrong texts and errors, and measures how long a disturbance keeps
