@@ -20,10 +20,10 @@ from swarmllm.errors import ConfigurationError
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HARMLESS = {"training", "gradient_checkpointing", "_gradient_checkpointing_func", "_is_full_backward_hook"}
 """What torch and transformers set on every module of a model, and what changes no result."""
-_ABOUT_A_TENSOR: Any = {
+_ABOUT_A_TENSOR: Any = {  # not is_leaf, by which an optimizer asks whether it can change a tensor
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "itemsize")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_cuda", "is_sparse", "is_quantized", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf")),
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "__len__")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
