@@ -23,7 +23,7 @@ from swarmllm.client.this_machine import decode_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError, WeightsMismatchError
-from swarmllm.network.block_directory import BlockDirectory
+from swarmllm.network.block_directory import DEFAULT_TTL_S, BlockDirectory
 from swarmllm.network.discovery import find_swarm
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import hello
@@ -66,6 +66,8 @@ class SwarmView:
         self._fingerprint = fingerprint
         self._peer: Peer | None = None
         self._snapshot = SwarmSnapshot(num_blocks=num_blocks)
+        self._has_news_to_find = False
+        """A server has failed, so what was announced may be out of date."""
         self._refreshing = asyncio.Lock()
         self.round_trips = RoundTrips()
         self.news = 0
@@ -191,11 +193,15 @@ class SwarmView:
     async def _some_route(self, span: Span, costs: RouteCosts | None = None) -> list[RouteHop]:
         self._used_at = time.monotonic()
         costs = costs or self.costs()
+        age_s = time.monotonic() - self._snapshot.taken_at
         if not self._snapshot.servers:
             await self.refresh()
-        elif time.monotonic() - self._snapshot.taken_at > self.config.update_period_s:
+        elif self._has_news_to_find or age_s > self.config.update_period_s:
+            is_enough = self._has_news_to_find and age_s < DEFAULT_TTL_S and self.alternative(span, ()) is not None
+            self._has_news_to_find = False
             looking = self.loop.spawn(self._look_again(), name="look into the DHT")
-            await asyncio.wait((looking,), timeout=LOOKUP_PATIENCE_S)
+            if not is_enough:  # a repair doesn't wait, if somebody else is known
+                await asyncio.wait((looking,), timeout=LOOKUP_PATIENCE_S)
         if self._first_pings is None and self._snapshot.servers:
             self._first_pings = self.loop.spawn(self._ping_some(), name="first pings")
         deadline = time.monotonic() + self.config.route_timeout_s
@@ -412,8 +418,7 @@ class SwarmView:
         if isinstance(error, PeerError):
             self.adapters.forget(error.peer_id)
         if isinstance(error, PeerError) and error.retriable:
-            # What was announced may be out of date: look again before the next route.
-            self._snapshot = replace(self._snapshot, taken_at=-math.inf)
+            self._has_news_to_find = True
         return is_news
 
     def what_is_wrong(self, error: SwarmError, span: Span) -> SwarmError:

@@ -5,6 +5,8 @@ constant that is safe on a machine with twenty busy processes is long on a quiet
 trips says how long is long, and whatever makes this process late counts for the peer, too.
 """
 
+import math
+
 INTERVAL_S = 0.4
 """Between looks at a peer for whom somebody waits; each costs a PING and a PONG, if the last one has been answered."""
 LEAST_S = 2.0
@@ -50,10 +52,9 @@ class Patience:
         self._before_ping = 0
         self._slowest_s = max(round_trip_s, KEPT * (self._slowest_s or 0.0))
 
-    def is_over(self, now: float, last_heard_at: float) -> bool:
-        """Whether the peer has been silent for too long for those who wait."""
+    def ends_at(self, last_heard_at: float) -> float:
+        """When a peer that says nothing more has been silent for too long for those who wait."""
         if not self.num_waiting or self._slowest_s is None:
-            return False
+            return math.inf
         under_way_s = (self._before_ping + self._after_ping) / SLOWEST_LINK_BYTES_PER_S
-        limit_s = max(LEAST_S, ROUND_TRIPS * self._slowest_s) + under_way_s
-        return now - max(last_heard_at, self._since) > limit_s
+        return max(last_heard_at, self._since) + max(LEAST_S, ROUND_TRIPS * self._slowest_s) + under_way_s

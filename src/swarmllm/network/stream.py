@@ -342,7 +342,8 @@ class FrameStream(asyncio.Protocol):
 
     def _schedule_tick(self) -> None:
         interval_s = min(self._interval_s, patience.INTERVAL_S) if self._patience.num_waiting else self._interval_s
-        self._tick_due_at = self._loop.time() + interval_s
+        now = self._loop.time()
+        self._tick_due_at = max(now, min(now + interval_s, self._patience.ends_at(self._last_heard_at)))
         self._timer = self._loop.call_at(self._tick_due_at, self._tick)
 
     def _tick(self) -> None:
@@ -356,7 +357,7 @@ class FrameStream(asyncio.Protocol):
             self._progress = (self._decoder.num_frames, now)
         silent_s = now - self._last_heard_at
         usual_s = self._interval_s * (self._misses - 0.5)
-        if silent_s > usual_s or self._patience.is_over(now, self._last_heard_at):
+        if silent_s > usual_s or now >= self._patience.ends_at(self._last_heard_at):
             self._end(PeerTimeoutError, f"gave no sign of life for {silent_s:.1f} s", abort=True)
             return
         num_frames, since = self._progress
