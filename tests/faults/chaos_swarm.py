@@ -21,7 +21,7 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, SwarmError,
 from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
 
-OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1, "update_period": 8}
+OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1}
 ROUTE_TIMEOUT_S = 4.0
 """For texts whose blocks nobody serves any more."""
 SEEN_S = 30.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_in_process import Blocks, InProcessSwarm, Reference
+from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference
 
 from swarmllm.client.hop import Hop
 from swarmllm.client.inference_session import InferenceSession
@@ -68,6 +68,25 @@ def test_a_server_that_dies_while_others_are_linked(
     monkeypatch.setattr(Hop, "link", link_slowly)
     with swarm.session(max_length=64) as session:
         assert_steps(blocks, swarm, session, 5, 1)
+
+
+def test_a_server_that_is_lost_while_its_predecessor_dials_it(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predecessor answers pings, and would wait for as long as a dial may take."""
+    connect, never = swarm.connect, asyncio.Event()
+
+    async def connect_first(caller: str, called: str) -> Any:
+        chain = session._chain
+        if caller != CLIENT and not swarm.view.counts and called == chain._hops[-1].peer_id:
+            last_server(swarm, chain._hops).die()
+            await never.wait()
+        return await connect(caller, called)
+
+    monkeypatch.setattr(swarm, "connect", connect_first)
+    with swarm.session(max_length=64) as session:
+        assert_steps(blocks, swarm, session, 5, 1)
+        assert swarm.view.counts.total()
 
 
 def test_a_server_that_dies_during_a_move_that_fails(

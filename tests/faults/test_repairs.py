@@ -3,7 +3,8 @@
 In process, over layouts and deaths at random; `test_failover` has real servers.
 """
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -201,6 +202,34 @@ def test_where_all_are_banned_each_is_tried_once(
         dials = Dials(swarm)
         assert_session(swarm, 1, [3, 1])
         assert len(dials.servers) == len(set(dials.servers))
+
+
+@pytest.mark.parametrize("is_banned", [False, True])
+def test_a_repair_takes_whom_it_knows_while_the_dht_is_silent(blocks: Blocks, is_banned: bool) -> None:
+    """As it is for seconds when it asks a node that is frozen, which is what the repair is about."""
+    answered = asyncio.Event()
+
+    async def no_answer(_: str) -> Sequence[ServerInfo]:
+        await answered.wait()
+        return []
+
+    with InProcessSwarm(blocks, [(0, 6), (0, 6)]) as swarm, swarm.session(max_length=64) as session:
+        reference, given = Reference(blocks.all), hidden_states(1, 5)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        used = swarm.server(session.route[0].server.peer_id)
+        if is_banned:
+            (other,) = set(swarm.servers) - {used}
+            swarm.view.report(PeerUnreachableError("gone", other.peer_id))
+        swarm.view._directory.servers = no_answer  # type: ignore[method-assign]
+        swarm.kill(used)
+        given = hidden_states(1, 1)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        assert not answered.is_set()
+        blocks.loop.call_soon(_set(answered))
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -6,7 +6,7 @@ event loop.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -72,6 +72,8 @@ class Connection:
         self._stream = stream
         self._on_answer = on_answer
         self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._needed_for: set[asyncio.Future[Answer]] = set()
+        """Answers of others that can't come without this server."""
         self.error: PeerError | None = None
 
     @property
@@ -118,20 +120,25 @@ class Connection:
         tensors: Outgoing | None = None,
         *,
         timeout_s: float,
+        others: Sequence["Connection"] = (),
     ) -> Answer:
-        """Send, and wait for the answer to `header.id`.
+        """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`, too.
 
         Raises:
-            SwarmError: what the server answered, or the stream broke.
+            SwarmError: what the server answered, or the stream to one of them broke.
             PeerTimeoutError: no answer came in time.
         """
         request_id: int = header.id  # type: ignore[attr-defined]
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = future
         try:
+            for other in others:
+                if other.error is not None:
+                    raise other.error
+                other._needed_for.add(future)
             async with asyncio.timeout(timeout_s):
                 await self.send(message_type, header, tensors)
-                with attended([self]):
+                with attended([self, *others]):
                     return await future
         except TimeoutError as error:
             if isinstance(error, SwarmError):
@@ -139,6 +146,8 @@ class Connection:
             raise PeerTimeoutError(f"no answer to {message_type.name} within {timeout_s:.0f} s", self.peer_id) from None
         finally:
             self._pending.pop(request_id, None)
+            for other in others:
+                other._needed_for.discard(future)
 
     async def read(self) -> None:
         """Take in answers until the stream breaks; run as a task of the event loop."""
@@ -152,7 +161,7 @@ class Connection:
         finally:
             self.error = self.error or PeerUnreachableError("the connection was closed", self.peer_id)
             self._stream.abort()
-            for future in self._pending.values():
+            for future in (*self._pending.values(), *self._needed_for):
                 if not future.done():
                     future.set_exception(self.error)
             if self._on_answer is not None:

@@ -127,7 +127,8 @@ class Hop:
         header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
         # The server dials its successor meanwhile, within a timeout of its own.
         timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
-        answer = await self.connection.request(MessageType.LINK, header, timeout_s=timeout_s)
+        others = [] if successor is None else [successor.connection]
+        answer = await self.connection.request(MessageType.LINK, header, timeout_s=timeout_s, others=others)
         return answer.header.position
 
     async def send_step(

@@ -84,6 +84,7 @@ async def hello(
         PeerTimeoutError: no answer in time.
         SwarmError: the server refuses this client, and why.
     """
+    said_at = asyncio.get_running_loop().time()
     await stream.send(
         MessageType.HELLO,
         {
@@ -99,6 +100,7 @@ async def hello(
     if not MIN_PROTOCOL_VERSION <= header.version <= PROTOCOL_VERSION:
         raise RemoteProtocolError(f"{stream.peer_id} chose protocol version {header.version}", stream.peer_id)
     stream.encodings = frozenset(header.encodings)
+    stream.answered_within(asyncio.get_running_loop().time() - said_at)
     return header
 
 

@@ -327,6 +327,10 @@ class FrameStream(asyncio.Protocol):
             raise self._error()
         return await asyncio.shield(self._pong_waiter)
 
+    def answered_within(self, seconds: float) -> None:
+        """The peer has answered something else than a PING: a first idea of how punctual it is."""
+        self._patience.answered(seconds)
+
     def attend(self) -> None:
         """Somebody waits for the peer: look more often, and give up sooner if it used to be quick; until `relax()`."""
         self._patience.num_waiting += 1
