@@ -27,6 +27,7 @@ from swarmllm.client.spot_checks import SpotChecks
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import (
+    CacheFullError,
     ConfigurationError,
     CorruptActivationsError,
     MissingBlocksError,
@@ -60,6 +61,8 @@ class Chain:
     max_length: int
     grows: bool = False
     """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
+    guessed: bool = False
+    """Whether `max_length` is more than anybody has asked for: where servers have no room for it, less will do."""
     position: int = 0
     record_past: bool = False
     timings: Timings = ()
@@ -78,6 +81,8 @@ class Chain:
     """The id before all requests of this epoch."""
     _linked: bool = False
     """Whether the hops are usable and linked, as far as we know."""
+    _needed_length: int = 0
+    """By what was to be computed so far."""
     _broken: SwarmError | None = None
     """What has failed in this epoch, also while nothing was under way: no server would answer a step of it any more."""
     _rows: int = 0
@@ -160,7 +165,7 @@ class Chain:
         wanted = position + inputs.seq_len
         if self.grows and self.max_length < wanted <= MAX_POSITION:
             # Twice as long each time: replaying what is known costs less in all than computing it once.
-            self.max_length = min(MAX_POSITION, max(wanted, 2 * self.max_length))
+            self.max_length, self.guessed = min(MAX_POSITION, max(wanted, 2 * self.max_length)), True
             self._hang_up()
             self._linked = False
         if wanted > self.max_length:
@@ -168,6 +173,7 @@ class Chain:
                 f"{position} + {inputs.seq_len} tokens are more than the session's max_length of "
                 f"{self.max_length}: open it with a larger max_length"
             )
+        self._needed_length = wanted
 
     async def _run(self, inputs: BlockInputs) -> Tensor:
         self._batch_size = inputs.batch_size
@@ -194,6 +200,9 @@ class Chain:
             SwarmError: none does.
         """
         self._linked = False
+        if isinstance(error, CacheFullError) and self.guessed and self.max_length > self._needed_length:
+            self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
+            return
         self.view.report(error)
         if self.on_failure is not None:
             self.on_failure(error)

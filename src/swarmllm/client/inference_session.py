@@ -52,6 +52,7 @@ class InferenceSession:
         batch_size: int = 1,
         grows: bool = False,
     ) -> None:
+        guessed = grows and max_length is None
         max_length = DEFAULT_MAX_LENGTH if max_length is None else max_length
         view.loop.check_open()
         if not (1 <= max_length <= MAX_POSITION and 1 <= batch_size <= MAX_BATCH):
@@ -66,7 +67,7 @@ class InferenceSession:
         """Seconds that the last step took."""
         self._loop = view.loop
         self._traits, self._hidden_size = traits, view.hidden_size
-        self._chain = PipelinedChain(view, traits, spot_checks, max_length, grows=grows)
+        self._chain = PipelinedChain(view, traits, spot_checks, max_length, grows=grows, guessed=guessed)
         self._generating = threading.Lock()
         # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
         self._close = weakref.finalize(self, _close_chain, self._loop, self._chain)
@@ -150,7 +151,7 @@ class InferenceSession:
             batch_size=self.batch_size,
             grows=chain.grows,
         )
-        twin._chain.record_past = chain.record_past
+        twin._chain.record_past, twin._chain.guessed = chain.record_past, chain.guessed
         if (past := self._loop.run(chain.past())) is not None:
             twin.remember(past)
         return twin
