@@ -4,7 +4,6 @@ Called by `server/server`, which announces their names, and by `server/handler`,
 that has begun keeps its adapter, whatever happens to the file meanwhile.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from swarmllm.models.adapter_files import CONFIG, PICKLE, WEIGHTS, open_adapter
 from swarmllm.models.adapters import BlockAdapter, checked
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.checkpoint import Checkpoint
+from swarmllm.server.downloads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class ServedAdapters:
         An adapter that can't be read (any more) stays as it was, and the log says why: perhaps it is half written.
         """
         before = self.names
-        self._offers = await asyncio.to_thread(self._looked_at_again, dict(self._offers), blocks)
+        known = dict(self._offers)
+        self._offers = await in_background(lambda: self._looked_at_again(known, blocks))
         return self.names != before
 
     def _looked_at_again(self, offers: dict[str, _Offer], blocks: BlockSpan) -> dict[str, _Offer]:

@@ -40,6 +40,7 @@ from swarmllm.network.protocol import FrameStream, hello
 from swarmllm.server.announcer import Announcer
 from swarmllm.server.courtesy import MAX_MS, Courtesy
 from swarmllm.server.device import num_blocks_that_fit, resolve_device
+from swarmllm.server.downloads import in_background
 from swarmllm.server.dummy_inputs import dummy_inputs
 from swarmllm.server.executor import Executor, Priority
 from swarmllm.server.handler import StreamHandler
@@ -92,9 +93,13 @@ async def serve(config: ServerConfig) -> None:
         os.nice(LOW_PRIORITY)  # before there are threads and children, which inherit it
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    checkpoint = await asyncio.to_thread(
-        open_checkpoint, config.model, revision=config.revision, token=config.token, cache_dir=config.cache_dir
+    opening = in_background(
+        lambda: open_checkpoint(config.model, revision=config.revision, token=config.token, cache_dir=config.cache_dir)
     )
+    checkpoint = await unless_stopped(stop, opening)
+    if checkpoint is None:
+        logger.info("leaving")
+        return
     check_supported(checkpoint.config)
     _check_span(config, checkpoint)
     logger.info(
@@ -277,7 +282,7 @@ class _Server:
         """Whether the files of other blocks are there (on the hub: downloaded now) and hold them."""
         try:
             names = await executor.run(lambda: span_tensor_names(self._checkpoint, target), Priority.BATCH)
-            await asyncio.to_thread(self._checkpoint.tensors, names.value)
+            await in_background(lambda: self._checkpoint.tensors(names.value))
         except LOADING_FAILURES as error:
             logger.warning(
                 "staying at blocks %s, as blocks %s can't be loaded: %s", self._span, target, str(error) or repr(error)
