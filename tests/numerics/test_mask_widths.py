@@ -11,6 +11,7 @@ from tests.numerics import test_task_classes
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from swarmllm.client.user_inputs import block_inputs
 from swarmllm.data_structures import BlockTraits
@@ -23,10 +24,20 @@ SENTENCE = r"attention_mask must be \[\d, \d+\] or \[\d, 1, \d, \d+\]"
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
-    return InProcessSwarm(directory).client
+    return directory
+
+
+@pytest.fixture(scope="module")
+def client(llama: Path) -> Any:
+    return InProcessSwarm(llama).client
+
+
+@pytest.fixture(scope="module")
+def local(llama: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +62,24 @@ def test_one_column_for_each_position(batch: int, seq: int, past: int, rows: int
         else:
             with pytest.raises(ConfigurationError, match=SENTENCE):
                 check_mask(mask, batch, seq, past)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(SIZES, min_size=1, max_size=4),
+    batch=st.integers(1, 3),
+    use_cache=st.sampled_from([None, True, False]),
+    with_gradients=st.booleans(),
+)
+def test_positions_that_begin_anew(
+    client: Any, local: Any, lengths: list[int], batch: int, use_cache: bool | None, with_gradients: bool
+) -> None:
+    """Without a mask and without a cache they are several texts', for transformers; with a cache they are one's."""
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
+    ids = torch.randint(3, 90, positions.shape, generator=torch.Generator().manual_seed(sum(lengths)))
+    with torch.set_grad_enabled(with_gradients):
+        results = [model(ids, position_ids=positions, use_cache=use_cache).logits for model in (client, local)]
+    torch.testing.assert_close(results[0], results[1])
 
 
 def wrong(batch: int, seq: int) -> list[Tensor]:

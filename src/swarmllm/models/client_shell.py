@@ -427,6 +427,10 @@ def _describe(
     if "attention_mask" in tensors:
         past = 0 if cache is None else cache.session.position
         check_mask(tensors["attention_mask"], given.shape[0], given.shape[1], past)
+    elif cache is not None and cache.deferred and "position_ids" in tensors:
+        # Servers run this without the cache that transformers would have here, and would take positions that begin
+        # anew for those of another text.
+        tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
     extra_inputs = shell.swarm_traits.extra_inputs
     if "input_ids" in extra_inputs:
         if ids is None:
