@@ -23,7 +23,7 @@ from swarmllm.demo.local_swarm import LocalServer
 
 OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1}
 ROUTE_TIMEOUT_S = 10.0
-"""For texts whose blocks nobody serves any more. While a p2pd is frozen, others take their 5 s to say that a dead server
+"""For texts whose blocks nobody serves any more. While a p2pd is frozen, others take 5 s to say that a dead server
 can't be reached (they ask it where that is), and two such may come before the one that lives."""
 SEEN_S = 30.0
 FAILURES = 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.numerics.loading_memory import OVERHEAD_BYTES, measure
 from tests.numerics.tiny_models import save_tiny
+from tests.selection import sampled
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers import MixtralForCausalLM as Mixtral
@@ -96,7 +97,7 @@ def _dequantized(blocks: BlockSpan, like: BlockSpan) -> BlockSpan:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 6))
 def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))

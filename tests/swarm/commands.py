@@ -6,7 +6,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+
+from tests import forked
 
 TAKE_TERMINAL = """
 import fcntl, runpy, sys, termios
@@ -22,13 +26,17 @@ JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def command(name: str, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `python -m swarmllm NAME ARGS…` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "swarmllm", name, *map(str, args)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-    )
+    """Run `python -m swarmllm NAME ARGS…` to its end, forked; `Running` and `Terminal` begin from nothing."""
+    line = [sys.executable, "-m", "swarmllm", name, *map(str, args)]
+    with TemporaryFile() as said:
+        process = forked.popen(line, stderr=said, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        with suppress(BrokenPipeError), process.stdin:  # it may have ended before it asked
+            process.stdin.write(stdin)
+        with process.stdout:
+            output = process.stdout.read()
+        code = process.wait()
+        said.seek(0)
+        return subprocess.CompletedProcess(line, code, output, said.read().decode())
 
 
 class Running:

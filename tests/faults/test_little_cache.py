@@ -1,0 +1,45 @@
+"""Sessions whose length nobody gave ask servers for what they have room for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swarm_in_process import CACHE_TOKENS, Blocks, InProcessSwarm, Reference
+
+from swarmllm.errors import CacheFullError
+
+
+@pytest.fixture(scope="module")
+def blocks(llama: Path) -> Iterator[Blocks]:
+    blocks = Blocks(llama)
+    yield blocks
+    blocks.close()
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 65), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_a_guessed_length_shrinks_to_what_there_is(blocks: Blocks, num_rows: int, lengths: list[int]) -> None:
+    """The usual guess is 2048 positions for each row, which is more than these servers hold for 3 rows."""
+    fitting = CACHE_TOKENS // num_rows
+    layout = [(0, 3), (3, blocks.num_blocks)]
+    with InProcessSwarm(blocks, layout) as swarm, swarm.session(batch_size=num_rows, grows=True) as session:
+        reference = Reference(blocks.all)
+        for length in lengths:
+            given_states = torch.randn(num_rows, length, blocks.all.embedding_dim)
+            if session.position + length > fitting:
+                with pytest.raises(CacheFullError):
+                    session.step(given_states)
+                break
+            torch.testing.assert_close(session.step(given_states), reference.step(given_states))
+
+
+def test_a_length_that_was_asked_for_does_not(blocks: Blocks) -> None:
+    with (
+        InProcessSwarm(blocks, [(0, blocks.num_blocks)], max_retries=0) as swarm,
+        swarm.session(max_length=CACHE_TOKENS + 1, grows=True) as session,
+        pytest.raises(CacheFullError),
+    ):
+        session.step(torch.randn(1, 5, blocks.all.embedding_dim))
