@@ -74,7 +74,8 @@ class Outcome:
         gaps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
         usual = statistics.median(gaps[1:]) if len(gaps) > 1 else 0.0
         extra = [gap - (usual if index else usual_first_s) for index, gap in enumerate(gaps)]
-        return max(0.0, *(more for more, end in zip(extra, self.times[1:], strict=True) if end >= self.struck_at))
+        waits = (more for more, end in zip(extra, self.times[1:], strict=True) if end >= self.struck_at)
+        return max((0.0, *waits))
 
     def __str__(self) -> str:
         spans = " ".join(f"{start}:{end}" for start, end in layout(layout_of(self.text.number)))
