@@ -81,25 +81,28 @@ def rss() -> int:
 
 
 async def test_someone_elses_session(blocks: BlockSpan) -> None:
-    """Who knows a session's id but not its token can do nothing with it, nor find out whether it exists."""
+    """Who knows a session's id but not its token can do nothing with it; of one that exists he hears what he hears of
+    one that doesn't."""
     async with serving(blocks) as server:
         owner = await opened(server, peer_id=HONEST)
         thief = await server.connect(MALLORY)
-        step = step_header(SESSION, 0, hidden_states())
-        replay = {"id": 1, "session": SESSION, "epoch": 9, "length": 0, "replay_hops": 1}
-        for kind, header in (
-            (MessageType.LINK, {"id": 1, "session": SESSION, "epoch": 9, "successor": None}),
-            (MessageType.REPLAY, replay),
-            (MessageType.ATTACH, {"id": 1, "session": SESSION, "token": OTHER}),
-        ):
-            assert error_code(await ask(thief, kind, header)) in ("remote_protocol", "session_lost")
-        refused = await ask(thief, MessageType.STEP, step, hidden_states=hidden_states())
-        assert error_code(refused) == "remote_protocol"
+        inputs = hidden_states()
+        said = []
+        for session in (SESSION, OTHER):
+            replay = {"id": 1, "session": session, "epoch": 9, "length": 0, "replay_hops": 1}
+            answers = [
+                await ask(thief, MessageType.LINK, {"id": 1, "session": session, "epoch": 9, "successor": None}),
+                await ask(thief, MessageType.REPLAY, replay),
+                await ask(thief, MessageType.ATTACH, {"id": 1, "session": session, "token": "c" * 32}),
+                await ask(thief, MessageType.STEP, step_header(session, 0, inputs), hidden_states=inputs),
+            ]
+            said.append([{**message.header, "session": ""} for message in answers])
+            await thief.send(MessageType.CLOSE, {"session": session})
+        assert said[0] == said[1]
+        assert {header["code"] for header in said[0]} == {"session_lost"}
         assert error_code(await ask(thief, MessageType.OPEN, open_header(SESSION, ALL))) == "remote_protocol"
-        await thief.send(MessageType.CLOSE, {"session": SESSION})
         await hang_up(thief)
         await server.ended(thief)
-        inputs = hidden_states()
         result(await ask(owner, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs))
         await hang_up(owner)
 
@@ -123,7 +126,7 @@ async def test_the_token_gives_no_more_than_a_predecessor_needs(blocks: BlockSpa
         owner, other = await opened(server, peer_id=HONEST), await server.connect(MALLORY)
         await ask(other, MessageType.ATTACH, {"id": 1, "session": SESSION, "token": SESSION[::-1]})
         link = {"id": 1, "session": SESSION, "epoch": 9, "successor": None}
-        assert error_code(await ask(other, MessageType.LINK, link)) == "remote_protocol"
+        assert error_code(await ask(other, MessageType.LINK, link)) == "session_lost"
         await other.send(MessageType.CLOSE, {"session": SESSION})
         inputs = hidden_states()
         await send(other, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs)
@@ -175,6 +178,18 @@ async def test_stream_flood(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) 
             await hang_up(stream)
         await honest.stop()
         await until(lambda: server.handler.limits.num_streams() == 0)
+
+
+async def test_stream_flood_of_many_peers(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peer ids cost nothing, so there is a limit for all of them together."""
+    monkeypatch.setattr(peer_limits, "MAX_STREAMS", 5)
+    async with serving(blocks) as server:
+        streams = [await server.connect(f"12D3{number:048d}") for number in range(5)]
+        late = await server.connect(MALLORY, greet=False)
+        with pytest.raises(ServerOverloadedError):
+            await hello(late)
+        for stream in (*streams, late):
+            await hang_up(stream)
 
 
 async def test_request_flood_waits_with_the_peer(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import PeerError
 from swarmllm.network.frames import CHUNK_BYTES, FORMAT, MAGIC, PREFIX
+from swarmllm.network.identity import Identity
 from swarmllm.network.protocol import MessageType
 
 
@@ -293,11 +295,11 @@ async def test_somebody_elses_session(peers: RawPeers, server: LocalServer, raw:
     await raw.answer()
     thief = await peers.open_stream(server)
     await thief.step(session)
-    assert await thief.error() == "remote_protocol"
+    assert await thief.error() == "session_lost"
     await thief.say(MessageType.LINK, session=session, epoch=9)
-    assert await thief.error() == "remote_protocol"
+    assert await thief.error() == "session_lost"
     await thief.say(MessageType.REPLAY, session=session, epoch=9, length=1, replay_hops=1)
-    assert await thief.error() == "remote_protocol"
+    assert await thief.error() == "session_lost"
     await thief.say(MessageType.CLOSE, session=session)
     await thief.say(MessageType.ATTACH, session=session, token="0" * 32)
     assert await thief.error() == "session_lost"
@@ -332,6 +334,35 @@ async def test_a_successor_that_does_not_exist(raw: RawPeer) -> None:
     assert await raw.error() == "unreachable"
     await raw.step(session)
     assert (await raw.answer()).type is MessageType.RESULT  # without a successor, outputs come back
+
+
+async def test_port_scan(raw: RawPeer, server: LocalServer) -> None:
+    """A server looks at no address that a client names, and says the same of open ports, closed ones and names."""
+    session = await raw.open()
+    await raw.answer()
+    said = set()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        for number, addr in enumerate(
+            (f"/ip4/127.0.0.1/tcp/{port}", f"/dns4/localhost/tcp/{port}", "/ip4/127.0.0.1/tcp/1")
+        ):
+            nobody = {"peer_id": Identity.generate().peer_id, "addrs": [addr], "token": "0" * 32}
+            await raw.say(MessageType.LINK, session=session, epoch=number, successor=nobody | {"session": "0" * 32})
+            message = await raw.answer()
+            assert message.header.pop("peer_id") == nobody["peer_id"]
+            said.add((message.header["code"], message.header["message"]))
+            batch = {"start": 0, "end": 3, "batch_size": 1, "seq_len": 4}
+            await raw.say(MessageType.FORWARD, {"hidden_states": torch.zeros(1, 4, HIDDEN)}, target=nobody, **batch)
+            assert (await raw.answer()).header["pushed"] is False
+        assert len(said) == 1
+        assert {code for code, _ in said} == {"unreachable"}
+        # One that is a server is dialled where it says that it is: this one, itself, which refuses for another reason.
+        known = {"peer_id": server.peer_id, "addrs": [f"/ip4/127.0.0.1/tcp/{port}"], "token": "0" * 32}
+        await raw.say(MessageType.LINK, session=session, epoch=9, successor=known | {"session": "0" * 32})
+        assert await raw.error() == "session_lost"
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 async def test_too_many_requests_at_once(raw: RawPeer) -> None:

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -49,6 +50,8 @@ ATTACH_TIMEOUT_S = 30
 """p2pd ends itself if nobody attaches himself to it in this time."""
 LINE_BYTES = 1 << 20
 """Longest line that it may say."""
+MAX_CONNECTIONS = 4096
+"""With other peers. Beyond, p2pd closes those that are used least, whatever they carry; its own limit would be 512."""
 CALL_BYTES = 4 << 20
 """Most that one call of the DHT may carry: hivemind's default."""
 
@@ -96,6 +99,8 @@ class Daemon:
                 "-dhtServer" if listen else "-dhtClient",
                 f"-noListenAddrs={int(not listen)}",
                 "-connManager",
+                f"-connHi={_max_connections()}",
+                f"-connLo={_max_connections() * 3 // 4}",
                 f"-idleTimeout={ATTACH_TIMEOUT_S}s",
                 f"-persistentConnMaxMsgSize={CALL_BYTES}",
                 stdin=asyncio.subprocess.DEVNULL,
@@ -235,6 +240,12 @@ class Daemon:
             await self._process.wait()
         await asyncio.gather(*ending, return_exceptions=True)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _max_connections() -> int:
+    """As many as this machine lets a process have, with a quarter of its files left for streams and whatever else."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Go programs take all that they may have
+    return MAX_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, most * 3 // 4))
 
 
 def _private_directory() -> Path:

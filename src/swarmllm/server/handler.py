@@ -23,6 +23,7 @@ from swarmllm.errors import (
     PeerError,
     RemoteProtocolError,
     ServerOverloadedError,
+    SessionLostError,
     SwarmError,
     WeightsMismatchError,
 )
@@ -54,7 +55,7 @@ from swarmllm.server.links import Links
 from swarmllm.server.peer_limits import PeerLimits
 from swarmllm.server.pushes import Pushes, push
 from swarmllm.server.served_adapters import ServedAdapters
-from swarmllm.server.session_table import SessionTable
+from swarmllm.server.session_table import NO_SUCH_SESSION, SessionTable
 from swarmllm.server.sessions import Session, Step
 
 logger = logging.getLogger(__name__)
@@ -375,10 +376,13 @@ class _Stream:
             session.close()
 
     def _owned_session(self, session_id: str) -> Session:
-        """Only the stream that opened a session, and its attached predecessor, may use it."""
+        """Only the stream that opened a session, and its attached predecessor, may use it.
+
+        Raises:
+            SessionLostError: it isn't this stream's; nobody is told whether it is another one's.
+        """
         if session_id not in self._owned:
-            self._handler.sessions.get(session_id)  # the same error whether it exists or not
-            raise RemoteProtocolError("this session belongs to another stream")
+            raise SessionLostError(NO_SUCH_SESSION)
         return self._owned[session_id][0]
 
     async def _start(

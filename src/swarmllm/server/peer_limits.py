@@ -5,11 +5,15 @@ Sessions have limits of their own (`session_table`, `kv_cache`).
 """
 
 import asyncio
+import resource
 from collections import Counter
 
 from swarmllm.errors import ServerOverloadedError
 
 MAX_STREAMS_PER_PEER = 256
+MAX_STREAMS = 4096
+"""Of all peers, whose ids cost nothing; as many as p2pd has connections (`network/daemon`), and no more than three
+quarters of the files that this process may open."""
 MAX_BYTES_PER_PEER = 512 << 20
 """Assumed: four of the largest batches (8192 tokens × 4096 floats); a client keeps about two per server busy."""
 
@@ -18,6 +22,8 @@ class PeerLimits:
     """Streams and bytes by peer id."""
 
     def __init__(self) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_streams = min(MAX_STREAMS, files * 3 // 4)
         self._streams: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._freed = asyncio.Event()
@@ -30,8 +36,10 @@ class PeerLimits:
         """One more stream of that peer.
 
         Raises:
-            ServerOverloadedError: it has too many.
+            ServerOverloadedError: it has too many, or all together have.
         """
+        if self.num_streams() >= self._max_streams:
+            raise ServerOverloadedError(f"this server has {self.num_streams()} streams open")
         if self._streams[peer_id] >= MAX_STREAMS_PER_PEER:
             raise ServerOverloadedError(f"one peer may have {MAX_STREAMS_PER_PEER} streams open")
         self._streams[peer_id] += 1

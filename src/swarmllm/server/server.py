@@ -34,7 +34,6 @@ from swarmllm.models.dtypes import resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.block_directory import BlockDirectory
 from swarmllm.network.discovery import LanAnnouncement, find_swarm
-from swarmllm.network.messages import Target
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import FrameStream, hello
 from swarmllm.server.announcer import Announcer
@@ -55,6 +54,7 @@ from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
 from swarmllm.server.successors import Successors
+from swarmllm.server.targets import Targets
 from swarmllm.server.throughput import (
     Throughput,
     ThroughputCache,
@@ -195,7 +195,7 @@ class _Server:
                     self._successors.run(self._peer.peer_id, lambda: self._span), name="ping successors"
                 )
                 watching = tasks.create_task(self._give_way(), name="give way")
-                links = Links(self._open_link, tasks)
+                links = Links(Targets(self._look, self._open_link).open, tasks)
                 handler = StreamHandler(
                     fingerprint=self._checkpoint.fingerprint,
                     executor=executor,
@@ -363,7 +363,7 @@ class _Server:
             "the peer-to-peer daemon (p2pd) died, so nobody can reach this server: start it again"
         )
 
-    async def _open_link(self, other: Target | ServerInfo) -> FrameStream:
+    async def _open_link(self, other: ServerInfo) -> FrameStream:
         stream = await self._peer.open_stream(other.peer_id, other.addrs, timeout_s=CONNECT_TIMEOUT_S)
         await hello(stream, fingerprint=self._checkpoint.fingerprint, software=__version__, timeout_s=CONNECT_TIMEOUT_S)
         return stream

@@ -20,6 +20,8 @@ from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.sessions import Session
 
 MAX_SESSIONS_PER_PEER = 256
+NO_SUCH_SESSION = "this server has no such session (any more)"
+"""What is said of any session that isn't the asker's, whether there is one of that id or not."""
 SESSIONS_PER_TIDYING = 256
 """Sessions that end between two returns of free memory. Caches of all lengths, freed among what lives longer, leave
 holes: without it, servers grew by 170 MB over 10,000 requests (docs/benchmarks.md)."""
@@ -105,7 +107,7 @@ class SessionTable:
         try:
             return self._sessions[session_id]
         except KeyError:
-            raise SessionLostError("this server has no such session (any more)") from None
+            raise SessionLostError(NO_SUCH_SESSION) from None
 
     def attachable(self, session_id: str, token: str) -> Session:
         """The session that a predecessor wants to attach to.
@@ -115,7 +117,7 @@ class SessionTable:
         """
         session = self._sessions.get(session_id)
         if session is None or not hmac.compare_digest(session.token.encode(), token.encode()):
-            raise SessionLostError("this server has no such session (any more)")
+            raise SessionLostError(NO_SUCH_SESSION)
         return session
 
     def make_room(self) -> None:

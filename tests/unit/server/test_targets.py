@@ -1,0 +1,100 @@
+"""Whom a server dials for clients, and what it says of whom it can't reach."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarmllm.data_structures import ServerInfo, SwarmSnapshot
+from swarmllm.errors import PeerTimeoutError, PeerUnreachableError, SwarmError, WeightsMismatchError
+from swarmllm.network.messages import Target
+from swarmllm.server import targets
+from swarmllm.server.targets import FAILURES_PER_MINUTE, FRESH_S, Targets
+
+KNOWN, UNKNOWN = "12D3KooW".ljust(52, "k"), "12D3KooW".ljust(52, "u")
+ANNOUNCED = ("/ip4/10.0.0.1/tcp/4000",)
+
+
+class Swarm:
+    """One server, what was dialled, and the time."""
+
+    def __init__(self) -> None:
+        self.servers = [ServerInfo(peer_id=KNOWN, addrs=ANNOUNCED, start=0, end=1)]
+        self.num_looks = 0
+        self.dialled: list[ServerInfo] = []
+        self.now = 0.0
+        self.fails: BaseException | None = None
+        self.targets = Targets(self._look, self._open_stream, lambda: self.now)
+
+    async def _look(self) -> SwarmSnapshot:
+        self.num_looks += 1
+        return SwarmSnapshot(1, tuple(self.servers))
+
+    async def _open_stream(self, server: ServerInfo) -> Any:
+        self.dialled.append(server)
+        if self.fails is not None:
+            raise self.fails
+        return "a stream"
+
+    async def open(self, peer_id: str) -> Any:
+        named = ("/ip4/127.0.0.1/tcp/22", "/dns4/intranet/tcp/80")
+        return await self.targets.open(Target(peer_id=peer_id, addrs=named, token="t" * 32))
+
+
+@pytest.fixture
+def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
+    monkeypatch.setattr(targets, "LOOK_AGAIN_S", 0.0)
+    return Swarm()
+
+
+async def test_servers_are_dialled_where_they_say_that_they_are(swarm: Swarm) -> None:
+    assert await swarm.open(KNOWN) == "a stream"
+    assert [server.addrs for server in swarm.dialled] == [ANNOUNCED]
+
+
+async def test_what_failed_is_not_told(swarm: Swarm) -> None:
+    said = set()
+    for error in (PeerUnreachableError("refused", KNOWN), PeerTimeoutError("slow", KNOWN), WeightsMismatchError("x")):
+        swarm.fails = error
+        with pytest.raises(PeerUnreachableError) as caught:
+            await swarm.open(KNOWN)
+        said.add(str(caught.value))
+        assert caught.value.__cause__ is None
+    with pytest.raises(PeerUnreachableError) as caught:
+        await swarm.open(UNKNOWN)
+    assert caught.value.peer_id == UNKNOWN
+    assert {str(caught.value)} == said
+    assert UNKNOWN not in {server.peer_id for server in swarm.dialled}
+
+
+async def test_a_server_that_has_come_lately_is_found(swarm: Swarm) -> None:
+    await swarm.open(KNOWN)
+    swarm.servers.append(swarm.servers[0].model_copy(update={"peer_id": UNKNOWN}))
+    swarm.now += 1
+    assert await swarm.open(UNKNOWN) == "a stream"
+    assert swarm.num_looks == 2
+
+
+async def test_records_are_looked_up_anew_when_they_are_old(swarm: Swarm) -> None:
+    await swarm.open(KNOWN)
+    swarm.servers.clear()
+    swarm.now += FRESH_S
+    with pytest.raises(PeerUnreachableError):
+        await swarm.open(KNOWN)
+
+
+async def test_many_who_ask_share_a_look(swarm: Swarm) -> None:
+    found = await asyncio.gather(*(swarm.open(UNKNOWN) for _ in range(100)), return_exceptions=True)
+    assert all(isinstance(error, SwarmError) for error in found)
+    assert swarm.num_looks <= 2
+
+
+async def test_dials_that_fail_are_limited(swarm: Swarm) -> None:
+    swarm.fails = PeerUnreachableError("refused", KNOWN)
+    for _ in range(2 * FAILURES_PER_MINUTE):
+        swarm.now += 0.01
+        with pytest.raises(PeerUnreachableError):
+            await swarm.open(KNOWN)
+    assert len(swarm.dialled) == FAILURES_PER_MINUTE
+    swarm.now, swarm.fails = swarm.now + 60, None
+    assert await swarm.open(KNOWN) == "a stream"
