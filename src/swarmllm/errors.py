@@ -77,10 +77,17 @@ class PeerError(SwarmError):
 
     code = "peer"
     retriable = True
+    accused_by: str | None = None
+    """The peer that says so of `peer_id`; None: this side has seen it itself, or `peer_id` hasn't named anybody."""
 
     def __init__(self, message: str, peer_id: str | None = None) -> None:
         super().__init__(message)
         self.peer_id = peer_id
+
+    @property
+    def is_hearsay(self) -> bool:
+        """Whether a peer says it of another one: that proves nothing, and makes nobody avoided."""
+        return self.accused_by is not None and self.accused_by != self.peer_id
 
 
 class PeerUnreachableError(PeerError):

@@ -158,6 +158,11 @@ class InProcessSwarm:
         self.batches = BatchRunner(self.view, traits)
         self.traits = traits
 
+    def join(self, span: tuple[int, int], **announced: Any) -> Server:
+        """One more server. Call it in the event loop."""
+        self.servers.append(Server(self, len(self.servers), Span(*span), announced))
+        return self.servers[-1]
+
     async def new_view(self) -> SwarmView:
         view = SwarmView(
             self._config, self.blocks.loop, name="model", fingerprint=FINGERPRINT, num_blocks=self.blocks.num_blocks

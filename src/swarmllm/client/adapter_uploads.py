@@ -15,6 +15,9 @@ from swarmllm.models.adapters import BlockAdapter
 from swarmllm.network.messages import MAX_PATCHES, AdapterHeader
 from swarmllm.network.protocol import MessageType
 
+MAX_HANDLES = 1024
+"""Parts of adapters on servers that are remembered; of more, what was uploaded longest ago would be uploaded again."""
+
 
 class AdapterUploads:
     """Which handle stands for which adapter on which server."""
@@ -61,7 +64,10 @@ class AdapterUploads:
             version, handle = self._handles.get(key, (None, 0))
             if version != part.version:
                 handle = await self._upload(connection, part, timeout_s)
+                self._handles.pop(key, None)
                 self._handles[key] = part.version, handle
+                if len(self._handles) > MAX_HANDLES:
+                    del self._handles[next(iter(self._handles))]
         return handle
 
     def forget(self, peer_id: str | None) -> None:

@@ -130,7 +130,11 @@ class BatchRequests:
         )
         header = header.model_copy(update=fields)
         answer = await connection.request(
-            kind, header, await connection.compressed(tensors), timeout_s=timeout_s or config.step_timeout_s
+            kind,
+            header,
+            await connection.compressed(tensors),
+            timeout_s=timeout_s or config.step_timeout_s,
+            may_accuse=None if between.source is None else between.source.peer_id,
         )
         self._view.health.succeeded(hop.server.peer_id)
         return answer

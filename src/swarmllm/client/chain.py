@@ -221,8 +221,10 @@ class Chain:
         try:
             await self.spot_checks.check_session(self.route, whole, outputs[-1])
         except CorruptActivationsError:
-            for hop in self._hops:
-                hop.lost = hop.lost or hop.peer_id in self.view.health.quarantined
+            is_tainted = False
+            for hop in self._hops:  # whoever comes behind one that is wrong has computed on it since who knows when
+                is_tainted = is_tainted or hop.lost or hop.peer_id in self.view.blamed
+                hop.lost = is_tainted
             self.position -= sum(output.shape[self.traits.batch_axis + 1] for output in outputs)
             outputs.clear()
             raise
@@ -292,6 +294,7 @@ class Chain:
         output = self._result(answer, pending.inputs)
         self._log.append(pending.position, pending.inputs)
         self.position = pending.position + pending.inputs.seq_len
+        self._hops.step_went_well()
         self.timings = answer.header.timings
         self._batch_index = None
         return output
@@ -380,14 +383,13 @@ class Chain:
             raise self._broken
 
     def _on_error(self, hop: Hop, error: SwarmError, request: int | None) -> None:
-        if self._is_stale(error, request):
+        if self._is_stale(hop, error, request):
             return
+        error = self._hops.judged(hop, error)
         self._broken = error
         if isinstance(error, PeerError) and error.peer_id == hop.peer_id and hop.connection.error is None:
             hop.lost = True
         pending = self._pending.get(request) if request is not None else None
-        if isinstance(error, CorruptActivationsError) and error.peer_id is not None:
-            self._hops.lose(error.peer_id)  # its successor found out
         self._linked = False
         if not self._busy.locked():  # between two steps nobody else would take note of it
             self.view.report(error)
@@ -395,12 +397,13 @@ class Chain:
         for waiting in tuple(self._pending.values()) if of_all or pending is None else (pending,):
             waiting.fail(error)
 
-    def _is_stale(self, error: SwarmError, request: int | None) -> bool:
+    def _is_stale(self, hop: Hop, error: SwarmError, request: int | None) -> bool:
         """Whether the error is about a request of an earlier epoch, or a successor that was replaced meanwhile."""
         if request is not None:
             return request not in self._pending and request < self._began_with
-        culprit = error.peer_id if isinstance(error, PeerError) else None
-        return culprit is not None and all(hop.peer_id != culprit for hop in self._hops)
+        if not isinstance(error, PeerError) or not error.is_hearsay:
+            return False
+        return not self._hops.is_neighbour(hop, error.peer_id)
 
     # ------------------------------------------------------------------ repair
 
@@ -411,6 +414,7 @@ class Chain:
         if self._hops:
             self.num_repairs += 1
             self.view.counts["repairs"] += 1
+        await self._hops.look_after_accused(self.view.config.connect_timeout_s)
         await self._hops.complete(self._terms, self._epoch, self._costs())
         await self._rejoin(began_at)
 

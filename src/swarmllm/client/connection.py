@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -60,8 +61,18 @@ USUAL_WAIT_S = 0.4
 OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
 
 
+@dataclass(frozen=True, eq=False)
+class _Request:
+    answer: "asyncio.Future[Answer]"
+    may_accuse: str | None
+
+
 class Connection:
-    """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`."""
+    """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`.
+
+    Errors in which the server names another one as the one at fault say so (`PeerError.is_hearsay`). In the answer to
+    a request only those get out that it may accuse; whoever names somebody else is at fault himself.
+    """
 
     def __init__(
         self, stream: FrameStream, server: ServerInfo, on_answer: OnAnswer | None = None, *, compression: str = "none"
@@ -71,7 +82,7 @@ class Connection:
         """As in ClientConfig."""
         self._stream = stream
         self._on_answer = on_answer
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, _Request] = {}
         self._needed_for: set[asyncio.Future[Answer]] = set()
         """Answers of others that can't come without this server."""
         self.error: PeerError | None = None
@@ -121,8 +132,11 @@ class Connection:
         *,
         timeout_s: float,
         others: Sequence["Connection"] = (),
+        may_accuse: str | None = None,
     ) -> Answer:
         """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`, too.
+
+        `may_accuse` is the one other server of which it may say that it doesn't do its part.
 
         Raises:
             SwarmError: what the server answered, or the stream to one of them broke.
@@ -130,7 +144,7 @@ class Connection:
         """
         request_id: int = header.id  # type: ignore[attr-defined]
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = future
+        self._pending[request_id] = _Request(future, may_accuse)
         try:
             for other in others:
                 if other.error is not None:
@@ -161,7 +175,7 @@ class Connection:
         finally:
             self.error = self.error or PeerUnreachableError("the connection was closed", self.peer_id)
             self._stream.abort()
-            for future in (*self._pending.values(), *self._needed_for):
+            for future in (*(request.answer for request in self._pending.values()), *self._needed_for):
                 if not future.done():
                     future.set_exception(self.error)
             if self._on_answer is not None:
@@ -182,17 +196,34 @@ class Connection:
             raise RemoteProtocolError(f"a client doesn't take {message.type.name} messages", self.peer_id)
 
     def _error(self, refusal: ErrorHeader) -> SwarmError:
-        if refusal.code == RemoteProtocolError.code and refusal.peer_id is None:  # else it is about its successor
+        accused = refusal.peer_id
+        if refusal.code == RemoteProtocolError.code and accused is None:  # else it is about its neighbour
             return LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
-        return error_from_code(refusal.code, refusal.message, refusal.peer_id or self.peer_id)
+        error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
+        if isinstance(error, PeerError) and accused is not None:
+            error.accused_by = self.peer_id
+            request = None if refusal.id is None else self._pending.get(refusal.id)
+            if error.is_hearsay and request is not None and request.may_accuse != accused:
+                return baseless(error)
+        return error
 
     def _settle(self, answer: Answer | SwarmError, request_id: int | None) -> None:
-        future = None if request_id is None else self._pending.get(request_id)
+        request = None if request_id is None else self._pending.get(request_id)
+        future = None if request is None else request.answer
         if future is None:
             if self._on_answer is not None:
                 self._on_answer(self, answer, request_id)
         elif not future.done():
             future.set_exception(answer) if isinstance(answer, SwarmError) else future.set_result(answer)
+
+
+def baseless(accusation: PeerError) -> RemoteProtocolError:
+    """The fault of the accuser, who can't know what it says."""
+    return RemoteProtocolError(
+        f"server {accusation.accused_by} blames {accusation.peer_id} for what that one can't have to do with: "
+        f"{accusation}",
+        accusation.accused_by,
+    )
 
 
 @contextmanager

@@ -128,7 +128,13 @@ class Hop:
         # The server dials its successor meanwhile, within a timeout of its own.
         timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
         others = [] if successor is None else [successor.connection]
-        answer = await self.connection.request(MessageType.LINK, header, timeout_s=timeout_s, others=others)
+        answer = await self.connection.request(
+            MessageType.LINK,
+            header,
+            timeout_s=timeout_s,
+            others=others,
+            may_accuse=None if successor is None else successor.peer_id,
+        )
         return answer.header.position
 
     async def send_step(

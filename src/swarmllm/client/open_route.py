@@ -1,23 +1,36 @@
 """The servers of a chain, in the order of their blocks, with a session of ours on each: opened, linked, replaced, left.
 
 Used by `client/chain`, which decides when, and whose steps go through them.
+
+What one server says of another is never believed, because one of them lies or their link is broken, and nobody else can
+know which. The client looks itself instead:
+
+    a server says of its neighbour           what follows
+    that it can't be reached, or is lost     both are asked for a sign of life; who gives none is lost, and to blame
+    the same, though it lives                they are linked once more; the second time this client carries between them
+    that it passes on what can't be right    this client carries between them, and so sees what it passes on
+    anything more, then                      the accuser is to blame; also whoever accuses another than a neighbour
 """
 
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import overload
 
 from swarmllm.client.concurrency import gather
-from swarmllm.client.connection import Connection
+from swarmllm.client.connection import Connection, attended, baseless
 from swarmllm.client.hop import Hop, Terms
 from swarmllm.client.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
-from swarmllm.errors import PeerError, SwarmError
+from swarmllm.errors import CorruptActivationsError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.route_costs import RouteCosts
 
 logger = logging.getLogger(__name__)
+
+MAX_DOUBTS = 2
+"""Of two neighbours, after which nothing passes between them any more."""
 
 
 class OpenRoute(Sequence[Hop]):
@@ -27,6 +40,8 @@ class OpenRoute(Sequence[Hop]):
         self._view = view
         self._span = span
         self._hops: list[Hop] = []
+        self._doubts: dict[tuple[Hop, Hop], int] = {}
+        """By a server and its successor: how often one has accused the other since a step went well."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -58,6 +73,66 @@ class OpenRoute(Sequence[Hop]):
         for hop in self._hops:
             hop.connection.close()
         self._hops = []
+        self._forget_doubts()
+
+    # ------------------------------------------------------------------ who says what of whom
+
+    def is_neighbour(self, hop: Hop, peer_id: str | None) -> bool:
+        """Whether that peer comes right before or behind this hop."""
+        index = self._hops.index(hop)
+        return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
+
+    def judged(self, accuser: Hop, error: SwarmError) -> SwarmError:
+        """What that server's error is to this client: an accusation that is looked into, or a fault of its own."""
+        index = self._hops.index(accuser)
+        before = self._hops[index - 1] if index else None
+        after = self._hops[index + 1] if index + 1 < len(self._hops) else None
+        if isinstance(error, LocalProtocolError) and before is not None and self._passes_on(before, accuser):
+            # It doesn't understand what `before` has made of our step.
+            error = RemoteProtocolError(str(error), before.peer_id)
+            error.accused_by = accuser.peer_id
+        if not isinstance(error, PeerError) or not error.is_hearsay:
+            return error
+        if before is not None and before.peer_id == error.peer_id and self._passes_on(before, accuser):
+            pair = before, accuser
+        elif after is not None and after.peer_id == error.peer_id and self._passes_on(accuser, after):
+            pair = accuser, after
+        else:
+            return baseless(error)
+        is_about_link = not isinstance(error, CorruptActivationsError | RemoteProtocolError)
+        self._doubts[pair] = self._doubts.get(pair, 0) + 1 if is_about_link else MAX_DOUBTS
+        return error
+
+    def step_went_well(self) -> None:
+        """Links that have failed once work again."""
+        if self._doubts:
+            self._doubts = {pair: count for pair, count in self._doubts.items() if count >= MAX_DOUBTS}
+
+    async def look_after_accused(self, timeout_s: float) -> None:
+        """Ask those between whom there are doubts for a sign of life: who gives none is lost."""
+        accused = list(dict.fromkeys(hop for pair in self._doubts for hop in pair if hop.usable))
+        with attended(hop.connection for hop in accused):
+            await asyncio.gather(*(self._look_after(hop, timeout_s) for hop in accused))
+
+    async def _look_after(self, hop: Hop, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await hop.connection.ping()
+        except PeerError as error:
+            hop.lost = True
+            self._view.report(error)
+        except (SwarmError, TimeoutError):
+            pass  # closed by this side; or it is slow, which isn't dead
+
+    def _passes_on(self, hop: Hop, successor: Hop) -> bool:
+        return self._view.config.push and self._doubts.get((hop, successor), 0) < MAX_DOUBTS
+
+    def _forget_doubts(self) -> None:
+        """About servers that have been left."""
+        hops = set(self._hops)
+        self._doubts = {pair: count for pair, count in self._doubts.items() if hops.issuperset(pair)}
+
+    # ------------------------------------------------------------------ opening
 
     async def complete(self, terms: Terms, epoch: int, costs: RouteCosts) -> None:
         """Leave what isn't usable; for each gap look for a new route, and open sessions on its servers.
@@ -69,6 +144,7 @@ class OpenRoute(Sequence[Hop]):
             if not hop.usable:
                 hop.connection.close()
         self._hops = [hop for hop in self._hops if hop.usable]
+        self._forget_doubts()
         for gap in self._gaps():
             await self._open(gap, terms, epoch, costs)
 
@@ -120,6 +196,7 @@ class OpenRoute(Sequence[Hop]):
         logger.info("moving to a better route: %s", ", ".join(map(str, route)))
         left = [hop for hop in self._hops if hop not in kept]
         self._hops = sorted([*kept, *opened], key=lambda hop: hop.span)
+        self._forget_doubts()
         for hop in left:
             hop.connection.close()
         return True
@@ -130,10 +207,11 @@ class OpenRoute(Sequence[Hop]):
         Raises:
             SwarmError: a server doesn't answer.
         """
-        successors: list[Hop | None] = [*self._hops[1:], None]
-        if not self._view.config.push:
-            successors = [None] * len(self._hops)
-        pairs = zip(self._hops, successors, strict=True)
+        pairs = [
+            (hop, successor if self._passes_on(hop, successor) else None) for hop, successor in pairwise(self._hops)
+        ]
+        if self._hops:
+            pairs.append((self._hops[-1], None))
         await gather([partial(self._link, hop, successor, epoch) for hop, successor in pairs])
 
     async def _link(self, hop: Hop, successor: Hop | None, epoch: int) -> None:
@@ -142,8 +220,10 @@ class OpenRoute(Sequence[Hop]):
         try:
             await hop.link(successor, epoch)
         except PeerError as error:
-            # Where one server holds both sessions, its name doesn't tell which of them is lost: relayed steps will.
-            is_own = error.peer_id == hop.peer_id and (successor is None or successor.peer_id != hop.peer_id)
+            is_own = error.peer_id == hop.peer_id
+            if successor is not None and successor.peer_id == hop.peer_id:
+                # What one server says of both its sessions doesn't tell which is lost: relayed steps will.
+                is_own = error.accused_by is None and successor.connection.error is None
             if successor is None or hop.connection.error is not None or is_own:
                 hop.lost = True
                 raise

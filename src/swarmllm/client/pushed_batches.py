@@ -149,6 +149,9 @@ class PushedBatches:
             for index, link in enumerate(chain):
                 found = await self._answer(link, chain[index + 1 :])
                 if isinstance(found, SwarmError):
+                    source = link.between.source
+                    if source is not None and isinstance(found, PeerError) and found.is_hearsay:
+                        self._unlink(source.peer_id, link.part.peer_id)  # from now on this client sees who is right
                     return Outcome(answers, found)
                 answers.append(found)
                 if link.between.target is not None:
@@ -170,8 +173,9 @@ class PushedBatches:
         while not link.answer.done() and (left_s := deadline - time.monotonic()) > 0:
             _, under_way = await asyncio.wait(under_way, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             for other in behind:
-                if isinstance(other.error, PeerTimeoutError) and not link.answer.done():
-                    return other.error
+                error = other.error
+                if isinstance(error, PeerTimeoutError) and not error.is_hearsay and not link.answer.done():
+                    return error
         if not link.answer.done() and source is not None:
             await self._withdraw([link])  # changes nothing if it has what it needs
             await asyncio.wait({link.answer}, timeout=config.connect_timeout_s)
@@ -194,6 +198,7 @@ class PushedBatches:
         now = time.monotonic()
         if self._unlinked.get((source, target), now) <= now:  # once is enough for all micro-batches
             logger.info("%s doesn't pass on to %s, so batches go through this client there", source, target)
+        self._unlinked = {pair: until for pair, until in self._unlinked.items() if until > now}
         self._unlinked[source, target] = now + UNLINKED_S
 
 
@@ -207,13 +212,9 @@ class _Link:
 
     @property
     def error(self) -> SwarmError | None:
-        """What went wrong so far. The server may accuse its source, which gave it something wrong, but nobody else."""
-        error, source = self.answer.result() if self.answer.done() else None, self.between.source
-        if not isinstance(error, SwarmError):
-            return None
-        if isinstance(error, PeerError) and (source is None or error.peer_id != source.peer_id):
-            error.peer_id = self.part.peer_id
-        return error
+        """What went wrong so far. A server may say that its source gave it something wrong, which proves nothing."""
+        error = self.answer.result() if self.answer.done() else None
+        return error if isinstance(error, SwarmError) else None
 
 
 def _between(parts: Sequence[Part], lean: bool) -> Iterator[tuple[Part, Between]]:

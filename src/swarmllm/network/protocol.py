@@ -44,9 +44,9 @@ async def send_error(stream: FrameStream, error: SwarmError, **ids: object) -> N
 
 
 def raise_error(header: dict[str, Any], peer_id: str | None) -> NoReturn:
-    """Raise what an ERROR message of `peer_id` says; the peer at fault may be another one, that it names."""
+    """Raise what an ERROR message of `peer_id` says. Whomever it names: it is that peer which doesn't do its part."""
     fields = parse(ErrorHeader, header, peer_id)
-    raise error_from_code(fields.code, fields.message, fields.peer_id or peer_id)
+    raise error_from_code(fields.code, fields.message, peer_id)
 
 
 Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(max_length=16)]

@@ -22,6 +22,9 @@ MAX_BACKOFF_S = 5.0
 LOOK_AGAIN_S = 1.0
 """Where nobody is left, whoever comes (back) should be found soon. Assumed."""
 MAX_BAN_FACTOR = 16
+MAX_REMEMBERED = 1024
+"""Peers whose faults are kept in mind; of more, those that were to be avoided longest ago are forgotten. Peer ids cost
+nothing, and a client runs for months."""
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
 
@@ -66,8 +69,11 @@ class PeerHealth:
     _quarantined: set[str] = field(default_factory=set)
 
     def report(self, error: SwarmError, now: float) -> bool:
-        """Take note of a failure; only errors that name a peer change anything. False: it was avoided already."""
-        if not isinstance(error, PeerError) or error.peer_id is None:
+        """Take note of a failure; only errors that name a peer change anything. False: it was avoided already.
+
+        What one peer says of another proves nothing, and changes nothing.
+        """
+        if not isinstance(error, PeerError) or error.peer_id is None or error.is_hearsay:
             return True
         peer_id = error.peer_id
         is_news = peer_id not in self.avoided(now)
@@ -81,6 +87,8 @@ class PeerHealth:
         else:
             return True
         self._avoid_until[peer_id] = max(now + pause, self._avoid_until.get(peer_id, 0.0))
+        if len(self._avoid_until) > MAX_REMEMBERED:
+            self.succeeded(min(self._avoid_until, key=self._avoid_until.__getitem__))
         return is_news
 
     def succeeded(self, peer_id: str) -> None:

@@ -4,6 +4,7 @@ Used by the client's swarm view and by `server/successors`, which send the pings
 in seconds.
 """
 
+import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -30,9 +31,15 @@ class RoundTrips:
     _seen_at: dict[str, float] = field(default_factory=dict)
     _tried_at: dict[str, float] = field(default_factory=dict)
     _waiting_since: dict[str, float] = field(default_factory=dict)
+    _tidied_at: float = -math.inf
 
     def begin(self, peer_id: str, now: float) -> None:
         """A ping is under way."""
+        if now - self._tidied_at > FORGET_S:
+            self._tidied_at = now
+            for gone in [other for other, at in self._tried_at.items() if now - at > FORGET_S]:
+                for known in (self._ms, self._seen_at, self._tried_at, self._waiting_since):
+                    known.pop(gone, None)
         self._tried_at[peer_id] = now
         self._waiting_since[peer_id] = now
 

@@ -131,10 +131,10 @@ async def test_errors_keep_their_class_and_message(streams: Streams) -> None:
     assert caught.value.peer_id == client.peer_id
 
 
-def test_an_error_may_blame_a_third_peer() -> None:
+def test_an_error_blames_its_sender_and_no_third_peer() -> None:
     with pytest.raises(PeerUnreachableError) as caught:
         raise_error({"code": "unreachable", "message": "gone", "peer_id": "third"}, "second")
-    assert caught.value.peer_id == "third"
+    assert caught.value.peer_id == "second"
 
 
 def test_unknown_codes_of_newer_peers_become_a_plain_error() -> None:

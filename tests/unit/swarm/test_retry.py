@@ -22,7 +22,15 @@ from swarmllm.errors import (
     SessionLostError,
     error_from_code,
 )
-from swarmllm.swarm.retry import FULL_SERVER_PAUSE_S, LOOK_AGAIN_S, MAX_BACKOFF_S, MAX_BAN_FACTOR, PeerHealth, Retries
+from swarmllm.swarm import retry
+from swarmllm.swarm.retry import (
+    FULL_SERVER_PAUSE_S,
+    LOOK_AGAIN_S,
+    MAX_BACKOFF_S,
+    MAX_BAN_FACTOR,
+    PeerHealth,
+    Retries,
+)
 
 A, B = "a" * 46, "b" * 46
 BLAMED = [PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, CorruptActivationsError]
@@ -139,6 +147,31 @@ def test_nobody_is_avoided_for_a_lost_session_or_our_own_bug(error: PeerError) -
     health = PeerHealth(ban_s=100)
     health.report(error, now=0)
     assert health.avoided(0) == set()
+
+
+@pytest.mark.parametrize("error", [*BLAMED, *FULL])
+def test_what_one_peer_says_of_another_makes_nobody_avoided(error: type[PeerError]) -> None:
+    health, said = PeerHealth(ban_s=10), error("it is broken", A)
+    said.accused_by = B
+    assert health.report(said, now=0)
+    assert health.avoided(0) == set()
+    said.accused_by = A  # which it may say of itself
+    health.report(said, now=0)
+    assert health.avoided(0) == {A}
+
+
+def test_peers_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is to be avoided longest stays."""
+    monkeypatch.setattr(retry, "MAX_REMEMBERED", 64)
+    health, now = PeerHealth(ban_s=10), 0.0
+    for _ in range(5):
+        now += 200
+        health.report(PeerTimeoutError("oh", A), now)
+    for number in range(200):
+        now += 0.001
+        health.report(PeerUnreachableError("gone", f"{number:046d}"), now)
+    assert len(health._avoid_until) == len(health._faults) == 64
+    assert A in health._faults
 
 
 def test_quarantine_does_not_end() -> None:

@@ -50,3 +50,16 @@ def test_first_whoever_would_be_on_the_best_route_then_those_measured_longest_ag
     assert trips.to_measure(SwarmSnapshot(8, (slow,)), 2.0, count=3, avoid=(), generator=random.Random(0)) == [slow], (
         "a swarm without a route has distances, too"
     )
+
+
+def test_peers_without_number_are_not_remembered() -> None:
+    trips = RoundTrips()
+    for number in range(1000):
+        now = number * FORGET_S / 100
+        trips.begin(f"{number}", now)
+        if number % 3:
+            trips.observe(f"{number}", 1.0, now)
+        elif number % 2:
+            trips.fail(f"{number}")
+    for known in (trips._ms, trips._seen_at, trips._tried_at, trips._waiting_since):
+        assert 0 < len(known) <= 201
