@@ -7,7 +7,7 @@ reason for its default.
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,10 @@ class ClientConfig:
     verify_fraction: float = 0.0
     """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks.
     Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on."""
+    verify_tolerance: float = 0.15
+    """Largest relative error of the hidden states of one position that such a comparison forgives. With
+    `verify_fraction`, servers that may differ by more without lying are not used. The default is what weights in 8 bits
+    need; 0.5 would let servers with nf4 in, and 0.1 bfloat16, 0.001 float32 only."""
     max_message_bytes: int = 256 << 20
     """Largest message that is accepted from a server."""
 
@@ -186,6 +190,8 @@ class ClientConfig:
             raise ConfigurationError('speculation must be "auto", "off", "ngram" or a draft model')
         if not 0 <= self.verify_fraction <= 1:
             raise ConfigurationError(f"verify_fraction must be 0 to 1, not {self.verify_fraction}")
+        if not 0 < self.verify_tolerance < 1:
+            raise ConfigurationError(f"verify_tolerance must be above 0 and below 1, not {self.verify_tolerance}")
         _require_known("compression", self.compression, COMPRESSIONS)
         if self.verify_fraction and self.compression == "auto":
             object.__setattr__(self, "compression", "none")  # what is compared closely must not have been rounded
@@ -193,6 +199,10 @@ class ClientConfig:
             raise ConfigurationError(f"min_gain_to_move must be 0 to 1, not {self.min_gain_to_move}")
         if self.max_retries < 0 or self.ban_s < 0:
             raise ConfigurationError("max_retries and ban_s can't be negative")
+
+    def client_settings(self) -> dict[str, Any]:
+        """What a client is told, by the fields' names: for those who know more than that."""
+        return {one.name: getattr(self, one.name) for one in fields(ClientConfig)}
 
 
 @dataclass(frozen=True, kw_only=True)

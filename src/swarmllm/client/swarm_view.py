@@ -20,6 +20,7 @@ from swarmllm.client.adapter_uploads import AdapterUploads
 from swarmllm.client.connection import Connection, OnAnswer
 from swarmllm.client.event_loop import EventLoop
 from swarmllm.client.this_machine import decode_ms
+from swarmllm.client.tolerances import is_checkable
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError, WeightsMismatchError
@@ -61,7 +62,8 @@ class SwarmView:
         self.active_adapter = ActiveAdapter(config.active_adapter)
         self.adapters = AdapterUploads(self.active_adapter)
         self.counts: Counter[str] = Counter()
-        """What happened so far: errors by their code, `repairs`, `spot_checks`, `spot_checks_failed`."""
+        """What happened so far: errors by their code, what servers said of others (`accusations`), `repairs`,
+        `spot_checks`, `spot_checks_failed`."""
         self._name = name
         self._fingerprint = fingerprint
         self._peer: Peer | None = None
@@ -166,7 +168,7 @@ class SwarmView:
         async with self._refreshing:
             if self._snapshot.taken_at < asked_at:
                 servers = await self._directory.servers(self._fingerprint)
-                usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s.peer_id))
+                usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
                 self._snapshot = SwarmSnapshot(self.num_blocks, usable, taken_at=time.monotonic())
                 self.news += 1
             return self._snapshot
@@ -238,9 +240,9 @@ class SwarmView:
         self.active_adapter.keep(self._snapshot)
         return route
 
-    def alternative(self, span: Span, without: Collection[str]) -> list[RouteHop] | None:
-        """A route for `span` that avoids these peers, as far as is known now; None if there is none."""
-        avoid = self._avoided(time.monotonic()) | frozenset(without)
+    def alternative(self, span: Span, without: Collection[str], *, even_avoided: bool = False) -> list[RouteHop] | None:
+        """A route for `span` without these peers and those to be avoided, as far as is known; None if there is none."""
+        avoid = (self._excluded if even_avoided else self._avoided(time.monotonic())) | frozenset(without)
         try:
             return find_route(self._snapshot, span, avoid=avoid, costs=self.costs())
         except MissingBlocksError:
@@ -421,9 +423,10 @@ class SwarmView:
 
     def report(self, error: SwarmError) -> bool:
         """Take note of a failure, so that later routes avoid the peer if it is to blame; False if they did already."""
-        self.counts[error.code] += 1
+        is_hearsay = isinstance(error, PeerError) and error.is_hearsay
+        self.counts["accusations" if is_hearsay else error.code] += 1
         is_news = self.health.report(error, time.monotonic())
-        if isinstance(error, PeerError):
+        if isinstance(error, PeerError) and not is_hearsay:
             self.adapters.forget(error.peer_id)
         if isinstance(error, PeerError) and error.retriable:
             self._has_news_to_find = True
@@ -441,9 +444,9 @@ class SwarmView:
             return MissingBlocksError(f"{missing} of {what} any more: {error}", missing.block_idxs)
         return error
 
-    def _may_use(self, peer_id: str) -> bool:
-        config = self.config
-        if peer_id in config.blocked_servers:
+    def _may_use(self, server: ServerInfo) -> bool:
+        config, peer_id = self.config, server.peer_id
+        if peer_id in config.blocked_servers or (config.verify_fraction and not is_checkable(server, config)):
             return False
         return config.allowed_servers is None or peer_id in config.allowed_servers
 
