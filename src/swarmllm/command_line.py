@@ -17,15 +17,25 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from swarmllm.config import default_initial_peers, default_log_level
+from swarmllm.config import ClientConfig, default_initial_peers, default_log_level
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite, unpack_invites
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+CLIENT_FLAGS = {
+    "allowed_servers": ("PEER_ID", "use these servers only"),
+    "blocked_servers": ("PEER_ID", "never use these servers"),
+    "verify_fraction": ("P", "share of steps that others compute again, to find liars; 0 to 1"),
+    "verify_tolerance": ("E", "relative error that this forgives; 0.5 lets servers with nf4 in"),
+    "speculation": ("HOW", "auto, off, ngram, or a small model that guesses the next tokens"),
+    "compression": ("HOW", "of hidden states on their way: auto, none or int8"),
+}
+"""Fields of ClientConfig for which every command with a client has flags: what stands for the value, what it does."""
 
 HELP_COLUMNS = 100
 HELP_LINES = 40
@@ -254,6 +264,15 @@ def add_initial_peers_flags(parser: argparse._ActionsContainer, what: str = "any
     parser.add_argument(
         "--no_lan_discovery", dest="lan_discovery", action="store_false", help="neither look nor announce there"
     )
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """How a command uses servers: flags named and typed as the fields of ClientConfig, which give their defaults."""
+    group, types = parser.add_argument_group("servers"), get_type_hints(ClientConfig)
+    for name, (metavar, what) in CLIENT_FLAGS.items():
+        takes_many = any("tuple" in str(kind) for kind in (types[name], *get_args(types[name])))
+        options: dict[str, Any] = {"nargs": "+"} if takes_many else {"type": types[name]}
+        group.add_argument(f"--{name}", metavar=metavar, help=what, **options)
 
 
 def add_network_flags(parser: argparse._ActionsContainer) -> None:

@@ -8,6 +8,7 @@ from swarmllm.command_line import Parser, run_program
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
 
+SHORTEST_PEER_ID = 40
 EXAMPLES = """examples:
   swarmllm generate --model M --initial_peers /ip4/…/tcp/…/p2p/… "Once upon a time"
   echo "Once upon a time" | swarmllm generate --model M --temperature 0.7 --top_p 0.9 --seed 1
@@ -31,10 +32,15 @@ def parse_prompt(argv: Sequence[str]) -> tuple[TextConfig, str | None]:
     """
     settings = build_parser().parse_settings(argv)
     prompt = settings.pop("prompt", None)
-    peers = settings.get("initial_peers", [])
-    if prompt is None and len(peers) > 1 and not (peers[-1].startswith("/") or is_invite(peers[-1])):
-        prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
+    for name in ("initial_peers", "allowed_servers", "blocked_servers"):
+        peers = settings.get(name, [])
+        if prompt is None and len(peers) > 1 and not _names_peer(peers[-1]):
+            prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
     return TextConfig(**settings), prompt
+
+
+def _names_peer(word: str) -> bool:
+    return word.startswith("/") or is_invite(word) or (word.isalnum() and len(word) >= SHORTEST_PEER_ID)
 
 
 def generate(config: TextConfig, prompt: str) -> None:

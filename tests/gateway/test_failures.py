@@ -8,6 +8,7 @@ import pytest
 from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.gateway import swarm_watch
 
 PROMPT = "Once upon a time"
 LONG: dict[str, Any] = {
@@ -106,3 +107,17 @@ def test_without_a_local_model_the_stream_ends_with_an_error(mortal: LocalSwarm)
         assert response.status_code == 503
         assert "retry-after" in response.headers
         assert gateway.http.get("/health").status_code == 503
+
+
+def test_a_dead_client_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the monitor saw last: nobody would get an answer any more."""
+    with local_swarm((0, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
+        gateway.wait_until_seen(1)
+        assert gateway.http.get("/health").json()["status"] == "ok"
+        with monkeypatch.context() as patch:
+            patch.setattr(swarm_watch, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
+            assert gateway.http.get("/health").json()["status"] == "dead"
+        assert gateway.http.get("/health").status_code == 200
+        gateway.gateway.model.close()
+        answer = gateway.http.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "dead")

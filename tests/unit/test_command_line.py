@@ -8,13 +8,16 @@ import pytest
 
 from swarmllm.__main__ import COMMANDS
 from swarmllm.client.generation import TextConfig
-from swarmllm.command_line import Parser, one_line, run_program
+from swarmllm.command_line import CLIENT_FLAGS, Parser, one_line, run_program
+from swarmllm.config import ClientConfig
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.generate import parse_prompt
 from swarmllm.server.__main__ import parse_config
 from swarmllm.status import build_parser as status_parser
 
 PEER = "/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
+OTHER = PEER.replace("4000", "4001")
 
 
 @pytest.fixture
@@ -97,23 +100,29 @@ def test_a_bad_file_is_one_sentence(
 
 def test_the_prompt_may_follow_the_addresses() -> None:
     for argv in (
-        ["--model", "m", "--initial-peers", PEER, PEER, "Once upon"],
-        ["Once upon", "--model", "m", "--initial_peers", PEER, PEER],
-        ["--initial_peers", PEER, PEER, "--model", "m", "Once upon"],
-        ["--model", "m", "--initial-peers", PEER, PEER, "--", "Once upon"],
+        ["--model", "m", "--initial-peers", PEER, OTHER, "Once upon"],
+        ["Once upon", "--model", "m", "--initial_peers", PEER, OTHER],
+        ["--initial_peers", PEER, OTHER, "--model", "m", "Once upon"],
+        ["--model", "m", "--initial-peers", PEER, OTHER, "--", "Once upon"],
     ):
         config, prompt = parse_prompt(argv)
-        assert (config.initial_peers, prompt) == ((PEER, PEER), "Once upon")
+        assert (config.initial_peers, prompt) == ((PEER, OTHER), "Once upon")
 
 
 def test_without_a_prompt_all_are_addresses() -> None:
-    config, prompt = parse_prompt(["--model", "m", "--initial-peers", PEER, PEER])
-    assert (config.initial_peers, prompt) == ((PEER, PEER), None)
+    config, prompt = parse_prompt(["--model", "m", "--initial-peers", PEER, OTHER])
+    assert (config.initial_peers, prompt) == ((PEER, OTHER), None)
+    peer_id = PEER.rpartition("/")[2]
+    for flag in ("--allowed_servers", "--blocked_servers"):
+        config, prompt = parse_prompt(["--model", "m", flag, peer_id, peer_id, "Once"])
+        assert (getattr(config, flag[2:]), prompt) == ((peer_id, peer_id), "Once")
+        config, prompt = parse_prompt(["--model", "m", flag, peer_id, peer_id])
+        assert (getattr(config, flag[2:]), prompt) == ((peer_id, peer_id), None)
 
 
 def test_the_environment_names_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARMLLM_INITIAL_PEERS", f"{PEER}, {PEER}")
-    assert TextConfig(model="m").initial_peers == (PEER, PEER)
+    monkeypatch.setenv("SWARMLLM_INITIAL_PEERS", f"{PEER}, {OTHER}")
+    assert TextConfig(model="m").initial_peers == (PEER, OTHER)
     assert TextConfig(model="m", initial_peers=("/x",)).initial_peers == ("/x",)
 
 
@@ -133,6 +142,39 @@ def test_sampling_when_it_is_asked_for(options: dict[str, float], expected: dict
 def test_options_that_cannot_work(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         TextConfig(model="m", **bad)
+
+
+COMMANDS_WITH_A_CLIENT = ["generate", "chat", "gateway"]
+
+
+@pytest.mark.parametrize("name", COMMANDS_WITH_A_CLIENT)
+def test_what_a_client_can_be_told_every_command_can(name: str) -> None:
+    parser: Parser = import_module(COMMANDS[name].module).build_parser()
+    given = {
+        "allowed_servers": ["one", "two"],
+        "blocked_servers": ["three"],
+        "verify_fraction": 0.25,
+        "verify_tolerance": 0.5,
+        "speculation": "off",
+        "compression": "int8",
+    }
+    assert given.keys() == CLIENT_FLAGS.keys()
+    argv = ["--model", "m"]
+    for flag, value in given.items():
+        argv += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    settings = parser.parse_settings(argv)
+    config_type = GatewayConfig if name == "gateway" else TextConfig
+    client = ClientConfig(**config_type(**settings).client_settings())
+    for field, value in given.items():
+        assert settings[field] == value
+        assert getattr(client, field) == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_what_is_not_given_is_as_clients_have_it() -> None:
+    for config in (TextConfig(model="m"), GatewayConfig(model="m")):
+        assert ClientConfig(**config.client_settings()) == ClientConfig()
+    with pytest.raises(ConfigurationError, match="verify_fraction"):
+        GatewayConfig(model="m", verify_fraction=2.0)
 
 
 def test_block_indices_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

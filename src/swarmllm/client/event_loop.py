@@ -51,6 +51,11 @@ class EventLoop:
         if self._closed:
             raise SessionClosedError("the model has been closed")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives and takes what it is given."""
+        return self._thread.is_alive() and not self._closed
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's value, run in the loop's thread while this thread waits; Ctrl-C cancels it.
 

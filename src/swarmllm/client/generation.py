@@ -3,30 +3,22 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from swarmllm.command_line import add_initial_peers_flags
-from swarmllm.config import ClientConfig, default_cache_dir, default_initial_peers, hub_token
+from swarmllm.command_line import add_client_flags, add_initial_peers_flags
+from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """Which model writes, and how."""
+class TextConfig(ClientConfig):
+    """Which model writes, and how; and how it uses its servers."""
 
     model: str
     """Hub id or local directory; the same checkpoint as the servers'."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    initial_peers: tuple[str, ...] = field(default_factory=default_initial_peers)
-    """Multiaddresses of any peers of the swarm, or an invite."""
-    lan_discovery: bool = True
-    """Whether to look for the swarm on the local network if there are no initial peers."""
-    identity_path: str | None = None
-    """File of the key that is this client's peer id, for servers with --allowed_clients; None = a new one each time."""
-    active_adapter: str | None = None
-    """Name of an adapter that servers offer; None = the model as it is."""
     dtype: str = "auto"
     """Of the client's own part; auto = as stored."""
     max_new_tokens: int = 128
@@ -43,7 +35,7 @@ class TextConfig:
     """Tokens of a whole conversation that the servers keep in their caches."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
+        super().__post_init__()
         for name in ("max_new_tokens", "top_k", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,6 +73,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     writing.add_argument("--top_p", type=float, metavar="P", help="sample from this share of the probability")
     writing.add_argument("--top_k", type=int, metavar="K", help="sample from the K likeliest tokens")
     writing.add_argument("--seed", type=int, metavar="N", help="sample the same text each time")
+    add_client_flags(parser)
 
 
 def open_model(config: TextConfig) -> tuple[Any, Any]:
@@ -102,12 +95,7 @@ def open_model(config: TextConfig) -> tuple[Any, Any]:
         config.model,
         revision=config.revision,
         dtype=config.dtype,
-        client_config=ClientConfig(
-            initial_peers=config.initial_peers,
-            lan_discovery=config.lan_discovery,
-            identity_path=config.identity_path,
-            active_adapter=config.active_adapter,
-        ),
+        client_config=ClientConfig(**config.client_settings()),
         progress=show_progress,
     )
     try:

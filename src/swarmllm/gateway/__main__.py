@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, add_initial_peers_flags, run_command, stop_event
+from swarmllm.command_line import Parser, add_client_flags, add_initial_peers_flags, run_command, stop_event
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -60,6 +60,7 @@ def build_parser() -> Parser:
     limits.add_argument("--max_body_bytes", type=int, metavar="N", help="of a request")
     limits.add_argument("--max_connections", type=int, metavar="N", help="open at a time")
     limits.add_argument("--num_threads", type=int, metavar="N", help="CPU threads for the gateway's own part")
+    add_client_flags(parser)
     add("--stop_on_stdin_eof", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -90,11 +90,11 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         """Whether an answer could be begun now."""
-        missing = self.watch.missing_blocks()
-        healthy = not missing
+        missing, alive = self.watch.missing_blocks(), self.watch.client_is_alive
+        status = "degraded" if missing else "ok"
         return JSONResponse(
-            {"status": "ok" if healthy else "degraded", "model": self.model.name, "missing_blocks": missing},
-            200 if healthy or self.model.local is not None else 503,
+            {"status": status if alive else "dead", "model": self.model.name, "missing_blocks": missing},
+            200 if alive and (not missing or self.model.local is not None) else 503,
         )
 
     async def _metrics(self, _: Request) -> Response:

@@ -50,14 +50,7 @@ class LanguageModel:
         """
         torch.set_num_threads(config.num_threads)
         swarm, tokenizer = open_model(
-            TextConfig(
-                model=config.model,
-                revision=config.revision,
-                initial_peers=config.initial_peers,
-                lan_discovery=config.lan_discovery,
-                identity_path=config.identity_path,
-                dtype=config.dtype,
-            )
+            TextConfig(model=config.model, revision=config.revision, dtype=config.dtype, **config.client_settings())
         )
         try:
             local = None if config.fallback_to_local is None else _open_local(config.fallback_to_local, tokenizer)

@@ -1,28 +1,22 @@
 """What the gateway can be told; `gateway/__main__` makes its flags from these fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from swarmllm.config import default_initial_peers
+from swarmllm.config import ClientConfig
 from swarmllm.errors import ConfigurationError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig:
-    """One gateway: which model, for whom, and how much."""
+class GatewayConfig(ClientConfig):
+    """One gateway: which model, for whom, and how much; and how it uses its servers."""
 
     model: str
     """Hub id or local directory; the same checkpoint as the servers'."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    initial_peers: tuple[str, ...] = field(default_factory=default_initial_peers)
-    """Multiaddresses of any peers of the swarm, or an invite."""
-    lan_discovery: bool = True
-    """Whether to look for the swarm on the local network if there are no initial peers."""
-    identity_path: str | None = None
-    """File of the key that is the gateway's peer id, for servers with --allowed_clients; None = a new one each time."""
     dtype: str = "auto"
     """Of the gateway's own part of the model; auto = as stored."""
     served_name: str | None = None
@@ -61,7 +55,8 @@ class GatewayConfig:
     """CPU threads for the gateway's own part of the model. Assumed: every request's thread has so many of its own."""
 
     def __post_init__(self) -> None:
-        for name in ("initial_peers", "allowed_hosts", "cors_origins"):
+        super().__post_init__()
+        for name in ("allowed_hosts", "cors_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")

@@ -28,6 +28,8 @@ RETRY_S = 10.0
 """Before a server that couldn't be reached is dialled again."""
 MAX_LINES = 128
 """Servers to keep a line to; of larger swarms those on the best route come first, the others go without."""
+STALLED_S = 60.0
+"""Without a look that has ended, for whatever reason. Assumed: some times as long as the longest one takes."""
 MAX_DIALS = 16
 """At a time."""
 
@@ -43,6 +45,7 @@ class SwarmWatch:
         self._failed_at: dict[str, float] = {}
         self._changed: asyncio.Event | None = None
         self._stopping = False
+        self._looked_at = time.monotonic()
         self._shown = self._render()
 
     def as_json(self) -> tuple[str, bytes]:
@@ -52,6 +55,11 @@ class SwarmWatch:
     def missing_blocks(self) -> list[int]:
         """Blocks that nobody serves who can be reached."""
         return list(self._picture.usable.missing_blocks())
+
+    @property
+    def client_is_alive(self) -> bool:
+        """Whether the client's event loop still does what it is there for."""
+        return self._view.loop.is_running and time.monotonic() - self._looked_at < STALLED_S
 
     async def __aenter__(self) -> Self:
         self._view.loop.call_soon(self._run())
@@ -69,6 +77,7 @@ class SwarmWatch:
             while not self._stopping:
                 self._changed.clear()
                 await self._look()
+                self._looked_at = time.monotonic()
                 try:
                     async with asyncio.timeout(PERIOD_S):
                         await self._changed.wait()
