@@ -26,6 +26,7 @@ from swarmllm.server.executor import Executor
 from swarmllm.server.handler import StreamHandler
 from swarmllm.server.kv_cache import CacheBudget
 from swarmllm.server.links import Links
+from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.scheduler import Budget
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import SessionTable
@@ -53,6 +54,7 @@ class Server:
         cache_tokens: int = CACHE_TOKENS,
         allowed_clients: Sequence[str] | None = None,
         stream_type: type[FrameStream] = FrameStream,
+        pages: PrefixCache | None = None,
     ) -> None:
         self.blocks = blocks
         self._stream_type = stream_type
@@ -68,7 +70,7 @@ class Server:
         )
         hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
         self.budget = CacheBudget((blocks.cache_bytes_per_token + hidden_bytes) * cache_tokens)
-        self.sessions = SessionTable(blocks, hidden_bytes, self.executor, self.budget)
+        self.sessions = SessionTable(blocks, hidden_bytes, self.executor, self.budget, pages)
         self.handler.serve(blocks, self.sessions)
         self.ends: set[FrameStream] = set()
         """The handler's ends of the streams."""

@@ -39,8 +39,9 @@ from swarmllm.network.frames import MAX_MESSAGE_BYTES, PREFIX, MessageType, enco
 from swarmllm.network.peer import Peer
 from swarmllm.network.protocol import FrameStream, hello, welcome
 from swarmllm.network.record_validator import RecordValidator
-from swarmllm.server import peer_limits, session_table, sessions
+from swarmllm.server import peer_limits, session_table
 from swarmllm.server.executor import Priority
+from swarmllm.server.waiting_room import MESSAGE_BYTES
 
 SESSION, OTHER = "a" * 32, "b" * 32
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
@@ -254,12 +255,14 @@ async def test_steps_that_wait_take_no_more_than_the_session_is_worth(blocks: Bl
             await send(stream, MessageType.STEP, step_header(SESSION, 0, prompt), hidden_states=prompt)
         codes = [error_code(await answer(stream)) for _ in range(3)]
         assert codes == ["overloaded"] * 3
-        assert session._queued_bytes == sessions.QUEUED_BYTES_FACTOR * prompt.nbytes
+        waiting = 3 * (prompt.nbytes + MESSAGE_BYTES)  # the one that runs included
+        assert session._waiting.num_bytes == server.handler.limits._bytes[MALLORY] == waiting
         proceed.set()
         await busy
         for _ in range(3):
             assert result(await answer(stream)).shape == prompt.shape
-        assert session._queued_bytes == 0
+        await until(lambda: session._waiting.num_bytes == 0)
+        assert not server.handler.limits._bytes
         await hang_up(stream)
 
 
@@ -287,13 +290,13 @@ async def test_errors_do_not_pile_up_for_a_peer_that_never_reads(blocks: BlockSp
 
 
 async def test_headers_that_unpack_into_much_count_as_much(blocks: BlockSpan) -> None:
-    """Half a megabyte of empty maps is 36 MB of dicts: a few of them pause the reading."""
+    """Some ten thousand empty maps are two megabytes of dicts: a few of them pause the reading."""
     async with serving(blocks) as server:
         stream = await opened(server)
         (served,) = server.ends
         before = rss()
-        header = {"id": 1, "x": [{}] * 400_000}
-        wire = b"".join(encode_message(MessageType.OPEN, header))
+        header = {"id": 1, "x": [{}] * 30_000}
+        wire = b"".join(encode_message(MessageType.STEP, header))
         served.receive = asyncio.Event().wait  # type: ignore[method-assign,assignment]  # the handler is busy
         assert stream._transport is not None
         for _ in range(100):
@@ -316,7 +319,7 @@ async def test_headers_that_unpack_into_much_count_as_much(blocks: BlockSpan) ->
 )
 async def test_tensors_that_would_be_broadcast(blocks: BlockSpan, name: str, shape: tuple[int, ...]) -> None:
     """Some hundred kilobytes that blocks would blow up to gigabytes are refused before they reach them."""
-    async with serving(blocks) as server:
+    async with serving(blocks, cache_tokens=1 << 16) as server:  # room for them to wait
         stream = await opened(server)
         extra = {name: torch.ones(shape, dtype=torch.float32 if name == "inputs_embeds" else torch.int64)}
         inputs = hidden_states()

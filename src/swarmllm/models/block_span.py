@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -45,6 +45,8 @@ from swarmllm.models.skeleton import (
 )
 from swarmllm.models.span_cache import SpanCache
 
+MOST_PADDING = 16
+"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
 _PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -108,6 +110,33 @@ class BlockSpan:
             if found and hasattr(part, "position_embeddings") and getattr(part, "padding_idx", None) is not None:
                 return found - int(part.padding_idx) - 1
         return found
+
+    @cached_property
+    def table_positions(self) -> range | None:
+        """The `position_ids` for which this model's tables have an entry; None if it looks up nothing by them."""
+        config = text_config(self._stack.config)
+        length = int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0)
+        ranges: list[range] = []
+        for name, part in self._stack.named_modules() if length else ():
+            tables = [part.weight] if isinstance(part, nn.Embedding) else []
+            # Sines and cosines of all positions, as GPT-J and XGLM keep them.
+            tables += [b for key, b in part.named_buffers(name, recurse=False) if b.ndim == 2 and "pos" in key]
+            offset = int(getattr(part, "offset", 0))  # OPT and its kin add it to each position
+            rows = [len(table) for table in tables if length <= len(table) <= length + MOST_PADDING]
+            ranges += [range(-offset, number - offset) for number in rows]
+        return range(max(r.start for r in ranges), min(r.stop for r in ranges)) if ranges else None
+
+    @property
+    def longest_text(self) -> int | None:
+        """Positions that a text may have, a prefix included; None if there is no table of them that could end."""
+        table = self.table_positions  # the first entries of some are for padding, so texts may have `max_positions`
+        return None if table is None else min(table.stop, self.max_positions or table.stop)
+
+    @cached_property
+    def num_token_types(self) -> int:
+        """Token types that have an embedding; some models take those of their vocabulary instead."""
+        config = text_config(self._stack.config)
+        return int(getattr(config, "type_vocab_size", None) or self.vocab_size)
 
     @property
     def num_bytes(self) -> int:

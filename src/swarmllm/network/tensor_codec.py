@@ -23,6 +23,8 @@ MAX_ELEMENTS = 1 << 40
 """Bounds the product of the dimensions even where one of them is 0, so that strides can't overflow."""
 ALIGNMENT = 16
 """Bytes; vector instructions like it, and the padding is never more than a descriptor costs."""
+UNPACKED_FACTOR = 4
+"""A packed tensor of the widest type becomes at most so many times as large: a byte a value, and some beside."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -142,6 +144,21 @@ def decode_tensors(
             count = num_bytes // dtype.itemsize
             tensors[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
     return tensors
+
+
+def unpacked_bytes(descriptors: Any, num_payload_bytes: int) -> int:
+    """What `decode_tensors` takes beside a payload of that size: for tensors that don't share its memory.
+
+    Of descriptors that it would refuse, some number that is no larger than for any that it takes.
+    """
+    num_bytes = 0
+    for descriptor in descriptors if isinstance(descriptors, (list, tuple)) else ():
+        match descriptor:
+            case (str(), "bool", _, int(size)):
+                num_bytes += size
+            case (str(), str(dtype), _, int(size)) if dtype in _PACKED:
+                num_bytes += UNPACKED_FACTOR * size
+    return max(0, min(num_bytes, UNPACKED_FACTOR * num_payload_bytes))
 
 
 def _packed_tensor(buffer: Any, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> PackedTensor | None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from swarmllm.errors import (
 from swarmllm.models.activation_checks import plausible
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.compression import Outgoing, compressed
+from swarmllm.network.compression import THREAD_BYTES, Outgoing, compressed
+from swarmllm.network.intake import Intake
 from swarmllm.network.messages import (
     SESSION_ID_LENGTH,
     AdapterHeader,
@@ -45,7 +47,7 @@ from swarmllm.network.messages import (
     parse,
 )
 from swarmllm.network.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
-from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.network.tensor_codec import encode_tensors, unpacked_bytes
 from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.batches import Batch, KeptBatches, Turns, forward, gradients, record
 from swarmllm.server.device import memory_errors_translated
@@ -56,12 +58,21 @@ from swarmllm.server.peer_limits import PeerLimits
 from swarmllm.server.pushes import Pushes, push
 from swarmllm.server.served_adapters import ServedAdapters
 from swarmllm.server.session_table import NO_SUCH_SESSION, SessionTable
-from swarmllm.server.sessions import Session, Step
+from swarmllm.server.sessions import Replay, Session, Step
+from swarmllm.server.waiting_room import bytes_of
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS_PER_STREAM = 64
 """Forward and backward requests of one stream that may be under way; a client keeps about two per server busy."""
+OF_SERVERS = frozenset((MessageType.PUSH, MessageType.PROBE))
+"""Types of messages that may be large from anybody: who pushes what for which client shows only when it has come."""
+OF_PREDECESSORS = OF_SERVERS | {MessageType.STEP}
+"""From those who have shown the token of a session."""
+OF_CLIENTS = OF_PREDECESSORS | {MessageType.FORWARD, MessageType.BACKWARD, MessageType.ADAPTER}
+"""From those whom this server is there for."""
 
 
 class StreamHandler:
@@ -85,6 +96,7 @@ class StreamHandler:
         self._allowed_clients = allowed_clients
         self._compression = compression
         self.limits = PeerLimits()
+        self._intake = Intake()
         self._blocks: BlockSpan | None = None
         self._inputs: InputChecks | None = None
         self._sessions: SessionTable | None = None
@@ -97,6 +109,7 @@ class StreamHandler:
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
         """From now on, these blocks are served."""
         self._blocks, self._inputs, self._sessions = blocks, InputChecks(blocks), sessions
+        sessions.limits = self.limits
         self.adapters = AdapterStore()
         self._executor.on_out_of_memory = sessions.make_room
         self._takes_clients = True
@@ -125,7 +138,9 @@ class StreamHandler:
             await send_error(stream, error)
             return
         try:
+            stream.count_in(self._intake)
             await welcome(stream, software=__version__, accept=self._accept)
+            stream.expect(OF_CLIENTS if self.is_allowed(peer_id) else OF_SERVERS)
             await _Stream(self, stream).serve()
         except SwarmError as error:
             logger.debug("stream of %s ended: %s", peer_id, error)
@@ -157,10 +172,14 @@ class StreamHandler:
 
     def check_client(self, peer_id: str) -> None:
         """Raises: BlocksNotServedError: this server takes nothing new from this client."""
-        if self._allowed_clients is not None and peer_id not in self._allowed_clients:
+        if not self.is_allowed(peer_id):
             raise BlocksNotServedError("this server doesn't serve you: ask its owner to add you to --allowed_clients")
         if not self._takes_clients:
             raise BlocksNotServedError("this server is leaving these blocks; take another route")
+
+    def is_allowed(self, peer_id: str) -> bool:
+        """Whether this server is there for that client; other servers may pass on what such a client has asked for."""
+        return self._allowed_clients is None or peer_id in self._allowed_clients
 
     def check_span(self, start: int, end: int) -> Span:
         """The span asked for, which this server holds.
@@ -219,20 +238,22 @@ class StreamHandler:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {self._max_batch_tokens}"
             )
+        self.inputs.check_length(header.seq_len + num_prefix)
         if header.source is None:
             return await self._run_batch(header, message, span, stream, {})
         async with self.pushes.taken(header.source, stream.peer_id) as pushed:
             self.check_client(stream.peer_id)
             span = self.check_span(header.start, header.end)  # other blocks may be served by now
             name = "hidden_states" if message.type == MessageType.FORWARD else "grad_outputs"
-            tensors = self.inputs.read_pushed(header, name, pushed, header.source.peer_id)
+            read = partial(self.inputs.read_pushed, header, name, pushed, header.source.peer_id)
+            tensors = await _off_loop(read, pushed.message)
             return await self._run_batch(header, message, span, stream, tensors)
 
     async def _run_batch(
         self, header: BatchHeader, message: Message, span: Span, stream: FrameStream, pushed: dict[str, Tensor]
     ) -> tuple[ResultHeader, Outgoing]:
         batches, peer_id, target = self.batches, stream.peer_id, header.target
-        turns = self._turns(header, message, span, peer_id, pushed)
+        turns = await self._turns(header, message, span, peer_id, pushed)
         timed = await self._executor.run_in_turns(turns, Priority.BATCH)
         result = timed.value
         if isinstance(result, Batch):
@@ -250,15 +271,16 @@ class StreamHandler:
         answer = ResultHeader(id=header.id, end=span.end, timings=timings, pushed=sent is not None)
         return answer, await compressed(result, stream, compression, exactly=sent is not None)
 
-    def _turns(
+    async def _turns(
         self, header: BatchHeader, message: Message, span: Span, peer_id: str, pushed: dict[str, Tensor]
     ) -> Turns[Batch | dict[str, Tensor]]:
         """What the device thread is to do for that request."""
+        blocks, checks = self.blocks, self.inputs
         if header.forward is not None:
-            grad_outputs = self.inputs.read_gradient(header, message, pushed)
+            grad_outputs = await _off_loop(partial(checks.read_gradient, header, message, pushed), message)
             return self.batches.take(peer_id, header.forward).gradients(grad_outputs)
-        inputs, given = self.inputs.read(header, message, pushed)
-        axis = self.blocks.traits.batch_axis
+        inputs, given = await _off_loop(partial(checks.read, header, message, pushed), message)
+        axis = blocks.traits.batch_axis
         if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
             source = None if header.source is None else header.source.peer_id
             raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", source)
@@ -267,10 +289,16 @@ class StreamHandler:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
         short_turns = len(self.sessions) > 0
         if message.type == MessageType.FORWARD:
-            return (record if header.keep else forward)(self.blocks, inputs, span, short_turns=short_turns)
+            return (record if header.keep else forward)(blocks, inputs, span, short_turns=short_turns)
         if given is None:
             raise RemoteProtocolError("BACKWARD needs grad_outputs")
-        return gradients(self.blocks, inputs, span, given, short_turns=short_turns)
+        return gradients(blocks, inputs, span, given, short_turns=short_turns)
+
+
+async def _off_loop(read: Callable[[], T], message: Message) -> T:
+    """What `read` makes of the message's tensors; in a thread if unpacking them would keep the event loop too long."""
+    num_bytes = unpacked_bytes(message.header.get("tensors"), len(message.payload))
+    return read() if num_bytes < THREAD_BYTES else await asyncio.to_thread(read)
 
 
 class _Stream:
@@ -310,12 +338,14 @@ class _Stream:
     async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         match message.type:
             case MessageType.STEP:
-                self._step(message)
+                await self._step(message)
             case MessageType.OPEN:
                 await self._open(message, tasks)
             case MessageType.REPLAY:
                 replay = parse(ReplayHeader, message.header, None)
-                self._owned_session(replay.session).enqueue(replay)
+                session, num_bytes = self._owned_session(replay.session), bytes_of(replay, message)
+                session.take_room(num_bytes)
+                session.enqueue(Replay(replay, num_bytes))
             case MessageType.CLOSE:
                 self._close(parse(CloseHeader, message.header, None).session)
             case MessageType.LINK:
@@ -337,14 +367,20 @@ class _Stream:
             case _:
                 raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
 
-    def _step(self, message: Message) -> None:
+    async def _step(self, message: Message) -> None:
         header = parse(StepHeader, message.header, None)
         attached = self._attached.get(header.session)
         session = self._owned_session(header.session) if attached is None else attached()
         if session is None or session.closed:
             return  # its client is gone; the predecessor doesn't know yet
-        inputs, _ = self._handler.inputs.read(header, message)
-        session.enqueue(Step(header, inputs, None if attached is None else self._stream.peer_id))
+        num_bytes = bytes_of(header, message)
+        session.take_room(num_bytes)
+        try:
+            inputs, _ = await _off_loop(partial(self._handler.inputs.read, header, message), message)
+            session.enqueue(Step(header, num_bytes, inputs, None if attached is None else self._stream.peer_id))
+        except BaseException:
+            session.give_room_back(num_bytes)
+            raise
 
     async def _open(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         header = parse(OpenHeader, message.header, None)
@@ -367,6 +403,7 @@ class _Stream:
         session = self._handler.sessions.attachable(header.session, header.token)
         self._attached = {key: attached for key, attached in self._attached.items() if attached() is not None}
         self._attached[header.session] = weakref.ref(session)
+        self._stream.expect(OF_CLIENTS if self._handler.is_allowed(self._stream.peer_id) else OF_PREDECESSORS)
         return ResultHeader(id=header.id), {}
 
     def _close(self, session_id: str) -> None:
@@ -394,7 +431,8 @@ class _Stream:
         """Answer the request in a task of its own, so that the stream goes on meanwhile."""
         if self._num_requests >= MAX_REQUESTS_PER_STREAM:
             raise ServerOverloadedError(f"one stream may have {MAX_REQUESTS_PER_STREAM} requests under way")
-        peer_id, num_bytes = self._stream.peer_id, len(message.payload)
+        peer_id, payload = self._stream.peer_id, len(message.payload)
+        num_bytes = payload + unpacked_bytes(message.header.get("tensors"), payload)
         await self._handler.limits.take(peer_id, num_bytes)
         self._num_requests += 1
 

@@ -1,7 +1,8 @@
-"""Whether the tensors that came with a step or a batch have the shapes that its header says.
+"""Whether the tensors that came with a step or a batch are what its header says, and index nothing that isn't there.
 
-Blocks broadcast what fits by chance, so a few bytes too many could make them allocate gigabytes, and an index outside
-its table takes a GPU's whole context with it. Called by `server/handler` before anything is queued.
+Blocks broadcast what fits by chance, so a few bytes too many could make them allocate gigabytes; a mask of another
+width than the text's can't be cut, so all of a prompt would run at once; and an index outside its table takes a GPU's
+whole context with it. Called by `server/handler` before anything is queued.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from swarmllm.errors import CorruptActivationsError, RemoteProtocolError
+from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, SessionLengthExceededError
 from swarmllm.models.adapters import BlockAdapter, checked
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
@@ -55,9 +56,19 @@ class InputChecks:
             past = header.position if isinstance(header, StepHeader) else 0
             _check_mask(inputs.attention_mask, batch, seq, past)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
-        _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, None)
-        _check_positions(inputs.position_ids, batch, seq)
+        _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
+        _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
         return inputs, grad_outputs
+
+    def check_length(self, num_positions: int) -> None:
+        """Whether a batch's rows may be so long, a prefix included.
+
+        Raises:
+            SessionLengthExceededError: the model's table of positions is shorter.
+        """
+        longest = self._blocks.longest_text
+        if longest is not None and num_positions > longest:
+            raise SessionLengthExceededError(f"this model has {longest} positions, {num_positions} are asked for")
 
     def read_gradient(self, header: BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """The gradient of the outputs, which comes alone when the forward has been kept.
@@ -124,30 +135,37 @@ def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_mask(mask: Tensor, batch: int, seq: int, past: int) -> None:
-    shape = tuple(mask.shape)
+    """Some models count positions by adding up a mask of two axes, so it must not hold anything but 0 and 1."""
+    shape, width = tuple(mask.shape), past + seq
     if len(shape) == 2:
-        good = shape[0] == batch
+        good = shape == (batch, width) and bool(((mask == 0) | (mask == 1)).all())
     else:
-        good = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[-2] == seq
-    if not good or not seq <= shape[-1] <= past + seq:
+        good = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[-2:] == (seq, width)
+    if not good:
         raise RemoteProtocolError(
-            f"attention_mask must be [{batch}, {past + seq}] or [{batch}, 1, {seq}, {past + seq}], got {list(shape)}"
+            f"attention_mask must be [{batch}, {width}] of 0 and 1 or [{batch}, 1, {seq}, {width}], got {list(shape)}"
         )
 
 
-def _check_ids(name: str, ids: Tensor | None, batch: int, seq: int, limit: int | None) -> None:
+def _check_ids(name: str, ids: Tensor | None, batch: int, seq: int, limit: int) -> None:
     if ids is None:
         return
     if ids.shape != (batch, seq) or ids.is_floating_point():
         raise RemoteProtocolError(f"{name} must be integers of shape {[batch, seq]}, got {list(ids.shape)}")
-    if limit is not None and (int(ids.min()) < 0 or int(ids.max()) >= limit):
-        raise RemoteProtocolError(f"{name} must lie in [0, {limit})")
+    _check_range(name, ids, range(limit))
 
 
-def _check_positions(positions: Tensor | None, batch: int, seq: int) -> None:
+def _check_positions(positions: Tensor | None, batch: int, seq: int, table: range | None) -> None:
     if positions is None:
         return
     shape = tuple(positions.shape)
     good = len(shape) in (2, 3) and shape[-2] in (1, batch) and shape[-1] == seq
     if not good or (len(shape) == 3 and shape[0] > MAX_POSITION_KINDS) or positions.is_floating_point():
         raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {list(shape)}")
+    if table is not None:
+        _check_range("position_ids", positions, table)
+
+
+def _check_range(name: str, ids: Tensor, allowed: range) -> None:
+    if int(ids.min()) < allowed.start or int(ids.max()) >= allowed.stop:
+        raise RemoteProtocolError(f"{name} must lie in [{allowed.start}, {allowed.stop})")

@@ -8,7 +8,7 @@ import hmac
 from collections.abc import Iterator
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLostError
+from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLengthExceededError, SessionLostError
 from swarmllm.models.adapters import BlockAdapter
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.quantization.heap import return_free_memory
@@ -16,6 +16,7 @@ from swarmllm.network.messages import OpenHeader
 from swarmllm.network.protocol import FrameStream
 from swarmllm.server.executor import Executor
 from swarmllm.server.kv_cache import CacheBudget
+from swarmllm.server.peer_limits import PeerLimits
 from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.sessions import Session
 
@@ -39,7 +40,10 @@ class SessionTable:
         pages: PrefixCache | None = None,
         *,
         compression: str = "none",
+        limits: PeerLimits | None = None,
     ) -> None:
+        self.limits = limits or PeerLimits()
+        """What one peer may have here; that of the handler which takes its messages."""
         self.budget = budget
         self.pages = pages
         self._hidden_bytes_per_token = hidden_bytes_per_token
@@ -62,6 +66,7 @@ class SessionTable:
 
         Raises:
             CacheFullError, ServerOverloadedError: no room.
+            SessionLengthExceededError: the model has no positions for any text.
             RemoteProtocolError: the id is taken.
         """
         if header.session in self._sessions:
@@ -70,34 +75,48 @@ class SessionTable:
             raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
         if not self._blocks.keeps_cache:
             raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        num_prefix = 0 if adapter is None else adapter.num_prefix
+        # Clients ask for more than the model has positions for: by default, and by doubling. Nobody leases what no
+        # step can use, and the step that goes beyond is refused before it looks up a position that doesn't exist.
+        max_length = header.max_length
+        if self._blocks.longest_text is not None:
+            max_length = min(max_length, self._blocks.longest_text - num_prefix)
+        if max_length < 1:
+            raise SessionLengthExceededError(
+                f"a prefix of {num_prefix} positions leaves none of the model's for a text"
+            )
         span = Span(header.start, header.end)
         # A position is first an input that waits, then cache and perhaps an output that is kept.
         cache_bytes_per_token = -(-self._blocks.cache_bytes_per_token * len(span) // len(self._blocks.span))
         bytes_per_token = cache_bytes_per_token + self._hidden_bytes_per_token
-        row_bytes = bytes_per_token * header.max_length + self._blocks.cache_bytes_per_session
-        if adapter is not None:
-            row_bytes += cache_bytes_per_token * adapter.num_prefix
+        row_bytes = bytes_per_token * max_length + self._blocks.cache_bytes_per_session
+        row_bytes += cache_bytes_per_token * num_prefix
         lease = self.budget.lease(row_bytes * header.batch_size)
-        session = Session(
-            id=header.session,
-            token=header.token,
-            owner=owner,
-            blocks=self._blocks,
-            span=span,
-            executor=self._executor,
-            lease=lease,
-            row_bytes=row_bytes,
-            hidden_bytes_per_token=self._hidden_bytes_per_token,
-            batch_size=header.batch_size,
-            max_length=header.max_length,
-            epoch=header.epoch,
-            keeps_outputs=header.end < self._blocks.num_blocks,
-            record_past=header.record_past,
-            on_close=self._forget,
-            adapter=adapter,
-            pages=self.pages,
-            compression=self._compression if header.compression == "auto" else header.compression,
-        )
+        try:
+            session = Session(
+                id=header.session,
+                token=header.token,
+                owner=owner,
+                blocks=self._blocks,
+                span=span,
+                executor=self._executor,
+                lease=lease,
+                row_bytes=row_bytes,
+                hidden_bytes_per_token=self._hidden_bytes_per_token,
+                batch_size=header.batch_size,
+                max_length=max_length,
+                epoch=header.epoch,
+                keeps_outputs=header.end < self._blocks.num_blocks,
+                record_past=header.record_past,
+                on_close=self._forget,
+                adapter=adapter,
+                pages=self.pages,
+                limits=self.limits,
+                compression=self._compression if header.compression == "auto" else header.compression,
+            )
+        except BaseException:  # out of memory, above all
+            lease.release()
+            raise
         self._sessions[header.session] = session
         self._empty.clear()
         return session

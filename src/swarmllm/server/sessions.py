@@ -28,7 +28,6 @@ from swarmllm.errors import (
     PeerTimeoutError,
     RemoteProtocolError,
     ServerOutOfMemoryError,
-    ServerOverloadedError,
     SessionLengthExceededError,
     SessionLostError,
     SwarmError,
@@ -48,15 +47,11 @@ from swarmllm.server.device import memory_errors_translated, out_of_memory
 from swarmllm.server.executor import Executor, Priority, Timed
 from swarmllm.server.kv_cache import CacheLease
 from swarmllm.server.links import Link, Links
+from swarmllm.server.peer_limits import PeerLimits
 from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.shared_prefix import SharedPrefix
+from swarmllm.server.waiting_room import BESIDE_BYTES, INPUTS_FACTOR, WaitingRoom
 
-MAX_QUEUED_STEPS = 1024
-"""Steps of one session that may wait; a client that sends more without reading answers is refused."""
-QUEUED_BYTES_FACTOR = 2
-"""Steps that wait may take so many times the hidden states of the session's whole length: room for masks and such."""
-NUMBER_BYTES = 40
-"""Of a Python integer in a tuple."""
 LINK_TIMEOUT_S = 8.0
 """To dial a successor and attach to it; below the 10 s that clients wait, so that they hear who was to blame."""
 REPLAY_CHUNK_TOKENS = 256
@@ -70,15 +65,19 @@ class Step:
     """A step on its way through this server."""
 
     header: StepHeader
+    num_bytes: int
+    """That it counts for until it has been run."""
     inputs: BlockInputs
     pushed_by: str | None = None
     """The predecessor that computed the inputs; None: the client sent them."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the step takes while it waits."""
-        numbers = len(self.header.batch_index or ()) + 4 * len(self.header.timings)
-        return NUMBER_BYTES * numbers + sum(tensor.nbytes for tensor in self.inputs.tensors().values())
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A wish for what was sent before, in the order of the steps."""
+
+    header: ReplayHeader
+    num_bytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -111,6 +110,8 @@ class Session:
     on_close: Callable[["Session"], None]
     adapter: BlockAdapter | None = None
     """The client's, which all steps run with."""
+    limits: PeerLimits = field(default_factory=PeerLimits)
+    """What the owner may have on this server."""
     pages: PrefixCache | None = None
     """Of prompts that this session may share with others; None: it shares nothing."""
     compression: str = "none"
@@ -121,29 +122,34 @@ class Session:
     """The position up to which outputs have been sent; tells a client which server of a chain is stuck."""
     cache: SpanCache = field(init=False)
     _log: ActivationLog = field(init=False)
-    _inbox: "asyncio.Queue[Step | ReplayHeader | PeerError]" = field(init=False, default_factory=asyncio.Queue)
-    _queued_bytes: int = field(init=False, default=0)
+    _inbox: "asyncio.Queue[Step | Replay | PeerError]" = field(init=False, default_factory=asyncio.Queue)
+    _waiting: WaitingRoom = field(init=False)
     _target: _Target = field(init=False, default_factory=_Target)
     rows: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.cache = self.blocks.new_cache(self.span, record_past=self.record_past)
         self._log = ActivationLog(self.blocks.traits)
+        self._waiting = WaitingRoom(self.lease.budget, self.limits, self.owner.peer_id)
         self._prefix = None if self.pages is None else SharedPrefix(self.pages, self.blocks, self.span)
 
     # ------------------------------------------------------------------ asked for by streams
 
-    def enqueue(self, item: Step | ReplayHeader) -> None:
-        """Queue a step or a replay, in the order of arrival.
+    def take_room(self, num_bytes: int) -> None:
+        """Count a message before it is decoded; `give_room_back` if it isn't enqueued after all.
 
         Raises:
-            ServerOverloadedError: too many are waiting.
+            ServerOverloadedError, CacheFullError: too much is waiting.
         """
-        num_bytes = item.num_bytes if isinstance(item, Step) else 0
-        room = QUEUED_BYTES_FACTOR * self.hidden_bytes_per_token * self.max_length * self.batch_size
-        if self._inbox.qsize() >= MAX_QUEUED_STEPS or (self._queued_bytes and self._queued_bytes + num_bytes > room):
-            raise ServerOverloadedError("too many steps of this session are waiting")
-        self._queued_bytes += num_bytes
+        of_position = self.hidden_bytes_per_token + BESIDE_BYTES
+        self._waiting.enter(num_bytes, INPUTS_FACTOR * of_position * self.max_length * self.batch_size)
+
+    def give_room_back(self, num_bytes: int) -> None:
+        """The message has been run, or won't be."""
+        self._waiting.leave(num_bytes)
+
+    def enqueue(self, item: Step | Replay) -> None:
+        """Queue a step or a replay, for which there is room, in the order of arrival."""
         self._inbox.put_nowait(item)
 
     async def link_to(self, links: Links, successor: Successor | None) -> None:
@@ -185,6 +191,7 @@ class Session:
         if not self.closed:
             self.closed = True
             self.unlink()
+            self._waiting.close()
             self.lease.release()
             self.on_close(self)
 
@@ -201,20 +208,25 @@ class Session:
             if isinstance(item, PeerError):
                 await send_error(self.owner, item, session=self.id, peer_id=item.peer_id)
                 continue
-            header = item.header if isinstance(item, Step) else item
-            self._queued_bytes -= item.num_bytes if isinstance(item, Step) else 0
-            if header.epoch < self.epoch or header.epoch <= self.failed_epoch:
-                continue
-            self.epoch = header.epoch
             try:
-                with memory_errors_translated():
-                    await (self._run_step(item) if isinstance(item, Step) else self._run_replay(item))
-            except SwarmError as error:
-                if self.owner.closed:
-                    raise
-                self.failed_epoch = max(self.failed_epoch, header.epoch)
-                at_fault = error.peer_id if isinstance(error, PeerError) else None
-                await send_error(self.owner, error, id=header.id, session=self.id, peer_id=at_fault)
+                await self._run(item)
+            finally:
+                self.give_room_back(item.num_bytes)
+
+    async def _run(self, item: Step | Replay) -> None:
+        header = item.header
+        if header.epoch < self.epoch or header.epoch <= self.failed_epoch:
+            return
+        self.epoch = header.epoch
+        try:
+            with memory_errors_translated():
+                await (self._run_step(item) if isinstance(item, Step) else self._run_replay(item.header))
+        except SwarmError as error:
+            if self.owner.closed:
+                raise
+            self.failed_epoch = max(self.failed_epoch, header.epoch)
+            at_fault = error.peer_id if isinstance(error, PeerError) else None
+            await send_error(self.owner, error, id=header.id, session=self.id, peer_id=at_fault)
 
     async def _run_step(self, step: Step) -> None:
         header = step.header
@@ -226,25 +238,28 @@ class Session:
             raise RemoteProtocolError("a step goes from server to server upwards through the blocks, never in circles")
         if end > self.max_length:
             raise SessionLengthExceededError(
-                f"the session was opened for {self.max_length} tokens, this step would reach {end}"
+                f"the session has room for {self.max_length} tokens, this step would reach {end}"
             )
-        select = self._choose_rows(header)
-        if header.position == 0 and header.batch_size != self.batch_size:
-            self._resize_lease(header.batch_size)
-            self.batch_size = header.batch_size
-        if header.batch_size != self.batch_size:
-            raise RemoteProtocolError(f"the session has {self.batch_size} rows, the step {header.batch_size}")
         inputs = replace(step.inputs, adapter=self.adapter)
-        if header.ones_mask:  # made only now: its size is bounded by the lease
-            inputs = replace(inputs, attention_mask=torch.ones(self.batch_size, end, dtype=torch.int64))
         if step.pushed_by is not None:  # nobody but its successor sees what a server in the middle computes
             axis = self.blocks.traits.batch_axis
             if not plausible(inputs.hidden_states, axis, inputs.attention_mask):
                 raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", step.pushed_by)
+        select = header.position > 0 and self._selects_rows(header)
+        num_rows = len(header.batch_index or ()) if select else self.batch_size
+        if header.position > 0 and header.batch_size != num_rows:
+            raise RemoteProtocolError(f"the session has {num_rows} rows, the step {header.batch_size}")
         prefix = self._prefix
-        if prefix is not None and (select or not prefix.fits(header.position, inputs, self.cache)):
+        if prefix is not None and not prefix.fits(header.position, inputs, self.cache):
             prefix = None
-        timed = await self._compute(header, inputs, select, prefix)
+        # For the rows before and after: until the step has gone well, the cache may be of either.
+        self._resize_lease(max(self.batch_size, header.batch_size))
+        if header.ones_mask:  # made only now: its size is bounded by the lease
+            inputs = replace(inputs, attention_mask=torch.ones(header.batch_size, end, dtype=torch.int64))
+        begun = prefix is not None or select or header.batch_size != self.batch_size
+        self.rows, self.batch_size = header.rows, header.batch_size
+        timed = await self._compute(header, inputs, select, prefix, begun=begun)
+        self._resize_lease(self.batch_size)
         outputs, target = inputs.with_hidden(timed.value), self._target
         outgoing = await self._outgoing(target, header, outputs)
         if self.keeps_outputs:  # as the successor sees them
@@ -259,14 +274,15 @@ class Session:
                 self._prefix = None  # the step went well, only nobody can share what it computed
 
     async def _compute(
-        self, header: StepHeader, inputs: BlockInputs, select: bool, prefix: SharedPrefix | None
+        self, header: StepHeader, inputs: BlockInputs, select: bool, prefix: SharedPrefix | None, *, begun: bool
     ) -> Timed[torch.Tensor]:
         """The outputs of a step: those that are known already, and those of the rest, for which blocks have to run.
+
+        `begun`: the cache changes before blocks run.
 
         Raises:
             SwarmError: the blocks failed; if they had begun, the cache is empty now.
         """
-        begun = prefix is not None
         axis = self.blocks.traits.batch_axis + 1
         reused: torch.Tensor | None = None
         queue_us = compute_us = 0
@@ -289,9 +305,7 @@ class Session:
                     begun = begun or work.begun
         except SwarmError:
             if begun:
-                # Some blocks have seen the step and some have not: nothing of this cache can be trusted any more.
-                self.cache = self.blocks.new_cache(self.span, record_past=self.record_past)
-                self._log.rollback(0)
+                self._empty_cache()
             raise
         value = timed.value if reused is None else torch.cat([reused, timed.value], dim=axis)
         return Timed(value, timed.queue_us + queue_us, timed.compute_us + compute_us)
@@ -300,8 +314,13 @@ class Session:
         self._bring_cache_to(header, False)
         return prefix.reuse(self.cache, header.position, inputs)
 
-    def _choose_rows(self, header: StepHeader | ReplayHeader) -> bool:
-        """Whether this session still has to take the rows that the client has chosen last.
+    def _empty_cache(self) -> None:
+        """Some blocks have seen a step and some have not: nothing of the cache can be trusted any more."""
+        self.cache = self.blocks.new_cache(self.span, record_past=self.record_past)
+        self._log.rollback(0)
+
+    def _selects_rows(self, header: StepHeader | ReplayHeader) -> bool:
+        """Whether the cache still has to take the rows that the client has chosen last.
 
         A repair may send a choice twice; choices are counted, so that each is made once.
 
@@ -310,17 +329,17 @@ class Session:
             RemoteProtocolError: the choice makes no sense.
         """
         if self.cache.position == 0 or header.rows == self.rows:
-            self.rows = header.rows
             return False
         if header.rows != self.rows + 1 or header.batch_index is None:
             raise SessionLostError(f"the batch's rows were chosen {header.rows} times, here {self.rows} times")
         if not header.batch_index or max(header.batch_index) >= self.batch_size:
             raise RemoteProtocolError(f"batch_index chooses rows that a batch of {self.batch_size} doesn't have")
-        self._resize_lease(len(header.batch_index))
-        self.rows, self.batch_size = header.rows, len(header.batch_index)
+        self._prefix = None  # what the cache holds is no longer what was hashed
         return True
 
     def _resize_lease(self, batch_size: int) -> None:
+        if self.closed:  # what is leased now would be so for ever
+            raise SessionLostError("the session has been closed meanwhile")
         self.lease.resize(self.row_bytes * batch_size)
 
     def _bring_cache_to(self, header: StepHeader, select: bool) -> None:
@@ -387,8 +406,17 @@ class Session:
             )
         if not self.keeps_outputs:
             raise RemoteProtocolError("the last server of a chain keeps no outputs to replay")
-        if self._choose_rows(header):
-            await self.executor.run(partial(self._select_batch, header), Priority.DECODE)
+        if self._selects_rows(header):
+            num_rows = len(header.batch_index or ())
+            self._resize_lease(max(self.batch_size, num_rows))
+            try:
+                await self.executor.run(partial(self._select_batch, header), Priority.DECODE)
+            except BaseException:
+                self._empty_cache()
+                raise
+            self.batch_size = num_rows
+            self._resize_lease(num_rows)
+        self.rows = header.rows
         self._log.rollback(header.length)
         with translated_errors():  # steps that went well one by one may not fit together
             for position, outputs in self._log.replay(REPLAY_CHUNK_TOKENS):
@@ -423,7 +451,8 @@ class _Computation:
         self.blocks = owner.blocks
         self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
         self.num_tokens = header.seq_len * header.batch_size
-        self.granule = header.batch_size if self._can_be_cut(header, inputs) else self.num_tokens
+        can_be_cut = self.priority is Priority.PREFILL and self.blocks.traits.chunked_prefill
+        self.granule = header.batch_size if can_be_cut else self.num_tokens
         self.begun = False
         """Whether blocks may have seen some of it."""
         self._owner, self._header, self._inputs, self._select = owner, header, inputs, select
@@ -440,11 +469,6 @@ class _Computation:
         if num_tokens < self.num_tokens:
             inputs = inputs.columns(start, self._num_columns, header.position, self.blocks.traits)
         return SessionCall(on_device(inputs, self.blocks), owner.span, owner.cache)
-
-    def _can_be_cut(self, header: StepHeader, inputs: BlockInputs) -> bool:
-        mask = inputs.attention_mask
-        whole_mask = mask is None or mask.shape[-1] == header.position + header.seq_len
-        return self.priority is Priority.PREFILL and self.blocks.traits.chunked_prefill and whole_mask
 
 
 def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:

@@ -2,9 +2,10 @@
 
 Each page of the prompt is named by a cryptographic hash of all inputs up to its end, so two sessions share a page only
 if they began with the same inputs, bit for bit; inputs come from strangers, who must not be able to make two prompts
-look alike. Pages are copied into the session's own buffers: attention wants keys and values in one piece, and copying a
-page takes a small part of the time of computing it. Used by `server/sessions`; everything but `fits` runs in the device
-thread.
+look alike. What is hashed and what the cache holds must be the same: a session whose cache has seen anything else
+shares no more, until it begins anew. Pages are copied into the session's own buffers: attention wants keys and values
+in one piece, and copying a page takes a small part of the time of computing it. Used by `server/sessions`; everything
+but `fits` runs in the device thread.
 """
 
 import hashlib
@@ -30,6 +31,9 @@ class SharedPrefix:
         self._pages, self._blocks, self._span = pages, blocks, span
         self._axis = blocks.traits.batch_axis + 1
         self._length = 0
+        """Positions that are hashed, in the cache and kept; -1 while a step is under way, and for good if it fails."""
+        self._end = 0
+        """Positions that are hashed, those of the step under way included."""
         self._hashes: dict[str, Any] = {}
         """Of each kind of input, all positions so far."""
         self._new: list[tuple[int, bytes]] = []
@@ -40,22 +44,24 @@ class SharedPrefix:
         """Outputs of the page that isn't complete yet."""
 
     def fits(self, position: int, inputs: BlockInputs, cache: SpanCache) -> bool:
-        """Whether the step that begins at `position` goes on with the prompt, and says nothing unusual."""
+        """Whether the step that begins at `position` goes on with the prompt, and says nothing unusual.
+
+        To be asked about each step that may change the cache, before it does.
+        """
+        length, self._length = self._length, -1  # no later step goes on with this one, unless `keep` is told of it
         mask, end = inputs.attention_mask, position + inputs.seq_len
-        fits = (
-            position in (0, self._length)
+        return (
+            (position == 0 or position == length == cache.position)
             and inputs.batch_size == 1
             and inputs.seq_len >= MIN_STEP_TOKENS
             and (inputs.adapter is None or bool(inputs.adapter.name))
             and inputs.token_type_ids is None
             and end <= self._blocks.packer.max_equal_length
             and cache.is_pageable
-            and (mask is None or (mask.shape == (1, end) and bool(mask.all())))
+            # Exactly 1: some models count positions by adding up the mask, and would take a 2 for two of them.
+            and (mask is None or (mask.shape == (1, end) and bool((mask == 1).all())))
             and (position == 0 or self._hashes.keys() == self._columns(inputs).keys())
         )
-        if not fits:
-            self._length = -1  # no later step goes on with this
-        return fits
 
     def reuse(self, cache: SpanCache, position: int, inputs: BlockInputs) -> Tensor | None:
         """Copy the pages that are known into the cache; returns the outputs of their positions, from `position` on."""
@@ -76,15 +82,16 @@ class SharedPrefix:
     def keep(self, cache: SpanCache, outputs: Tensor) -> None:
         """Keep the new pages of the step whose `outputs` these are, and which is in the cache now."""
         known = outputs if self._tail is None else torch.cat([self._tail, outputs], dim=self._axis)
-        first = self._length - known.shape[self._axis]
+        first = self._end - known.shape[self._axis]
         pages: list[tuple[bytes, Page]] = []
         for end, digest in self._new:
             if digest not in self._pages:
                 of_page = known.narrow(self._axis, end - PAGE_TOKENS - first, PAGE_TOKENS).clone()
                 pages.append((digest, Page(cache.page(end - PAGE_TOKENS, end), of_page)))
         self._pages.keep(pages)
-        rest = self._length % PAGE_TOKENS
+        rest = self._end % PAGE_TOKENS
         self._tail = known.narrow(self._axis, known.shape[self._axis] - rest, rest).clone() if rest else None
+        self._length = self._end
 
     def _read(self, position: int, inputs: BlockInputs) -> None:
         columns = self._columns(inputs)
@@ -100,7 +107,7 @@ class SharedPrefix:
             position = page_end
             if position % PAGE_TOKENS == 0:
                 self._new.append((position, self._digest()))
-        self._length = end
+        self._end = end
 
     def _digest(self) -> bytes:
         digest = hashlib.blake2b(f"{self._span} {self._blocks.dtype} {self._adapter}".encode())

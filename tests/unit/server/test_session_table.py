@@ -15,7 +15,7 @@ from swarmllm.server.session_table import SESSIONS_PER_TIDYING, SessionTable
 async def test_free_memory_is_returned_every_so_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     returned = threading.Semaphore(0)
     monkeypatch.setattr(session_table, "return_free_memory", returned.release)
-    blocks = MagicMock(cache_bytes_per_token=1, cache_bytes_per_session=0, num_blocks=1)
+    blocks = MagicMock(cache_bytes_per_token=1, cache_bytes_per_session=0, num_blocks=1, longest_text=None)
     blocks.span.__len__.return_value = 1
     budget = CacheBudget(100)
     table = SessionTable(blocks, 1, MagicMock(), budget)
