@@ -36,10 +36,15 @@ CHUNK_BYTES = 256 << 10
 MAX_FRAME_BYTES = 1 << 20
 """Most payload bytes of one frame that are accepted."""
 MAX_HEADER_BYTES = 512 << 10
-"""Assumed: the largest header is a STEP's `batch_index` of 65536 rows, 5 bytes each."""
+"""Of any message: an ADAPTER that names 4096 modules."""
 MAX_MESSAGE_BYTES = 256 << 20
 """Most payload bytes of a message, unless the stream says otherwise."""
-MAX_CONTROL_HEADER_BYTES = 16 << 10
+SMALL_BYTES = 16 << 10
+"""Most bytes of the header, and of the payload, of messages that are small by their type or on their stream."""
+MAX_CONTAINERS = 1 << 15
+"""Maps and arrays of one large header: of an ADAPTER's 4096 modules, each has five. Msgpack's C code holds Python's
+lock until a header is unpacked, so in a thread it would stop the event loop all the same: 512 KiB of empty maps take
+140 ms, up to this cap the worst headers 9 to 18 (measured on a busy machine)."""
 
 MAGIC = b"sL"
 FORMAT = 1
@@ -77,6 +82,25 @@ class MessageType(IntEnum):
 
 
 CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR))
+LARGE_TYPES = frozenset(
+    (
+        MessageType.STEP,
+        MessageType.FORWARD,
+        MessageType.BACKWARD,
+        MessageType.RESULT,
+        MessageType.ADAPTER,
+        MessageType.PUSH,
+        MessageType.PROBE,
+    )
+)
+"""Those that may bring more than SMALL_BYTES of payload."""
+HEADER_BYTES = {
+    MessageType.STEP: 320 << 10,
+    MessageType.REPLAY: 256 << 10,
+    MessageType.RESULT: 128 << 10,
+    MessageType.ADAPTER: MAX_HEADER_BYTES,
+}
+"""Most bytes of the larger headers: the choice of 65536 rows, 3 bytes each; the timings of 4096 servers, 15 each."""
 _TYPES: dict[int, MessageType] = {int(kind): kind for kind in MessageType}
 
 
@@ -112,9 +136,12 @@ def encode_message(
     if not all(view.format == "B" and view.ndim == 1 and view.contiguous for view in views):
         raise LocalProtocolError("payload chunks must be plain bytes")
     total = sum(map(len, views))
-    if len(packed) > MAX_HEADER_BYTES or total > max_message_bytes:
+    max_header_bytes = HEADER_BYTES.get(kind, SMALL_BYTES)
+    if kind not in LARGE_TYPES:
+        max_message_bytes = min(SMALL_BYTES, max_message_bytes)
+    if len(packed) > max_header_bytes or total > max_message_bytes:
         raise LocalProtocolError(
-            f"a {kind.name} of {len(packed)} + {total} bytes is over the cap: {MAX_HEADER_BYTES} + {max_message_bytes}"
+            f"a {kind.name} of {len(packed)} + {total} bytes is over the cap: {max_header_bytes} + {max_message_bytes}"
         )
     if total <= CHUNK_BYTES:
         yield b"".join((PREFIX.pack(MAGIC, FORMAT, kind, flags, len(packed), total, total), packed, *views))
@@ -158,13 +185,23 @@ class FrameDecoder:
         self._message: Message | None = None  # unfinished; its type is None-like when it is to be skipped
         self._message_bytes = 0  # payload bytes that the unfinished message will have
         self._skip = False  # the unfinished message is of an unknown, optional type
-        self.num_frames = 0
-        """Frames completed, control frames not counted: whether a message makes progress."""
+        self.large_types = LARGE_TYPES
+        """Types that may be larger than SMALL_BYTES here and now."""
+        self.num_messages = 0
+        """Completed, control messages not counted."""
 
     @property
     def unfinished(self) -> bool:
         """Whether the bytes so far end within a frame or a message."""
         return bool(self._partial) or self._frame is not None or self._message is not None
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes of the message that has begun, at least 1 if one has; of a header that isn't complete, too."""
+        if not self.unfinished:
+            return 0
+        message = self._message
+        return max(1, len(self._partial) + (0 if message is None else len(message.payload) + message.header_bytes))
 
     def feed(self, data: ByteChunk) -> Iterator[Message]:
         """The messages that these bytes complete.
@@ -214,9 +251,10 @@ class FrameDecoder:
             raise self._error(f"frames of format {layout} are not known here; update the older side")
         if flags & ~OPTIONAL:
             raise self._error(f"unknown flags {flags:#x}")
-        if total_bytes > self._max_message_bytes:
-            raise self._error(f"a message of {total_bytes} bytes is over the cap of {self._max_message_bytes}")
-        if header_bytes > MAX_HEADER_BYTES or part_bytes > min(MAX_FRAME_BYTES, total_bytes):
+        max_header_bytes, max_message_bytes = self._caps(kind)
+        if total_bytes > max_message_bytes:
+            raise self._error(f"a message of {total_bytes} bytes is over the cap of {max_message_bytes}")
+        if header_bytes > max_header_bytes or part_bytes > min(MAX_FRAME_BYTES, total_bytes):
             raise self._error(f"a frame of {header_bytes} + {part_bytes} bytes is over the cap")
         if kind == MessageType.CONTINUE:
             message = self._message
@@ -227,7 +265,7 @@ class FrameDecoder:
             if len(message.payload) + part_bytes > total_bytes:
                 raise self._error("a message is longer than announced")
         elif kind in CONTROL_TYPES:
-            if total_bytes or header_bytes > MAX_CONTROL_HEADER_BYTES:
+            if total_bytes:
                 raise self._error("a control message is over its cap")
         else:
             if self._message is not None:
@@ -237,6 +275,16 @@ class FrameDecoder:
             if kind not in _TYPES and not flags & OPTIONAL:
                 raise self._error(f"message type {kind} is not known here; update the older side")
         return kind, flags, header_bytes, part_bytes, total_bytes
+
+    def _caps(self, kind: int) -> tuple[int, int]:
+        """Most bytes of the header and of the payload of a message of that type."""
+        known = _TYPES.get(kind)
+        if kind == MessageType.CONTINUE:
+            return MAX_HEADER_BYTES, self._max_message_bytes  # what is wrong with it is said below
+        if known is None or not self.large_types:
+            return SMALL_BYTES, min(SMALL_BYTES, self._max_message_bytes)
+        max_bytes = self._max_message_bytes if known in self.large_types else SMALL_BYTES
+        return HEADER_BYTES.get(known, SMALL_BYTES), min(max_bytes, self._max_message_bytes)
 
     def _begin_payload(self, frame: tuple[int, int, int, int, int], packed: ByteChunk) -> Message | None:
         kind, _, _, part_bytes, total_bytes = frame
@@ -256,7 +304,7 @@ class FrameDecoder:
 
     def _unpack(self, packed: ByteChunk) -> dict[str, Any]:
         try:
-            header = msgpack.unpackb(packed, use_list=False)
+            header = _unpack_large(packed) if len(packed) > SMALL_BYTES else msgpack.unpackb(packed, use_list=False)
         except Exception as error:  # noqa: BLE001 - msgpack documents no closed list for malformed input
             raise self._error(f"a header is not msgpack: {type(error).__name__}") from None
         if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
@@ -266,10 +314,10 @@ class FrameDecoder:
     def _end_frame(self) -> Message | None:
         message = self._unfinished_message()
         self._frame = None
-        self.num_frames += 1
         if len(message.payload) < self._message_bytes:
             return None
         self._message = None
+        self.num_messages += 1
         return None if self._skip else message
 
     def _unfinished_message(self) -> Message:
@@ -279,3 +327,17 @@ class FrameDecoder:
 
     def _error(self, message: str) -> RemoteProtocolError:
         return RemoteProtocolError(message, self._peer_id)
+
+
+def _unpack_large(packed: ByteChunk) -> Any:
+    """As msgpack does, but of so many maps and arrays only that it doesn't take long."""
+    left = MAX_CONTAINERS
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError
+        return container
+
+    return msgpack.unpackb(packed, use_list=False, object_hook=count, list_hook=count)

@@ -25,13 +25,14 @@ from typing import Annotated, TypeVar
 from pydantic import Field, ValidationError
 
 from swarmllm.data_structures import MAX_ADDRS, MAX_BLOCKS, Patch, PeerModel, PeerText
-from swarmllm.errors import RemoteProtocolError
+from swarmllm.errors import RemoteProtocolError, SwarmError
 
 MAX_POSITION = 1 << 24
 MAX_BATCH = 1 << 16
 SESSION_ID_LENGTH = 32
 MAX_PATCHES = 4096
 """Modules of one server's blocks that an adapter may change; a header of 512 KiB holds about as many."""
+MAX_ERROR_LENGTH = 2000
 
 Header = TypeVar("Header", bound=PeerModel)
 
@@ -44,12 +45,16 @@ BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
 SeqLen = Annotated[int, Field(ge=1, le=MAX_POSITION)]
 AdapterName = Annotated[str | None, Field(max_length=128)]
-BatchIndex = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...] | None, Field(max_length=MAX_BATCH)]
-Descriptors = Annotated[tuple[tuple[str, str, tuple[int, ...], int], ...], Field(max_length=32)]
+# The first wrong element of a sequence is enough: an error for each would take seconds to write.
+BatchIndex = (
+    Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...], Field(max_length=MAX_BATCH, fail_fast=True)] | None
+)
+Shape = Annotated[tuple[int, ...], Field(fail_fast=True)]
+Descriptors = Annotated[tuple[tuple[str, str, Shape, int], ...], Field(max_length=32, fail_fast=True)]
 """What `tensor_codec.decode_tensors` needs, which checks the values."""
 Compression = Annotated[str, Field(max_length=16)]
 """What the client wants for tensors that servers send: "none", "int8", or "auto" for what the server finds best."""
-Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS)]
+Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 """Per server that the step went through: first block, microseconds in the queue, microseconds of computing."""
 
 
@@ -193,7 +198,7 @@ class AdapterHeader(PeerModel):
     id: RequestId
     handle: RequestId
     """Chosen by the client; another client's handles are other ones."""
-    patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=MAX_PATCHES)]
+    patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=MAX_PATCHES, fail_fast=True)]
     tensors: Descriptors
 
 
@@ -215,11 +220,16 @@ class ErrorHeader(PeerModel):
     """ERROR: a request failed, or (id None) the session or stream did."""
 
     code: Annotated[PeerText, Field(max_length=64)]
-    message: Annotated[PeerText, Field(max_length=2000)]
+    message: Annotated[PeerText, Field(max_length=MAX_ERROR_LENGTH)]
     id: RequestId | None = None
     session: SessionId | None = None
     peer_id: Annotated[PeerText | None, Field(max_length=64)] = None
     """The peer at fault when it is not the sender: a successor that can't be reached."""
+
+
+def error_header(error: SwarmError, **ids: object) -> dict[str, object]:
+    """How an error travels: as a code and a message; `ids` say which request or session it is about."""
+    return {"code": error.code, "message": str(error)[:MAX_ERROR_LENGTH], **ids}
 
 
 def parse(header_type: type[Header], fields: dict[str, object], peer_id: str | None) -> Header:

@@ -1,7 +1,8 @@
 """The rules that both ends of a stream keep: which versions understand each other, the greeting, how errors travel.
 
-HELLO is the first message of whoever opened the stream, WELCOME (or ERROR, and the end) the answer; what comes after
-is told in `network/messages`. Client and server import the whole protocol from here.
+HELLO is the first message of whoever opened the stream, WELCOME (or ERROR, and the end) the answer; until then all
+messages are small. What comes after is told in `network/messages`. Client and server import the whole protocol from
+here.
 """
 
 import asyncio
@@ -12,9 +13,9 @@ from pydantic import Field
 
 from swarmllm.data_structures import PeerModel, PeerText
 from swarmllm.errors import PeerTimeoutError, RemoteProtocolError, SwarmError, error_from_code
-from swarmllm.network.frames import MAX_MESSAGE_BYTES, Message, MessageType
-from swarmllm.network.messages import ErrorHeader, parse
-from swarmllm.network.stream import FrameStream, error_header
+from swarmllm.network.frames import LARGE_TYPES, MAX_MESSAGE_BYTES, Message, MessageType
+from swarmllm.network.messages import ErrorHeader, error_header, parse
+from swarmllm.network.stream import FrameStream
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -100,6 +101,7 @@ async def hello(
     if not MIN_PROTOCOL_VERSION <= header.version <= PROTOCOL_VERSION:
         raise RemoteProtocolError(f"{stream.peer_id} chose protocol version {header.version}", stream.peer_id)
     stream.encodings = frozenset(header.encodings)
+    stream.expect(LARGE_TYPES)
     stream.answered_within(asyncio.get_running_loop().time() - said_at)
     return header
 
@@ -135,6 +137,7 @@ async def welcome(
         await send_error(stream, error)
         raise
     stream.encodings = frozenset(header.encodings)
+    stream.expect(LARGE_TYPES)
     fields = {"version": version, "software": software, "encodings": ENCODINGS, "info": dict(info or {})}
     await stream.send(MessageType.WELCOME, fields)
     return header

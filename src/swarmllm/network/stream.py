@@ -42,7 +42,9 @@ from swarmllm.network.frames import (
     MessageType,
     encode_message,
 )
+from swarmllm.network.intake import Intake, Progress, memory_of
 from swarmllm.network.link_rate import LinkRate
+from swarmllm.network.messages import error_header
 from swarmllm.network.patience import Patience
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ KEEPALIVE_INTERVAL_S = 2.5
 KEEPALIVE_MISSES = 3
 """Assumed: a stop of 7.5 s is no garbage collection any more, and users wait less than 10 s for a failover."""
 STALL_TIMEOUT_S = 30.0
-"""Longest time for one more frame of a message begun: 256 KiB per 30 s is slower than any link worth using."""
+"""Longest time for the end of a message begun, or for another `PROGRESS_BYTES` of it."""
 CLOSE_TIMEOUT_S = 2.0
 LINGER_S = 0.5
 """When we end a stream, we read (and drop) so much longer before we hang up. Without it, whatever the peer was still
@@ -62,11 +64,6 @@ WRITE_BUFFER_BYTES = 1 << 20
 for a peer that asks and never reads."""
 INBOX_BYTES = 64 << 20
 """Reading pauses while more than this has arrived and nobody has received it."""
-MESSAGE_OVERHEAD_BYTES = 512
-"""Counted per message in the inbox, so that very many empty ones fill it too."""
-HEADER_FACTOR = 64
-"""Counted per byte of a packed header: one byte can unpack into an empty dict."""
-MAX_ERROR_LENGTH = 2000
 
 
 @dataclass
@@ -99,6 +96,8 @@ class FrameStream(asyncio.Protocol):
         self._stall_timeout_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(max_message_bytes=max_message_bytes, peer_id=peer_id)
+        self._decoder.large_types = frozenset()  # until the greeting
+        self._intake: Intake | None = None
         self._transport: asyncio.Transport | None = None
         self._adopted: tuple[object, ...] = ()
         self._previous: asyncio.BaseProtocol | None = None
@@ -122,7 +121,7 @@ class FrameStream(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._tick_due_at = 0.0
         self._last_heard_at = self._loop.time()
-        self._progress = (0, self._last_heard_at)  # frames done, when that was first seen
+        self._progress = Progress(self._last_heard_at)
         self._ping_idx = 0
         self._ping_sent_at = 0.0
         self._patience = Patience()
@@ -261,7 +260,8 @@ class FrameStream(asyncio.Protocol):
             finally:
                 self._receiver = None
         message = self._inbox.popleft()
-        self._inbox_bytes -= _memory_of(message)
+        self._inbox_bytes -= memory_of(message)
+        self._count()
         if self._reading_paused and self._inbox_bytes < INBOX_BYTES // 2:
             self._reading_paused = False
             self._last_heard_at = self._loop.time()
@@ -283,18 +283,45 @@ class FrameStream(asyncio.Protocol):
                     self._take_pong(message)
                 else:
                     self._inbox.append(message)
-                    self._inbox_bytes += _memory_of(message)
+                    self._inbox_bytes += memory_of(message)
         except RemoteProtocolError as error:
             logger.warning("%s broke the protocol: %s", self.peer_id, error)
             self._tell(error)
             self._end(RemoteProtocolError, str(error))
             return
+        self._count()
         if self._inbox:
             if self._receiver is not None and not self._receiver.done():
                 self._receiver.set_result(None)
             if self._inbox_bytes > INBOX_BYTES and not self._reading_paused and self._transport is not None:
                 self._reading_paused = True
                 self._transport.pause_reading()
+
+    def expect(self, large_types: frozenset[MessageType]) -> None:
+        """Let messages of these types be large from now on, and no others: before the greeting all are small."""
+        self._decoder.large_types = large_types
+
+    def count_in(self, intake: Intake) -> None:
+        """Count what comes here and waits to be taken, together with other streams."""
+        self._intake = intake
+        self._count()
+
+    def _count(self) -> None:
+        if self._intake is not None:
+            num_bytes = 0 if self._ended is not None else self._inbox_bytes + self._decoder.unfinished_bytes
+            self._intake.holds(self, num_bytes)
+
+    def sent_too_much(self) -> None:
+        """End, and forget what has come."""
+        error = RemoteProtocolError("more was sent at once than there is room for: send less, or elsewhere")
+        self._tell(error)
+        self._forget_received()
+        self._end(RemoteProtocolError, str(error))
+
+    def _forget_received(self) -> None:
+        self._inbox.clear()
+        self._inbox_bytes = 0
+        self._decoder = FrameDecoder(max_message_bytes=self.max_message_bytes, peer_id=self.peer_id)
 
     def _tell(self, error: SwarmError) -> None:
         for frame in encode_message(MessageType.ERROR, error_header(error)):
@@ -306,7 +333,7 @@ class FrameStream(asyncio.Protocol):
         """Watch the peer from now on; again with other numbers to change them."""
         self._interval_s, self._misses = interval_s, misses
         self._last_heard_at = self._loop.time()
-        self._progress = (self._decoder.num_frames, self._last_heard_at)
+        self._progress.restart(self._last_heard_at)
         if self._timer is not None:
             self._timer.cancel()
         if self._ended is None:
@@ -358,17 +385,16 @@ class FrameStream(asyncio.Protocol):
         if late_s > self._interval_s or self._reading_paused:
             # This process was stopped or busy, or doesn't take what came: what the peer sent could not be seen.
             self._last_heard_at = now
-            self._progress = (self._decoder.num_frames, now)
+            self._progress.restart(now)
         silent_s = now - self._last_heard_at
         usual_s = self._interval_s * (self._misses - 0.5)
         if silent_s > usual_s or now >= self._patience.ends_at(self._last_heard_at):
             self._end(PeerTimeoutError, f"gave no sign of life for {silent_s:.1f} s", abort=True)
             return
-        num_frames, since = self._progress
-        if not self._decoder.unfinished or num_frames != self._decoder.num_frames:
-            self._progress = (self._decoder.num_frames, now)
-        elif now - since > self._stall_timeout_s:
-            self._end(PeerTimeoutError, f"stopped within a message for {now - since:.0f} s", abort=True)
+        decoder = self._decoder
+        stalled_s = self._progress.stalled_s(decoder.num_messages, decoder.unfinished_bytes, now)
+        if stalled_s > self._stall_timeout_s:
+            self._end(PeerTimeoutError, f"stopped within a message for {stalled_s:.0f} s", abort=True)
             return
         self._ping_again()
         self._schedule_tick()
@@ -415,7 +441,7 @@ class FrameStream(asyncio.Protocol):
 
     async def close(self) -> None:
         """Send what is unsent, for two seconds at most, and end the stream. Messages not yet received are dropped."""
-        self._inbox.clear()
+        self._forget_received()
         self._end(SessionClosedError, "is closed")
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -426,7 +452,7 @@ class FrameStream(asyncio.Protocol):
 
     def abort(self) -> None:
         """End the stream now, whatever is unsent."""
-        self._inbox.clear()
+        self._forget_received()
         self._end(SessionClosedError, "is closed")
         if self._transport is not None:
             self._transport.abort()
@@ -434,6 +460,7 @@ class FrameStream(asyncio.Protocol):
     def _end(self, error: type[SwarmError], reason: str, *, abort: bool = False) -> None:
         if self._ended is None:
             self._ended = (error, reason)
+            self._count()
             if self._timer is not None:
                 self._timer.cancel()
             for waiter in (self._receiver, self._drain_waiter):
@@ -498,13 +525,3 @@ class FrameStream(asyncio.Protocol):
             if not self._drain_waiter.done():
                 self._drain_waiter.set_result(None)
             self._drain_waiter = None
-
-
-def _memory_of(message: Message) -> int:
-    """About what a message takes in the inbox, at worst."""
-    return len(message.payload) + HEADER_FACTOR * message.header_bytes + MESSAGE_OVERHEAD_BYTES
-
-
-def error_header(error: SwarmError, **ids: object) -> dict[str, object]:
-    """How an error travels: as a code and a message; `ids` say which request or session it is about."""
-    return {"code": error.code, "message": str(error)[:MAX_ERROR_LENGTH], **ids}

@@ -59,6 +59,23 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
     return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
 
 
+def lost_context(error: object) -> str | None:
+    """What CUDA says, if `error` has taken this process's whole context with it: no call will go well any more.
+
+    None if it hasn't. An index outside its table does so, and a kernel that fails or a device that falls off its bus;
+    lack of memory doesn't. To be called in the device thread.
+    """
+    if not isinstance(error, RuntimeError) or "CUDA" not in str(error):
+        return None
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as lost:
+        return str(lost).strip().split("\n")[0]
+    return None
+
+
 @contextmanager
 def memory_errors_translated() -> Iterator[None]:
     """Raises ServerOutOfMemoryError when what is within runs out of memory."""

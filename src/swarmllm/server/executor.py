@@ -23,7 +23,7 @@ from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutO
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.models.packing import SessionCall
 from swarmllm.server.courtesy import Courtesy
-from swarmllm.server.device import out_of_memory
+from swarmllm.server.device import lost_context, out_of_memory
 from swarmllm.server.gathering import Gathering
 from swarmllm.server.scheduler import Budget, Priority, Scheduler, Work
 
@@ -92,6 +92,10 @@ class _Waiting(Work):
     compute_s: float = 0.0
 
 
+class _LostContextError(Exception):
+    """The device takes no calls any more: better to end than to fail everybody for ever."""
+
+
 class _Withdrawn:
     def __init__(self, waiting: _Waiting) -> None:
         self.waiting = waiting
@@ -120,6 +124,8 @@ class Executor:
         self._waiting: set[asyncio.Future[Timed[object]]] = set()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the thread ended, if that is a mistake."""
+        self._lost_context = False
+        """Whether it ended because the device takes no calls any more."""
         self._stopping = False
         self._queue_ms = 0.0
         self._batch_size = 0.0
@@ -206,6 +212,11 @@ class Executor:
             LocalProtocolError: it has ended, so this server can't compute any more.
         """
         reason = await asyncio.shield(self._dead)
+        if self._lost_context:
+            raise LocalProtocolError(
+                f"this server's GPU can't be used by this process any more ({reason}): start the server again, and if "
+                "that happens more than once, look whether the GPU is in order"
+            )
         raise LocalProtocolError(
             f"the device thread, which computes for this server, ended by a mistake of swarmllm ({reason}): "
             "start the server again, and please report it"
@@ -238,7 +249,7 @@ class Executor:
                 self._run_next()
         except BaseException as error:  # what belongs to one call went to who awaits it; this is our own mistake
             logger.exception("the device thread ended")
-            self._tell_loop(self._died, _described(error))
+            self._tell_loop(self._died, str(error) if isinstance(error, _LostContextError) else _described(error))
 
     def _admit(self) -> bool:
         """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
@@ -294,6 +305,10 @@ class Executor:
         self._courtesy.ran(time.thread_time() - cpu_before, compute_s, ended_at)
         for work, _ in pieces:
             work.compute_s += compute_s
+        for outcome in outcomes:
+            if reason := lost_context(outcome):
+                self._lost_context = True
+                raise _LostContextError(reason)
         settled = self._settled(zip((work for work, _ in pieces), outcomes, strict=True))
         if self.on_out_of_memory and any(isinstance(outcome, ServerOutOfMemoryError) for _, outcome in settled):
             _outcome_of(self.on_out_of_memory)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from swarmllm.network import stream as stream_module
+from swarmllm.network.frames import LARGE_TYPES
 from swarmllm.network.stream import FrameStream
 
 CLIENT_ID = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
@@ -24,6 +25,7 @@ def _short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 async def connect(sock: socket.socket, peer_id: str, **options: object) -> FrameStream:
     loop = asyncio.get_running_loop()
     _, stream = await loop.create_connection(lambda: FrameStream(peer_id, **options), sock=sock)
+    stream.expect(LARGE_TYPES)  # as after the greeting
     return stream
 
 

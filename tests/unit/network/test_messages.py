@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.network.messages import (
@@ -87,3 +88,13 @@ def test_whatever_comes_is_a_header_or_a_protocol_error(header: type[StepHeader]
     except RemoteProtocolError:
         return
     assert parse(header, parsed.model_dump(), None) == parsed
+
+
+@pytest.mark.parametrize("field", ["batch_index", "timings", "tensors"])
+def test_the_first_wrong_element_is_enough(field: str) -> None:
+    """An error for each of 65536 would keep the event loop for a second."""
+    header = {"id": 1, "session": "a" * 32, "epoch": 0, "position": 0, "batch_size": 1, "seq_len": 1, "tensors": ()}
+    num_elements = {"timings": 4096, "tensors": 32}.get(field, 65536)
+    with pytest.raises(ValidationError) as caught:
+        StepHeader.model_validate(header | {field: ("",) * num_elements})
+    assert caught.value.error_count() < 5

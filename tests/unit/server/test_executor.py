@@ -284,6 +284,34 @@ async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
     assert "the device thread ended" in caplog.text
 
 
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_cuda_context_that_is_lost_ends_the_thread(
+    executor: Executor, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later call would fail, for everybody; so the process ends with one sentence. Others fail alone."""
+
+    def synchronize() -> None:
+        if lost:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered" if lost else "CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    watching = asyncio.create_task(executor.watch())
+    with pytest.raises(BlocksNotServedError if lost else RuntimeError, match="CUDA error"):
+        await executor.run(fails, Priority.DECODE)
+    if not lost:
+        assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+        watching.cancel()
+        return
+    with pytest.raises(LocalProtocolError, match=r"GPU can't be used .*\(CUDA error: device-side assert triggered\)"):
+        await watching
+    with pytest.raises(BlocksNotServedError, match="can't compute any more"):
+        await executor.run(lambda: 5, Priority.DECODE)
+
+
 async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
     blocks = Blocks()
     gate, first = await blocked(executor)
