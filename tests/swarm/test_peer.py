@@ -28,6 +28,7 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.network import dht as dht_module
+from swarmllm.network._hivemind import DHTLocalStorage
 from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, servers_key
 from swarmllm.network.identity import Identity, verify
 from swarmllm.network.peer import STREAM_PROTOCOL, Peer
@@ -548,9 +549,9 @@ async def test_a_node_that_lies_hides_nothing(new_peer: NewPeer) -> None:
     protocol = mallory._dht._node.protocol
     key_id = type(mallory._dht._node.node_id).generate(servers_key(FINGERPRINT))
     genuine = protocol.storage.get(key_id).value.get(victim.peer_id)
+    protocol.storage = DHTLocalStorage()  # hivemind's, which takes what it is given
 
     # What it returns never expires, and it leaves out the records of others.
-    del protocol.storage[key_id]
     protocol.storage.store(key_id, b"nonsense", float("inf"), subkey=mallory.peer_id)
     assert await client.servers(FINGERPRINT) == (announced,)
     # It alone holds the record, and returns nonsense with it.

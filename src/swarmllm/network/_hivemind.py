@@ -44,12 +44,14 @@ _spec = _enter_hivemind()
 
 from hivemind import hivemind_cli
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import dht_pb2, p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 if _spec is not None:
@@ -65,11 +67,15 @@ def p2pd_path() -> Path:
 
 
 __all__ = [
+    "DHTID",
     "P2P",
+    "DHTLocalStorage",
     "DHTNode",
+    "DHTProtocol",
     "DaemonConnector",
-    "MSGPackSerializer",
+    "DictionaryDHTValue",
     "Multiaddr",
+    "P2PContext",
     "P2PDaemonError",
     "P2PHandlerError",
     "PeerID",

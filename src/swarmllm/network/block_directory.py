@@ -5,6 +5,7 @@ server has its own record, found by its peer id. `network/record_validator` says
 returns is checked here once more, field by field.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from swarmllm.data_structures import MAX_TTL_S, ModelRecord, PeerModel, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.record_validator import KEY_PREFIX, MAX_VALUE_BYTES
+from swarmllm.network.record_validator import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX
 
 if TYPE_CHECKING:
     from swarmllm.network.peer import Peer
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 60.0
-MODELS_KEY = f"{KEY_PREFIX}models"
 WITHDRAWN = ""
 """Text of a record that says: nothing here any more. The DHT knows no deletion."""
 SUPERSEDE_S = 0.01
@@ -30,12 +30,15 @@ SUPERSEDE_S = 0.01
 VALUE_OVERHEAD_BYTES = 256
 """Room for a value's key name, msgpack and signature beside its text."""
 
+RECORDS_PER_TURN = 32
+"""Taken apart in one turn of the event loop, which others share; each takes some hundredths of a millisecond."""
+
 PeerRecord = TypeVar("PeerRecord", bound=PeerModel)
 
 
 def servers_key(fingerprint: str) -> str:
     """Name of the key that holds the servers of a checkpoint."""
-    return f"{KEY_PREFIX}servers.{fingerprint}"
+    return f"{SERVERS_PREFIX}{fingerprint}"
 
 
 class BlockDirectory:
@@ -100,7 +103,9 @@ class BlockDirectory:
 
     async def _read(self, key: str, record_type: type[PeerRecord]) -> dict[str, PeerRecord]:
         records: dict[str, PeerRecord] = {}
-        for peer_id, text in (await self._peer.dht_read(key)).items():
+        for number, (peer_id, text) in enumerate((await self._peer.dht_read(key)).items()):
+            if number % RECORDS_PER_TURN == RECORDS_PER_TURN - 1:
+                await asyncio.sleep(0)
             if text == WITHDRAWN:
                 continue
             try:

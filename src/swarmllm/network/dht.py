@@ -1,9 +1,9 @@
 """This peer's node of the swarm's DHT: joining it, and storing and reading the records of peers.
 
 `network/peer` owns it; `network/block_directory` says what the records mean, `network/record_validator` which ones are
-kept. hivemind's background tasks have no owner, and cancelling its calls half-way would leave tasks that wait for
-ever. So its coroutines run to their end here even if nobody waits for them any more, and `close()` makes the calls
-that are under way fail, which ends everything.
+valid, `network/dht_protocol` what nodes do for each other. hivemind's background tasks have no owner, and cancelling
+its calls half-way would leave tasks that wait for ever. So its coroutines run to their end here even if nobody waits
+for them any more, and `close()` makes the calls that are under way fail, which ends everything.
 """
 
 import asyncio
@@ -13,19 +13,14 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgpack
+
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
-from swarmllm.network._hivemind import (
-    DHTNode,
-    MSGPackSerializer,
-    Multiaddr,
-    P2PDaemonError,
-    P2PHandlerError,
-    PeerID,
-    ValueWithExpiration,
-    dht_pb2,
-)
+from swarmllm.network._hivemind import DHTID, DHTNode, Multiaddr, P2PDaemonError, P2PHandlerError, PeerID, dht_pb2
 from swarmllm.network.daemon import Daemon
-from swarmllm.network.identity import Identity, is_peer_id
+from swarmllm.network.dht_protocol import BoundedProtocol, bound, node_id_of
+from swarmllm.network.identity import SIGNATURE_BYTES, Identity, is_peer_id
+from swarmllm.network.record_store import nobody
 from swarmllm.network.record_validator import RecordValidator
 
 logger = logging.getLogger(__name__)
@@ -55,6 +50,9 @@ class Dht:
         parted = [split_initial_peer(maddr) for maddr in initial_peers]
         self._initial_peers = [(peer_id, addr) for peer_id, addr in parted if peer_id != identity.peer_id]
         self._node: Any = None
+        self._protocol: BoundedProtocol | None = None
+        self.prefers: Callable[[str], bool] = nobody
+        """Peers that this process knows better than by their records, which are kept before those of others."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._join_lock = asyncio.Lock()
 
@@ -67,6 +65,7 @@ class Dht:
         """
         self._node = await DHTNode.create(
             p2p=self._daemon.p2p,
+            node_id=node_id_of(self._daemon.p2p.peer_id),
             client_mode=self._client_mode,
             record_validator=RecordValidator(self._identity),
             wait_timeout=CALL_TIMEOUT_S,
@@ -76,9 +75,7 @@ class Dht:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
         )
-        protocol = self._node.protocol
-        protocol._validate_dictionary = _drop_bad_entries(protocol._validate_record)
-        protocol.call_find = _date_by_entries(protocol.call_find)
+        self._protocol = bound(self._node, lambda peer_id: peer_id == self._identity.peer_id or self.prefers(peer_id))
         if self._initial_peers:
             await self._join()
 
@@ -99,11 +96,18 @@ class Dht:
     async def read(self, key: str) -> dict[str, str]:
         """The texts under this key, by the peer id of their owner."""
         await self._rejoin_if_alone()
-        # Without `latest` the search may end at a node that knows only some of the records.
-        found: Any = await self._to_its_end(self._node.get(key, latest=True))
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {owner: item.value[1] for owner, item in found.value.items()}
+        if self._protocol is None:
+            raise RuntimeError("the node has not been started")
+        key_id = DHTID.generate(key)
+        with self._protocol.looking(key_id) as look:
+            # All nodes around the key are asked: each may know only some of the records.
+            await self._to_its_end(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+        found = look.records.find(look.key, time.time())
+        return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this is a node that has been met, and hasn't failed to answer since."""
+        return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
 
     # Joining
 
@@ -156,7 +160,7 @@ class Dht:
             return _reason(error)
         self._node.blacklist.register_success(target)
         if response.peer.node_id:
-            await protocol.update_routing_table(type(self._node.node_id).from_bytes(response.peer.node_id), target)
+            await protocol.update_routing_table(node_id_of(target), target)
         # The peer looked at its clock somewhere between the two moments.
         return float(min(max(response.dht_time, asked_at), answered_at) - response.dht_time)
 
@@ -232,46 +236,6 @@ def _judge_clock(differences_s: Sequence[float]) -> None:
     if len(wrong) == len(differences_s):
         raise ConfigurationError(sentence)
     logger.warning("%s", sentence)
-
-
-def _drop_bad_entries(validate: Callable[[bytes, bytes, bytes, float], bool]) -> Callable[[bytes, Any], bool]:
-    """A check of dictionaries that drops bad entries: hivemind's would refuse a thousand records for one bad one."""
-
-    def validate_dictionary(key: bytes, dictionary: Any) -> bool:
-        with dictionary.freeze():
-            bad = [
-                subkey
-                for subkey, (value, expiration) in dictionary.items()
-                if not validate(key, MSGPackSerializer.dumps(subkey), value, expiration)
-            ]
-            for subkey in bad:
-                del dictionary[subkey]
-        return True
-
-    return validate_dictionary
-
-
-Find = Callable[[Any, Any], Coroutine[Any, Any, dict[Any, tuple[Any, Any]] | None]]
-
-
-def _date_by_entries(call_find: Find) -> Find:
-    """A `call_find` that dates what a node returns by its valid entries.
-
-    A search for the latest value ends at once when a node claims that its own never expires: a single liar could hide
-    all other records from everyone who asks it.
-    """
-
-    async def call_find_dated(peer: Any, keys: Any) -> dict[Any, tuple[Any, Any]] | None:
-        answers = await call_find(peer, keys)
-        if answers is None:
-            return None
-        dated = {}
-        for key, (found, nearest) in answers.items():
-            ends = [entry.expiration_time for _, entry in found.value.items()] if found is not None else []
-            dated[key] = (ValueWithExpiration(found.value, max(ends)) if ends else None, nearest)
-        return dated
-
-    return call_find_dated
 
 
 def split_initial_peer(maddr: str) -> tuple[str, str]:

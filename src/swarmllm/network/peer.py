@@ -267,6 +267,14 @@ class Peer:
         self._running_daemon()  # an answer from a dying daemon is no answer
         return texts
 
+    def is_neighbour(self, peer_id: str) -> bool:
+        """Whether this is a node of the DHT that was met lately, which nobody can invent."""
+        return self._dht is not None and self._dht.knows(peer_id)
+
+    def prefer_records(self, prefers: Callable[[str], bool]) -> None:
+        """Keep the records of these peers before those of others, when there are too many."""
+        self._running_dht().prefers = prefers
+
     @property
     def _streams_path(self) -> Path:
         """Where p2pd hands us the streams that others open."""

@@ -1,28 +1,91 @@
-"""What is put right of hivemind's answers, without any node."""
+"""What nodes of the DHT do for each other, without any daemon."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from swarmllm.network._hivemind import ValueWithExpiration
-from swarmllm.network.dht import _date_by_entries
+import msgpack
+import pytest
 
-INFINITE = float("inf")
-
-
-def found(claimed: float, **entries: float) -> Any:
-    items = {owner: ValueWithExpiration(b"value", expiration) for owner, expiration in entries.items()}
-    return ValueWithExpiration(SimpleNamespace(items=items.items), claimed)
+from swarmllm.network import dht_protocol
+from swarmllm.network._hivemind import DictionaryDHTValue, ValueWithExpiration
+from swarmllm.network.dht_protocol import MAX_WAITING_OF_ONE, Turns, unpack_records
+from swarmllm.network.record_store import StoredRecord
 
 
-async def test_an_answer_is_as_late_as_its_latest_valid_record() -> None:
-    answers = {1: (found(INFINITE, a=5.0, b=7.0), "near"), 2: (found(INFINITE), "near"), 3: (None, "near")}
+def packed(items: Any, *, code: int = 0x50) -> bytes:
+    return msgpack.packb(msgpack.ExtType(code, msgpack.packb([float("inf"), 9.0, items])))
 
-    async def call_find(peer: Any, keys: Any) -> Any:
-        return answers if peer == "answers" else None
 
-    dated = await _date_by_entries(call_find)("answers", [1, 2, 3])
-    assert dated is not None
-    assert dated[1][0].expiration_time == 7.0
-    assert dated[2] == (None, "near")  # no valid record is no answer, so the search goes on
-    assert dated[3] == (None, "near")
-    assert await _date_by_entries(call_find)("silent", [1]) is None
+GOOD = ["alice", b"value", 5.0]
+
+
+def test_records_are_unpacked_as_hivemind_packs_them() -> None:
+    dictionary = DictionaryDHTValue()
+    dictionary.data = {"alice": ValueWithExpiration(b"value", 5.0), "bob": ValueWithExpiration(b"other", 7.0)}
+    ours = list(unpack_records(msgpack.packb(msgpack.ExtType(0x50, dictionary.packb()))))
+    assert ours == [("alice", StoredRecord(b"value", 5.0)), ("bob", StoredRecord(b"other", 7.0))]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1, 2]),
+        msgpack.packb({}),
+        packed([GOOD], code=0x40),
+        packed(7),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1.0]))),
+        packed([GOOD])[:-3],
+        packed([["alice", b"value"]]),
+        packed([[["alice"] * 1000, b"value", 5.0]]),
+        packed([["alice", {"a": 1}, 5.0]]),
+        packed([[7, b"value", 5.0], ["alice", "text", 5.0], ["alice", b"value", 5]]),
+        b"\x91" * 100_000,
+        packed([[b"\x91" * 1000] * 3]),
+        msgpack.packb(msgpack.ExtType(0x50, b"\x93\x01\x02\xdd\xff\xff\xff\xff")),  # says that four billions follow
+    ],
+)
+def test_what_makes_no_sense_holds_no_records(value: bytes) -> None:
+    assert list(unpack_records(value)) == []
+
+
+def test_what_came_before_the_nonsense_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [owner for owner, _ in unpack_records(packed([GOOD, 7, GOOD]))] == ["alice"]
+    monkeypatch.setattr(dht_protocol, "MAX_RECORDS_PER_ANSWER", 3)
+    assert len(list(unpack_records(packed([GOOD] * 1000)))) == 3
+
+
+async def test_calls_of_others_take_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other; nobody has more than some in the line, however many he sends."""
+    rested: list[float] = []
+    sleep = asyncio.sleep
+
+    async def rest(seconds: float) -> None:
+        rested.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(dht_protocol.asyncio, "sleep", rest)
+    monkeypatch.setattr(dht_protocol, "MAX_WAITING", 2 * MAX_WAITING_OF_ONE)
+    turns = Turns()
+    under_way = 0
+
+    async def handler(request: int, context: Any) -> int:
+        nonlocal under_way
+        under_way += 1
+        assert under_way == 1
+        await sleep(0)
+        under_way -= 1
+        return request
+
+    async def call(caller: str, request: int) -> int:
+        return await turns.answer(handler, request, SimpleNamespace(remote_id=caller))
+
+    calls = [("mallory", number) for number in range(100)] + [("alice", number) for number in range(3)]
+    answers = await asyncio.gather(*(call(*one) for one in calls), return_exceptions=True)
+    assert [answer for answer in answers if not isinstance(answer, OverflowError)] == [*range(8), 0, 1, 2]
+    assert len(rested) == 11
+    answers = await asyncio.gather(*(call(str(number // 4), number) for number in range(100)), return_exceptions=True)
+    assert sum(not isinstance(answer, OverflowError) for answer in answers) == 16
+    assert await call("mallory", 7) == 7
