@@ -310,18 +310,22 @@ class ServerConfig(PeerConfig):
     keep busy, and tell the swarm, so that its clients go elsewhere."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids that may use this server; None = any."""
+    allowed_servers: tuple[str, ...] | None = None
+    """Peer ids of the servers that this one counts when it chooses its blocks, and passes hidden states on to; None =
+    any."""
     cache_dir: str | None = field(default_factory=default_cache_dir)
     """Where downloads go."""
 
     def _follow(self, invites: Sequence[Invite]) -> None:
-        """A private swarm's servers serve those whom the invite names."""
-        if self.allowed_clients is None:
-            object.__setattr__(self, "allowed_clients", merge_allowed(invite.allowed_clients for invite in invites))
+        """A private swarm's servers serve those whom the invite names, and know no servers but those that it names."""
+        for name in ("allowed_clients", "allowed_servers"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, merge_allowed(getattr(invite, name) for invite in invites))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _freeze(self, "allowed_clients", self.allowed_clients)
-        _freeze(self, "adapters", self.adapters)
+        for name in ("allowed_clients", "allowed_servers", "adapters"):
+            _freeze(self, name, getattr(self, name))
         _require_positive(
             self,
             "num_blocks",

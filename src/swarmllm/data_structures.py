@@ -148,6 +148,20 @@ class ServerInfo(PeerModel):
         return Span(self.start, self.end)
 
 
+class ServedBlocks(PeerModel):
+    """What a server says of itself when it is greeted; its record may be anybody's invention."""
+
+    start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+    end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    traits: BlockTraits | None = None
+    """None: the blocks are still loading."""
+
+    def confirms(self, server: ServerInfo) -> bool:
+        """Whether this is what was announced."""
+        loaded = self.traits is not None or server.state != ServerState.ONLINE
+        return loaded and (self.start, self.end) == (server.start, server.end)
+
+
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 

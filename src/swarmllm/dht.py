@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     add = invite.add_argument
     add("--invite", action="store_true", help="print one")
     add("--model", help="that it is for, so that the others need no --model")
-    add("--allowed_servers", nargs="+", metavar="PEER", help="peer ids that clients should use")
+    add("--allowed_servers", nargs="+", metavar="PEER", help="peer ids of servers to use")
     add("--allowed_clients", nargs="+", metavar="PEER", help="peer ids that servers should serve")
     return parser
 

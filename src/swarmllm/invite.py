@@ -36,7 +36,7 @@ class Invite:
     model: str | None = None
     """Hub id of the model, or the name of a directory that everybody has."""
     allowed_servers: tuple[str, ...] | None = None
-    """Peer ids of the servers that a client should use; None = any."""
+    """Peer ids of the servers that clients should use, and servers count as their neighbours; None = any."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of the clients that servers should serve; None = any."""
 

@@ -138,6 +138,8 @@ class InProcessSwarm:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._config = ClientConfig(**config)
         self.servers: list[Server] = []
+        self.ghosts: list[ServerInfo] = []
+        """Records without a server."""
         self._spans = spans
         self._announced = announced or [{}] * len(spans)
 
@@ -217,10 +219,13 @@ class InProcessSwarm:
     async def open_stream(self, peer_id: str, *_: Any, **__: Any) -> FrameStream:
         return await self.connect(CLIENT, peer_id)
 
+    def is_neighbour(self, peer_id: str) -> bool:
+        return False
+
     async def connect(self, caller: str, called: str) -> FrameStream:
         """The caller's end of a new stream."""
-        server = self.server(called)
-        if not server.alive:
+        server = next((server for server in self.servers if server.peer_id == called and server.alive), None)
+        if server is None:
             raise PeerUnreachableError("connection refused", called)
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -267,7 +272,7 @@ class _Directory:
         self._swarm = swarm
 
     async def servers(self, fingerprint: str) -> list[ServerInfo]:
-        return [server.info for server in self._swarm.servers if server.listed]
+        return [*self._swarm.ghosts, *(server.info for server in self._swarm.servers if server.listed)]
 
     async def models(self) -> dict[str, Any]:
         return {}

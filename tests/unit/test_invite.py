@@ -88,8 +88,10 @@ def test_settings_follow_it_unless_they_say_otherwise() -> None:
     assert (client.initial_peers, client.allowed_servers) == (PEERS, ("s1", "s2"))
     assert ClientConfig(initial_peers=[str(PRIVATE)], allowed_servers=["mine"]).allowed_servers == ("mine",)
     server = ServerConfig(model="m", initial_peers=(str(PRIVATE),))
-    assert (server.initial_peers, server.allowed_clients) == (PEERS, ("c1",))
+    assert (server.initial_peers, server.allowed_clients, server.allowed_servers) == (PEERS, ("c1",), ("s1", "s2"))
     assert ServerConfig(model="m", initial_peers=PEERS).allowed_clients is None
+    own = ServerConfig(model="m", initial_peers=[str(PRIVATE)], allowed_servers=["mine"])
+    assert own.allowed_servers == ("mine",)
 
 
 def test_the_environment_may_hold_one(monkeypatch: pytest.MonkeyPatch) -> None:

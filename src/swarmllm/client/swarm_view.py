@@ -7,30 +7,37 @@ Used by sessions and batches; runs in the client's event loop. The decisions the
 import asyncio
 import logging
 import math
-import random
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
-from swarmllm import __version__
 from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.adapter_uploads import AdapterUploads
+from swarmllm.client.agreed_traits import agreed_traits, check_agrees
 from swarmllm.client.connection import Connection, OnAnswer
+from swarmllm.client.distances import Distances
 from swarmllm.client.event_loop import EventLoop
 from swarmllm.client.this_machine import decode_ms
 from swarmllm.client.tolerances import is_checkable
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, SwarmSnapshot
-from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError, WeightsMismatchError
+from swarmllm.errors import (
+    ConfigurationError,
+    MissingBlocksError,
+    PeerError,
+    RemoteProtocolError,
+    SwarmError,
+    WeightsMismatchError,
+)
 from swarmllm.network.block_directory import DEFAULT_TTL_S, BlockDirectory
 from swarmllm.network.discovery import find_swarm
 from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import hello
+from swarmllm.network.verified_peers import VerifiedPeers
 from swarmllm.swarm.explain import Route, explain_route
+from swarmllm.swarm.plausible import plausible
 from swarmllm.swarm.retry import PeerHealth
-from swarmllm.swarm.round_trips import RoundTrips
 from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import find_parallel_routes, find_route, is_worth_moving, route_cost_ms
 
@@ -41,14 +48,11 @@ LOOKUP_PATIENCE_S = 0.5
 RETRY_LOOKUP_S = 0.5
 """From one look for missing blocks to the next: announcements become visible within 40–180 ms (measured)."""
 
+NEIGHBOURS_MET = 8
+"""Servers that are met after each look, if they weren't, because this client is connected to their nodes of the DHT."""
 FIRST_PINGS_PATIENCE_S = 0.5
 """How long the first route waits for the first round of pings, where there is a choice of servers. Assumed: near ones
 answer within it, far ones shall not be chosen."""
-PINGS_PER_ROUND = 8
-PING_SAMPLES = 3
-"""Of which the least counts: everything else that a sample holds is somebody's delay."""
-IDLE_S = 120.0
-"""Without a route or a step for so long, nobody is pinged."""
 
 
 class SwarmView:
@@ -67,20 +71,24 @@ class SwarmView:
         self._name = name
         self._fingerprint = fingerprint
         self._peer: Peer | None = None
-        self._snapshot = SwarmSnapshot(num_blocks=num_blocks)
+        self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
         self._has_news_to_find = False
         """A server has failed, so what was announced may be out of date."""
         self._refreshing = asyncio.Lock()
-        self.round_trips = RoundTrips()
+        self.distances = Distances(self)
+        self.round_trips = self.distances.round_trips
         self.news = 0
         """Counts what a running session might change its route for: looks and rounds of pings."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
         """Of all blocks, if this machine held them; None: nobody knows."""
-        self._connections: WeakSet[Connection] = WeakSet()
+        self.verified = VerifiedPeers(lambda: self._connected_peer, fingerprint)
+        self._traits: BlockTraits | None = None
+        """What the first route's servers agreed about."""
+        self.connections: WeakSet[Connection] = WeakSet()
         self._first_pings: asyncio.Task[None] | None = None
-        self._used_at = -math.inf
+        self.used_at = -math.inf
         loop.on_close.append(self.close)
 
     # ------------------------------------------------------------------ for users: synchronous
@@ -103,8 +111,9 @@ class SwarmView:
 
     @property
     def max_batch_tokens(self) -> int:
-        """What every server that was last seen takes in one batch."""
-        return min((server.max_batch_tokens for server in self._snapshot.servers), default=0)
+        """What every server that is known to serve takes in one batch."""
+        servers = self.verified.confirmed(self.snapshot.servers) or self.snapshot.servers
+        return min((server.max_batch_tokens for server in servers), default=0)
 
     @property
     def model_name(self) -> str:
@@ -149,8 +158,9 @@ class SwarmView:
             identity_path=self.config.identity_path,
             client_mode=True,
         )
+        self._peer.prefer_records(self.verified.__contains__)
         self._directory = BlockDirectory(self._peer)
-        self.loop.spawn(self._keep_measuring(), name="measure round trips")
+        self.loop.spawn(self.distances.keep_measuring(), name="measure round trips")
 
     async def daemon_exited(self) -> None:
         """Return when this client's p2pd has exited; without it nobody can be found or dialled any more."""
@@ -158,6 +168,7 @@ class SwarmView:
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon."""
+        await self.verified.close()
         if self._peer is not None:
             await self._peer.close()
             self._peer = None
@@ -166,14 +177,16 @@ class SwarmView:
         """Look into the DHT now; calls at the same time share one look."""
         asked_at = time.monotonic()
         async with self._refreshing:
-            if self._snapshot.taken_at < asked_at:
+            if self.snapshot.taken_at < asked_at:
                 servers = await self._directory.servers(self._fingerprint)
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
-                self._snapshot = SwarmSnapshot(self.num_blocks, usable, taken_at=time.monotonic())
+                self.snapshot = SwarmSnapshot(self.num_blocks, usable, taken_at=time.monotonic())
+                self.verified.forget_others(usable)
+                self.verified.verify_soon(self.verified.neighbours(self.snapshot.online())[:NEIGHBOURS_MET])
                 self.news += 1
-            return self._snapshot
+            return self.snapshot
 
-    async def _look_again(self) -> None:
+    async def look_again(self) -> None:
         try:
             await self.refresh()
         except SwarmError as error:
@@ -193,18 +206,18 @@ class SwarmView:
         return route
 
     async def _some_route(self, span: Span, costs: RouteCosts | None = None) -> list[RouteHop]:
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
         costs = costs or self.costs()
-        age_s = time.monotonic() - self._snapshot.taken_at
-        if not self._snapshot.servers:
+        age_s = time.monotonic() - self.snapshot.taken_at
+        if not self.snapshot.servers:
             await self.refresh()
         elif age_s > self.config.update_period_s or self._has_news_to_find:
-            looking = self.loop.spawn(self._look_again(), name="look into the DHT")
+            looking = self.loop.spawn(self.look_again(), name="look into the DHT")
             if not self._has_news_to_find or age_s > DEFAULT_TTL_S:  # a repair takes whom we know
                 await asyncio.wait((looking,), timeout=LOOKUP_PATIENCE_S)
             self._has_news_to_find = False
-        if self._first_pings is None and self._snapshot.servers:
-            self._first_pings = self.loop.spawn(self._ping_some(), name="first pings")
+        if self._first_pings is None and self.snapshot.servers:
+            self._first_pings = self.loop.spawn(self.distances.ping_some(), name="first pings")
         deadline = time.monotonic() + self.config.route_timeout_s
         told = False
         while True:
@@ -214,7 +227,7 @@ class SwarmView:
             except MissingBlocksError as error:
                 if now > deadline:
                     raise await self._explain(error) from None
-                if not self._snapshot.servers:
+                if not self.snapshot.servers:
                     await self._check_fingerprint()
             await self._look_for_others(span)
             try:  # better a peer that failed before than none
@@ -236,15 +249,40 @@ class SwarmView:
             await asyncio.sleep(enough - time.monotonic())
 
     def _search(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
-        route = find_route(self._snapshot, span, avoid=avoid, costs=costs)
-        self.active_adapter.keep(self._snapshot)
+        route = self._best(span, avoid, costs)
+        self.active_adapter.keep(self.snapshot)
         return route
+
+    def _best(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
+        """The best route of servers that have been met, if there is one; better ones are met meanwhile.
+
+        Else the best of those of which nothing bad is known, and else of all.
+
+        Raises:
+            MissingBlocksError: there is none.
+        """
+        snapshot, online = self.snapshot, self.snapshot.online()
+        try:
+            refuted = {server.peer_id for server in online if self.verified.is_refuted(server)}
+            best = find_route(snapshot, span, avoid=refuted.union(avoid), costs=costs)
+            confirmed = {server.peer_id for server in self.verified.confirmed(online)}
+            strangers = [hop.server for hop in best if hop.server.peer_id not in confirmed]
+            if not strangers:
+                return best
+        except MissingBlocksError:
+            return find_route(snapshot, span, avoid=avoid, costs=costs)
+        self.verified.verify_soon(strangers)
+        try:
+            unmet = {server.peer_id for server in online} - confirmed
+            return find_route(snapshot, span, avoid=unmet.union(avoid), costs=costs)
+        except MissingBlocksError:
+            return best
 
     def alternative(self, span: Span, without: Collection[str], *, even_avoided: bool = False) -> list[RouteHop] | None:
         """A route for `span` without these peers and those to be avoided, as far as is known; None if there is none."""
         avoid = (self._excluded if even_avoided else self._avoided(time.monotonic())) | frozenset(without)
         try:
-            return find_route(self._snapshot, span, avoid=avoid, costs=self.costs())
+            return self._best(span, avoid, self.costs())
         except MissingBlocksError:
             return None
 
@@ -270,18 +308,23 @@ class SwarmView:
         avoid = self._avoided(time.monotonic())
         if max_routes == 1 or any(hop.server.peer_id in avoid for hop in route):
             return [(route, 1.0)]
-        return find_parallel_routes(self._snapshot, span, avoid=avoid, costs=costs, max_routes=max_routes)
+        confirmed = self.verified.confirmed(self.snapshot.servers)
+        if {hop.server.peer_id for hop in route} <= {server.peer_id for server in confirmed}:
+            snapshot = replace(self.snapshot, servers=plausible(confirmed))
+        else:
+            snapshot = replace(self.snapshot, servers=plausible(self.snapshot.servers))
+        return find_parallel_routes(snapshot, span, avoid=avoid, costs=costs, max_routes=max_routes)
 
     def better_route(self, route: Sequence[RouteHop], costs: RouteCosts, tokens_left: int) -> list[RouteHop] | None:
         """A route to which a session on `route` should move, if there is one that is worth it."""
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
         if self.config.min_gain_to_move >= 1:
             return None
-        latest = {server.peer_id: server for server in self._snapshot.online()}
+        latest = {server.peer_id: server for server in self.snapshot.online()}
         current = [replace(hop, server=latest.get(hop.server.peer_id, hop.server)) for hop in route]
         avoid = self._avoided(time.monotonic())
         try:
-            target = find_route(self._snapshot, Span(0, self.num_blocks), avoid=avoid, costs=costs)
+            target = self._best(Span(0, self.num_blocks), avoid, costs)
         except MissingBlocksError:
             return None
         gain = self.config.min_gain_to_move
@@ -299,12 +342,12 @@ class SwarmView:
 
     def _avoided(self, now: float) -> frozenset[str]:
         """Peers that no route should use now."""
-        return self.health.avoided(now) | self.active_adapter.lacked_by(self._snapshot)
+        return self.health.avoided(now) | self.active_adapter.lacked_by(self.snapshot)
 
     @property
     def _excluded(self) -> frozenset[str]:
         """Peers that no route may use, even if there is no other one."""
-        return frozenset(self.health.quarantined) | self.active_adapter.lacked_by(self._snapshot)
+        return frozenset(self.health.quarantined) | self.active_adapter.lacked_by(self.snapshot)
 
     def _updated(self, costs: RouteCosts | None) -> RouteCosts | None:
         return None if costs is None else replace(costs, round_trips_ms=self._distances())
@@ -313,92 +356,42 @@ class SwarmView:
         return self.round_trips.known(time.monotonic())
 
     def _has_choice(self, span: Span) -> bool:
-        held = Counter(block for server in self._snapshot.online() for block in server.span if block in span)
+        held = Counter(block for server in self.snapshot.online() for block in server.span if block in span)
         return any(count > 1 for count in held.values())
 
     async def _explained_route(self) -> Route:
         route = await self.find_route(Span(0, self.num_blocks))
         num_bytes = self.num_bytes
         here_ms = None if num_bytes is None else await asyncio.to_thread(decode_ms, num_bytes)
-        return explain_route(route, self._snapshot, self.costs(), here_ms=here_ms)
+        return explain_route(route, self.snapshot, self.costs(), here_ms=here_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
         return route_cost_ms(route, self.costs())
 
-    # ------------------------------------------------------------------ how far servers are
-
-    async def _keep_measuring(self) -> None:
-        """As long as somebody uses this view: look into the DHT, and ping servers."""
-        while True:
-            await asyncio.sleep(self.config.ping_period_s)
-            now = time.monotonic()
-            if now - self._used_at > IDLE_S:
-                continue
-            if now - self._snapshot.taken_at > self.config.update_period_s:
-                await self._look_again()
-            await self._ping_some()
-
-    async def _ping_some(self) -> None:
-        now = time.monotonic()
-        in_use = {c.peer_id: c for c in self._connections if c.error is None}
-        others = self.round_trips.to_measure(
-            self._snapshot,
-            now,
-            count=max(0, PINGS_PER_ROUND - len(in_use)),
-            avoid=self.health.avoided(now) | in_use.keys(),
-            generator=random.Random(),
-        )
-        connected = random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
-        await asyncio.gather(
-            *(self._ping(connection.server, connection) for connection in connected),
-            *(self._ping(server) for server in others),
-        )
-        self.news += 1
-
-    async def _ping(self, server: ServerInfo, connection: Connection | None = None) -> None:
-        """Measure one server's distance, over a stream that is there already or a new one.
-
-        One that can't be reached is nobody's concern here.
-        """
-        self.round_trips.begin(server.peer_id, time.monotonic())
-        try:
-            async with asyncio.timeout(self.config.connect_timeout_s):
-                if connection is not None:
-                    samples = [await connection.ping() for _ in range(PING_SAMPLES)]
-                else:
-                    samples = await self._ping_over_new_stream(server)
-        except (SwarmError, TimeoutError) as error:
-            logger.debug("no ping to %s: %s", server.peer_id, error)
-            self.round_trips.fail(server.peer_id)
-            return
-        self.round_trips.observe(server.peer_id, 1e3 * min(samples), time.monotonic())
-
-    async def _ping_over_new_stream(self, server: ServerInfo) -> list[float]:
-        timeout_s = self.config.connect_timeout_s
-        stream = await self._connected_peer.open_stream(server.peer_id, server.addrs, timeout_s=timeout_s)
-        try:
-            await hello(stream, fingerprint=self._fingerprint, software=__version__, timeout_s=timeout_s)
-            return [await stream.ping() for _ in range(PING_SAMPLES)]
-        finally:
-            stream.abort()
-
     async def traits(self) -> BlockTraits:
-        """What the servers found out about the model's blocks, taken together.
+        """What the servers of the best route say about the model's blocks when they are greeted, taken together.
 
         Raises:
-            MissingBlocksError: nobody serves any block.
+            MissingBlocksError: nobody who can be reached serves some blocks.
+            ConfigurationError: they contradict each other.
         """
-        await self._some_route(Span(0, self.num_blocks))
-        announced = [server.traits for server in self._snapshot.online()]
-        extra = sorted({name for traits in announced for name in traits.extra_inputs})
-        return announced[0].model_copy(
-            update={
-                "extra_inputs": tuple(extra),
-                "forbidden_cuts": tuple(sorted({cut for traits in announced for cut in traits.forbidden_cuts})),
-                "chunked_prefill": all(traits.chunked_prefill for traits in announced),
-                "rollback": all(traits.rollback for traits in announced),
-            }
-        )
+        span, deadline = Span(0, self.num_blocks), time.monotonic() + self.config.route_timeout_s
+        while True:
+            servers = [hop.server for hop in await self._some_route(span)]
+            greetings = await asyncio.gather(*map(self.verified.greet, servers), return_exceptions=True)
+            said: list[tuple[str, BlockTraits]] = []
+            for server, greeting in zip(servers, greetings, strict=True):
+                if isinstance(greeting, SwarmError):
+                    self.report(greeting)
+                    if time.monotonic() > deadline:
+                        raise self.what_is_wrong(greeting, span)
+                elif isinstance(greeting, BaseException):
+                    raise greeting
+                elif greeting.traits is not None:
+                    said.append((server.peer_id, greeting.traits))
+            if len(said) == len(servers):
+                self._traits = agreed_traits(said)
+                return self._traits
 
     async def open_connection(self, server: ServerInfo, on_answer: OnAnswer | None = None) -> Connection:
         """A new stream to `server`.
@@ -407,17 +400,18 @@ class SwarmView:
             PeerError: it can't be reached, or speaks another protocol.
         """
         timeout_s = self.config.connect_timeout_s
-        stream = await self._connected_peer.open_stream(
-            server.peer_id, server.addrs, timeout_s=timeout_s, max_message_bytes=self.config.max_message_bytes
+        stream, served = await self.verified.open_stream(
+            server, timeout_s=timeout_s, max_message_bytes=self.config.max_message_bytes
         )
         try:
-            await hello(stream, fingerprint=self._fingerprint, software=__version__, timeout_s=timeout_s)
-        except BaseException:
+            if served is not None and served.traits is not None and self._traits is not None:
+                check_agrees(server.peer_id, served.traits, self._traits)
+        except RemoteProtocolError:
             stream.abort()
             raise
         stream.start_keepalive()
         connection = Connection(stream, server, on_answer, compression=self.config.compression)
-        self._connections.add(connection)
+        self.connections.add(connection)
         self.loop.spawn(connection.read(), name=f"read from {server.peer_id}")
         return connection
 
@@ -437,7 +431,7 @@ class SwarmView:
         if not isinstance(error, PeerError) or not error.blames_peer:
             return error
         try:
-            find_route(self._snapshot, span, avoid=self._avoided(time.monotonic()))
+            find_route(self.snapshot, span, avoid=self._avoided(time.monotonic()))
         except MissingBlocksError as missing:
             adapter = self.active_adapter.wanted
             what = self._name if adapter is None else f"{self._name} with the adapter {adapter}"
@@ -462,7 +456,7 @@ class SwarmView:
     async def _explain(self, error: MissingBlocksError) -> MissingBlocksError:
         records = (await self._directory.models()).values()
         names = sorted({record.name for record in records})
-        if not self._snapshot.servers:
+        if not self.snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
             return MissingBlocksError(f"nobody serves {self._name}{others}", error.block_idxs)
         if (adapter := self.active_adapter.wanted) is not None:

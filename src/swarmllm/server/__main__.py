@@ -45,6 +45,9 @@ def build_parser() -> Parser:
     network = parser.add_argument_group("network")
     add_network_flags(network)
     network.add_argument("--allowed_clients", nargs="+", metavar="PEER", help="peer ids that may use this server")
+    network.add_argument(
+        "--allowed_servers", nargs="+", metavar="PEER", help="peer ids of servers to count and pass on to"
+    )
     network.add_argument("--metrics_port", type=int, metavar="PORT", help="where Prometheus can read metrics")
     network.add_argument("--metrics_host", metavar="HOST", help="address for that; default: 127.0.0.1")
     network.add_argument("--compression", help="of what is sent: none, int8; auto = int8 over slow links")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarmllm import __version__
-from swarmllm.data_structures import Span
+from swarmllm.data_structures import ServedBlocks, Span
 from swarmllm.errors import (
     BlocksNotServedError,
     CorruptActivationsError,
@@ -105,6 +105,8 @@ class StreamHandler:
         self.batches = KeptBatches(max_batch_tokens)
         self.pushes = Pushes(self.limits)
         self._takes_clients = False
+        self.loading: Span | None = None
+        """Blocks that this server is about to serve."""
 
     def serve(self, blocks: BlockSpan, sessions: SessionTable) -> None:
         """From now on, these blocks are served."""
@@ -139,7 +141,7 @@ class StreamHandler:
             return
         try:
             stream.count_in(self._intake)
-            await welcome(stream, software=__version__, accept=self._accept)
+            await welcome(stream, software=__version__, info=self._info(), accept=self._accept)
             stream.expect(OF_CLIENTS if self.is_allowed(peer_id) else OF_SERVERS)
             await _Stream(self, stream).serve()
         except SwarmError as error:
@@ -153,6 +155,15 @@ class StreamHandler:
                 f"this server holds another checkpoint (fingerprint {self._fingerprint[:12]}) than yours "
                 f"({hello.fingerprint[:12]})"
             )
+
+    def _info(self) -> dict[str, object]:
+        """What this server says of itself in its greeting: `ServedBlocks`, or nothing if it serves none."""
+        blocks = self._blocks
+        span = self.loading if blocks is None else blocks.span
+        if span is None:
+            return {}
+        traits = None if blocks is None else blocks.traits
+        return ServedBlocks(start=span.start, end=span.end, traits=traits).model_dump()
 
     # ------------------------------------------------------------------ used by streams
 

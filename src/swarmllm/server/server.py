@@ -35,7 +35,8 @@ from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.block_directory import BlockDirectory
 from swarmllm.network.discovery import LanAnnouncement, find_swarm
 from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import FrameStream, hello
+from swarmllm.network.protocol import FrameStream
+from swarmllm.network.verified_peers import VerifiedPeers
 from swarmllm.server.announcer import Announcer
 from swarmllm.server.courtesy import MAX_MS, Courtesy
 from swarmllm.server.device import num_blocks_that_fit, resolve_device
@@ -62,6 +63,7 @@ from swarmllm.server.throughput import (
     prefill_tokens_beside_decode,
 )
 from swarmllm.swarm.placement import choose_span
+from swarmllm.swarm.plausible import plausible
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,8 @@ class _Server:
         self._bytes_per_token = self._hidden_bytes = 1
         self._claim: Span | None = None
         self._executor: Executor | None = None
+        self._verified = VerifiedPeers(lambda: peer, checkpoint.fingerprint)
+        self._handler: StreamHandler | None = None
         self._network = NetworkSpeed(peer.peer_id, self._look, self._open_link, config.update_period)
         self._successors = Successors(self._look, self._open_link, config.update_period)
         self._rebalancer = Rebalancer(
@@ -183,6 +187,7 @@ class _Server:
 
     async def run(self, stop: asyncio.Event, started_at: float) -> None:
         """Go through the states; returns when the server has left."""
+        self._peer.prefer_records(self._verified.__contains__)
         self._span = await self._choose_span()
         executor = self._executor = Executor(Budget(max_sessions=self._config.max_batch_sessions), self._courtesy)
         try:
@@ -195,8 +200,8 @@ class _Server:
                     self._successors.run(self._peer.peer_id, lambda: self._span), name="ping successors"
                 )
                 watching = tasks.create_task(self._give_way(), name="give way")
-                links = Links(Targets(self._look, self._open_link).open, tasks)
-                handler = StreamHandler(
+                links = Links(Targets(self._announced, self._open_link).open, tasks)
+                handler = self._handler = StreamHandler(
                     fingerprint=self._checkpoint.fingerprint,
                     executor=executor,
                     links=links,
@@ -224,6 +229,7 @@ class _Server:
         except BaseExceptionGroup as group:
             raise _first_error(group) from None
         finally:
+            await self._verified.close()
             await executor.close()
 
     async def _choose_span(self) -> Span:
@@ -241,6 +247,8 @@ class _Server:
     async def _load(self, executor: Executor, stop: asyncio.Event) -> bool:
         """Load and measure the blocks; False if told to stop meanwhile."""
         self._state = ServerState.JOINING
+        if self._handler is not None:
+            self._handler.loading = self._span
         await self._announcer.announce()
 
         def load() -> None:
@@ -321,6 +329,7 @@ class _Server:
         logger.info("leaving" if target is None else f"moving from blocks {self._span} to {target}")
         self._state = ServerState.LEAVING
         await _at_most(FAREWELL_S, self._announcer.announce())
+        handler.loading = None
         await handler.retire(DRAIN_S if target is None else HAND_OVER_S)
         return target
 
@@ -348,10 +357,18 @@ class _Server:
         return pages
 
     async def _look(self) -> SwarmSnapshot:
-        """The swarm now: what the others announce, and this server as it knows itself."""
+        """The swarm now: those of the others that serve what they announce, and this server as it knows itself."""
+        own, *others = (await self._announced()).servers
+        servers = plausible((*await self._verified.verify(others), own))
+        return SwarmSnapshot(num_blocks=self._checkpoint.num_blocks, servers=servers)
+
+    async def _announced(self) -> SwarmSnapshot:
+        """This server as it knows itself, and what others say that it wants to know of; they may not be there."""
+        allowed = self._config.allowed_servers
         announced = await self._directory.servers(self._checkpoint.fingerprint)
-        others = tuple(server for server in announced if server.peer_id != self._peer.peer_id)
-        return SwarmSnapshot(num_blocks=self._checkpoint.num_blocks, servers=(*others, self._describe()))
+        others = (server for server in announced if server.peer_id != self._peer.peer_id)
+        servers = tuple(server for server in others if allowed is None or server.peer_id in allowed)
+        return SwarmSnapshot(num_blocks=self._checkpoint.num_blocks, servers=(self._describe(), *servers))
 
     async def _stake_claim(self, target: Span | None) -> None:
         self._claim = target
@@ -364,8 +381,7 @@ class _Server:
         )
 
     async def _open_link(self, other: ServerInfo) -> FrameStream:
-        stream = await self._peer.open_stream(other.peer_id, other.addrs, timeout_s=CONNECT_TIMEOUT_S)
-        await hello(stream, fingerprint=self._checkpoint.fingerprint, software=__version__, timeout_s=CONNECT_TIMEOUT_S)
+        stream, _ = await self._verified.open_stream(other, timeout_s=CONNECT_TIMEOUT_S)
         return stream
 
     def _measurements(self) -> ThroughputCache:

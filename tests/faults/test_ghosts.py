@@ -1,0 +1,123 @@
+"""Records of servers that aren't there: they attract nobody, say nothing about the model, and keep nobody waiting.
+
+In process; `test_ghost_swarm` has real servers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
+
+from swarmllm.data_structures import BlockTraits, ServerInfo, Span
+from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.network.protocol import MessageType
+
+NUM_BLOCKS, HIDDEN = 6, 64
+SEDUCTIVE: dict[str, Any] = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
+LIES = BlockTraits(batch_axis=1, block_output=3, extra_inputs=("input_ids",), chunked_prefill=False, rollback=False)
+
+
+@pytest.fixture(scope="module")
+def blocks(llama: Path) -> Iterator[Blocks]:
+    blocks = Blocks(llama)
+    yield blocks
+    blocks.close()
+
+
+def ghost(number: int, start: int = 0, end: int = NUM_BLOCKS, **fields: Any) -> ServerInfo:
+    return ServerInfo(peer_id=f"ghost{number}".ljust(46, "x"), start=start, end=end, **SEDUCTIVE, **fields)
+
+
+def check_session(swarm: InProcessSwarm) -> None:
+    reference = Reference(swarm.blocks.all)
+    with swarm.session(max_length=64) as session:
+        for length in (5, 1, 1):
+            given = torch.randn(1, length, HIDDEN)
+            torch.testing.assert_close(session.step(given), reference.step(given), rtol=1e-4, atol=1e-4)
+
+
+async def new_traits(swarm: InProcessSwarm) -> BlockTraits:
+    """As a new client learns them."""
+    swarm.view = await swarm.new_view()
+    return await swarm.view.traits()
+
+
+def test_ghost_traits(blocks: Blocks) -> None:
+    """What a record says of the blocks changes nothing: only servers of the route do, when they are greeted."""
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
+        honest = swarm.traits
+        swarm.ghosts = [ghost(number, traits=LIES) for number in range(3)]
+        swarm.traits = blocks.loop.run(new_traits(swarm))
+        assert swarm.traits == honest
+        check_session(swarm)
+        # Nor do lying records of servers that are there.
+        for server in swarm.servers:
+            server.info = server.info.model_copy(update={"traits": LIES})
+        assert blocks.loop.run(new_traits(swarm)) == honest
+
+
+def test_servers_that_disagree_are_refused_in_one_sentence(blocks: Blocks) -> None:
+    def lie(server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
+        if kind is MessageType.WELCOME and server is swarm.servers[1]:
+            header["info"] = {**header["info"], "traits": LIES.model_dump()}
+        return kind, header, chunks
+
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
+        swarm.on_send = lie
+        with pytest.raises(ConfigurationError, match=r"disagree .* blocked_servers"):
+            blocks.loop.run(new_traits(swarm))
+
+
+def test_a_server_that_contradicts_the_route_later_is_not_taken(blocks: Blocks) -> None:
+    def lie(server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
+        if kind is MessageType.WELCOME and server is swarm.servers[2]:
+            header["info"] = {**header["info"], "traits": LIES.model_dump()}
+        return kind, header, chunks
+
+    fast = {"decode_ms_per_block": 0.1}
+    with InProcessSwarm(blocks, [(0, 3), (3, 6), (3, 6)], announced=[{}, {}, fast], min_gain_to_move=1) as swarm:
+        swarm.on_send = lie
+        swarm.first_route([swarm.hop(0, 0, 3), swarm.hop(2, 3, 6)])
+        check_session(swarm)
+        assert swarm.view.blamed == {swarm.servers[2].peer_id}
+
+
+def test_a_flood_of_ghosts_stops_no_client(blocks: Blocks) -> None:
+    """More of them than a step has retries, each faster than anybody, before the client has met a server."""
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=2) as swarm:
+        swarm.ghosts = [ghost(number) for number in range(40)]
+        swarm.traits = blocks.loop.run(new_traits(swarm))
+        check_session(swarm)
+        assert not swarm.view.counts["repairs"]
+
+
+def test_ghosts_that_come_later_interrupt_no_session(blocks: Blocks) -> None:
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=0, update_period_s=0.001, ping_period_s=0.001) as swarm:
+        check_session(swarm)
+        swarm.ghosts = [ghost(number) for number in range(40)]
+        blocks.loop.run(swarm.view.refresh())
+        for _ in range(5):
+            check_session(swarm)
+        assert not swarm.view.blamed
+
+
+def test_ghosts_alone_are_named_in_the_end(blocks: Blocks) -> None:
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.2) as swarm:
+        swarm.servers[1].listed = False
+        swarm.ghosts = [ghost(0, 3), ghost(1, 3)]
+        with pytest.raises(MissingBlocksError, match="blocks 3–5") as caught:
+            blocks.loop.run(new_traits(swarm))
+        assert caught.value.block_idxs == (3, 4, 5)
+
+
+def test_a_boast_takes_no_batches_from_others(blocks: Blocks) -> None:
+    announced = [{"throughput": 1e9}, {"throughput": 100.0}, {"throughput": 100.0}]
+    with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced) as swarm:
+        for server in swarm.servers:
+            blocks.loop.run(swarm.view.verified.greet(server.info))
+        routes = blocks.loop.run(swarm.view.parallel_routes(Span(0, 6), 128, 3))
+        assert len(routes) == 2 + 1
+        assert min(share for _, share in routes) > 1 / 20
