@@ -137,4 +137,6 @@ async def test_a_node_stands_where_its_peer_id_puts_it(swarm: Swarm) -> None:
     for number in range(50):
         mallory.protocol.node_info = dht_protocol.dht_pb2.NodeInfo(node_id=number.to_bytes(20))
         await mallory.protocol.call_ping(first.peer_id)
+    assert swarm.first.is_neighbour(swarm.server.peer_id)
+    assert not swarm.first.is_neighbour(Identity.generate().peer_id)
     assert table.uid_to_peer_id == {node_id_of(node.peer_id): node.peer_id for node in (mallory, node_of(swarm.server))}

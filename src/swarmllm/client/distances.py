@@ -72,6 +72,7 @@ class Distances:
             async with asyncio.timeout(self._view.config.connect_timeout_s):
                 if connection is not None:
                     samples = [await connection.ping() for _ in range(PING_SAMPLES)]
+                    self._view.verified.renew(server)
                 else:
                     samples = await self._ping_over_new_stream(server)
         except (SwarmError, TimeoutError) as error:

@@ -44,7 +44,7 @@ MAX_KEYS_PER_CALL = 2
 """That are looked up in one call, for whose records an answer has room."""
 MAX_WAITING = 256
 """Calls of all others that wait for their turn."""
-MAX_WAITING_OF_ONE = 8
+MAX_WAITING_OF_ONE = 16
 REST = 3
 """For each second that a call took, so many seconds are left to everything else."""
 MAX_KNOWN_NODES = 4096

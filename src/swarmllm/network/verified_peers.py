@@ -96,6 +96,12 @@ class VerifiedPeers:
             return False
         return self._clock() - verdict.at < (REFUTED_S if verdict.served is None else CHANGED_S)
 
+    def renew(self, server: ServerInfo) -> None:
+        """A stream to this server is in use, and answers."""
+        served = self.served(server)
+        if served is not None:
+            self._note(server.peer_id, served)
+
     def forget_others(self, servers: Iterable[ServerInfo]) -> None:
         """Whoever isn't announced any more, and was dialled long ago."""
         announced, now = {server.peer_id for server in servers}, self._clock()

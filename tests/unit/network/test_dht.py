@@ -84,8 +84,8 @@ async def test_calls_of_others_take_their_turns(monkeypatch: pytest.MonkeyPatch)
 
     calls = [("mallory", number) for number in range(100)] + [("alice", number) for number in range(3)]
     answers = await asyncio.gather(*(call(*one) for one in calls), return_exceptions=True)
-    assert [answer for answer in answers if not isinstance(answer, OverflowError)] == [*range(8), 0, 1, 2]
-    assert len(rested) == 11
+    assert [answer for answer in answers if not isinstance(answer, OverflowError)] == [*range(16), 0, 1, 2]
+    assert len(rested) == 19
     answers = await asyncio.gather(*(call(str(number // 4), number) for number in range(100)), return_exceptions=True)
-    assert sum(not isinstance(answer, OverflowError) for answer in answers) == 16
+    assert sum(not isinstance(answer, OverflowError) for answer in answers) == 32
     assert await call("mallory", 7) == 7

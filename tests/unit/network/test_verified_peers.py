@@ -57,7 +57,11 @@ async def test_nobody_is_dialled_twice_until_it_is_time(peer: FakePeer, verified
     peer.now += REFUTED_S
     await verified.verify(servers)
     assert sorted(peer.dialled) == ["ghost", "ghost", "honest"]
-    peer.now += CONFIRMED_S - REFUTED_S
+    peer.now += CONFIRMED_S - REFUTED_S - 1
+    verified.renew(servers[0])  # which a ping over a stream in use does
+    peer.now += CONFIRMED_S - 1
+    assert verified.confirmed(servers) == (servers[0],)
+    peer.now += 1
     peer.says.clear()
     assert await verified.verify(servers) == ()
     assert sorted(peer.dialled) == ["ghost", "ghost", "ghost", "honest", "honest"]
