@@ -108,7 +108,7 @@ def test_commands_take_the_model_from_it(argv: list[str]) -> None:
     assert parse_config(["--model", "copies/model", *argv]).model == "copies/model"
     config, prompt = parse_prompt(["hello", *argv])
     assert (config.model, prompt) == ("some/model", "hello")
-    assert ClientConfig(initial_peers=config.initial_peers).allowed_servers == ("s1", "s2")
+    assert config.allowed_servers == ("s1", "s2")
 
 
 def test_another_model_is_not_used_silently(caplog: pytest.LogCaptureFixture) -> None:
