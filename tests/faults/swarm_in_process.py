@@ -229,8 +229,14 @@ class InProcessSwarm:
             raise PeerUnreachableError("connection refused", called)
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        _, served = await loop.create_connection(lambda: _ServedStream(self, server, caller), sock=theirs)
-        _, stream = await loop.create_connection(lambda: FrameStream(called), sock=ours)
+        served, stream = _ServedStream(self, server, caller), FrameStream(called)
+        try:
+            await loop.create_connection(lambda: served, sock=theirs)
+            await loop.create_connection(lambda: stream, sock=ours)
+        except BaseException:  # whoever dialled has given up
+            ours.close()
+            theirs.close()
+            raise
         ends = [(served, server), (stream, server)]
         if caller != CLIENT:
             ends += [(served, self.server(caller)), (stream, self.server(caller))]
