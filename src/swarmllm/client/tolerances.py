@@ -11,7 +11,7 @@ from swarmllm.data_structures import ServerInfo
 BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 """Relative error of one position's hidden states. Assumed: ten times what other batch shapes and threads change."""
 BY_QUANT_TYPE = {"none": 0.0, "int8": 0.15, "nf4": 0.5}
-"""The same between a server that quantizes and one that doesn't. Measured through all 8 blocks of the embedded model: on
+"""The same between a server that quantizes and one that doesn't. Measured through all blocks of the embedded model: on
 single tokens up to 0.05 (int8) and 0.29 (nf4), at each of 200 positions of a text up to 0.013 and 0.20, with bfloat16
 besides 0.031 and, alone, 0.022. Deeper models add up more."""
 BY_COMPRESSION = 0.05
