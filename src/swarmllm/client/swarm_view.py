@@ -17,7 +17,7 @@ from swarmllm.client.active_adapter import ActiveAdapter
 from swarmllm.client.adapter_uploads import AdapterUploads
 from swarmllm.client.agreed_traits import agreed_traits, check_agrees
 from swarmllm.client.connection import Connection, OnAnswer
-from swarmllm.client.distances import Distances
+from swarmllm.client.distances import PINGS_PER_ROUND, Distances
 from swarmllm.client.event_loop import EventLoop
 from swarmllm.client.this_machine import decode_ms
 from swarmllm.client.tolerances import is_checkable
@@ -182,7 +182,8 @@ class SwarmView:
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
-                self.verified.verify_soon(self.verified.neighbours(self.snapshot.online())[:NEIGHBOURS_MET])
+                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # else all are met by pings
+                    self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])
                 self.news += 1
             return self.snapshot
 

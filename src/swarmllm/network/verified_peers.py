@@ -143,6 +143,9 @@ class VerifiedPeers:
             BlocksNotServedError: it is not what it announces.
             PeerError: as `open_stream`.
         """
+        dial = self._dials.get(server.peer_id)
+        if dial is not None and dial is not asyncio.current_task():
+            await asyncio.wait([dial])
         served = self.served(server)
         if served is None:
             try:

@@ -53,6 +53,14 @@ async def test_nobody_is_dialled_twice_until_it_is_time(peer: FakePeer, verified
     servers = [info("honest"), info("ghost")]
     await asyncio.gather(verified.verify(servers), verified.verify(servers))
     assert sorted(peer.dialled) == ["ghost", "honest"]
+    verified.verify_soon([info("third")])
+    with pytest.raises(PeerUnreachableError):
+        await verified.greet(info("third"))
+    peer.says[peer_id("fourth")] = LOADED
+    verified.verify_soon([info("fourth")])
+    assert await verified.greet(info("fourth")) == LOADED
+    assert peer.dialled[2:] == ["third", "third", "fourth"]
+    del peer.dialled[2:]
     await verified.verify(servers)
     peer.now += REFUTED_S
     await verified.verify(servers)
