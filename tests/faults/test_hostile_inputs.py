@@ -238,7 +238,7 @@ async def test_packed_tensors_are_unpacked_off_the_loop(blocks: BlockSpan, monke
         return read(*arguments)
 
     monkeypatch.setattr(InputChecks, "read", watched)
-    length = THREAD_BYTES // blocks.embedding_dim
+    length = THREAD_BYTES // (4 * blocks.embedding_dim)
     async with serving(blocks, cache_tokens=2 * length) as server:
         stream = await opened(server, max_length=length + 1)
         large, small = hidden_states(blocks, length), hidden_states(blocks, 1)

@@ -1,16 +1,21 @@
 """Clients with the same prompt: servers compute it once, and everybody gets the same tokens."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
+from raw_peer import RawPeers
 from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, generate_seeded, prompt
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
+from swarmllm.network.protocol import MessageType
 
 LENGTH = 512
 SPANS = [(0, 3), (3, NUM_BLOCKS)]
@@ -53,6 +58,35 @@ def test_the_same_prompt_is_computed_once(llama: Path, local: PreTrainedModel) -
                 generate_seeded(local, other, max_new_tokens=6).tolist()
             )
             assert [reused(server) - count for server, count in zip(swarm.servers, before, strict=True)] == [256, 256]
+
+
+def test_poisoning(llama: Path, local: PreTrainedModel) -> None:
+    """A peer that sends the beginning of another's text, and its own between it, changes nobody's answer.
+
+    The same positions with other tokens and a choice of rows: the page would be kept under the hash of what was sent.
+    """
+    ids, own = prompt(length=128), prompt(length=128, seed=1)
+    with LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], metrics_port=0, **OPTIONS) as swarm:
+        asyncio.run(poison(swarm.servers[0], *(local.get_input_embeddings()(text).detach() for text in (ids, own))))
+        for num_reused in (0, 64):  # only what an honest client has sent
+            with connected(llama, swarm.initial_peers) as model:
+                assert_same_tokens(model, local, ids, max_new_tokens=12)
+            assert reused(swarm.servers[0]) >= num_reused
+
+
+async def poison(server: LocalServer, victims: Tensor, own: Tensor) -> None:
+    async with RawPeers.join(server) as peers:
+        raw = await peers.open_stream(server)
+        for with_positions in (False, True):
+            session = await raw.open(end=NUM_BLOCKS, max_length=128)
+            assert (await raw.answer()).type is MessageType.RESULT
+            for text, start, end, rows in ((victims, 0, 47, 0), (own, 0, 47, 1), (victims, 47, 64, 1)):
+                chosen = {"rows": rows, "batch_index": [0]} if rows else {}
+                positions = {"position_ids": torch.arange(start, end)[None]} if with_positions else {}
+                header = {"session": session, "epoch": 0, "position": start, "batch_size": 1, "seq_len": end - start}
+                tensors = {"hidden_states": text[:, start:end].contiguous(), **positions}
+                await raw.say(MessageType.STEP, tensors, ones_mask=True, **header, **chosen)
+                assert (await raw.answer()).type is MessageType.RESULT
 
 
 @pytest.mark.slow
