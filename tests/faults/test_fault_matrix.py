@@ -141,7 +141,9 @@ def test_nothing_is_lost(
         step_timeout_s = 3.0 if fault is Fault.STALL else 60.0
         # Not the ghosts of the cases before, who boasted as well.
         usable = {"allowed_servers": tuple(server.peer_id for server in swarm.servers if server.alive)}
-        with connected(checkpoint, swarm.initial_peers, step_timeout_s=step_timeout_s, **usable) as model:
+        with connected(
+            checkpoint, swarm.initial_peers, step_timeout_s=step_timeout_s, speculation="ngram", **usable
+        ) as model:
             assert faulty.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
             result = work(model, trigger.touch)
             avoided = model.swarm.health.avoided(now=0.0)
