@@ -141,9 +141,9 @@ def test_nothing_is_lost(
         step_timeout_s = 3.0 if fault is Fault.STALL else 60.0
         # Not the ghosts of the cases before, who boasted as well.
         usable = {"allowed_servers": tuple(server.peer_id for server in swarm.servers if server.alive)}
-        with connected(
-            checkpoint, swarm.initial_peers, step_timeout_s=step_timeout_s, speculation="ngram", **usable
-        ) as model:
+        # Guesses may be all right, and leave nothing to compute after the fault: on a busy machine links look slow.
+        options: dict[str, Any] = {"step_timeout_s": step_timeout_s, "speculation": "off", **usable}
+        with connected(checkpoint, swarm.initial_peers, **options) as model:
             assert faulty.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
             result = work(model, trigger.touch)
             avoided = model.swarm.health.avoided(now=0.0)
