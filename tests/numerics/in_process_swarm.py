@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.data_structures import Span
+from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedModelError
 from swarmllm.models.activation_log import ActivationLog
 from swarmllm.models.adapters import checked
@@ -47,7 +47,7 @@ class InProcessSession:
         self.route = route
         self.caches = [server.new_cache(span) for server, span in route]
         self.closed = False
-        self._log = ActivationLog(route[0][0].traits)
+        self._log = ActivationLog(route[0][0].traits if route else BlockTraits())
         self._remembered = False
 
     @property

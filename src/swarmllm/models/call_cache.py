@@ -21,6 +21,8 @@ from swarmllm.models.architecture import is_encoder
 from swarmllm.models.remote_cache import RemoteCache
 from swarmllm.models.tuned_prefix import PrefixCache, TunedPrefix
 
+NO_CACHE_IN_TRAINING = {"falcon_mamba", "mamba", "mamba2", "rwkv"}
+"""Types of models that make a cache in train mode only if `use_cache` says so (their forward in transformers)."""
 _prepared: ContextVar[tuple["weakref.ref[Any]", "weakref.ref[RemoteCache]"] | None] = ContextVar(
     "swarmllm_prepared", default=None
 )
@@ -55,7 +57,8 @@ def cache_of_call(
     batch_size = 1 if given is None else given.shape[0]
     prefix = None if cache is None else _prefix(cache, shell, batch_size)
     use_cache = kwargs.get("use_cache")
-    wanted = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    usual = getattr(config, "use_cache", False) and not (shell.training and config.model_type in NO_CACHE_IN_TRAINING)
+    wanted = usual if use_cache is None else use_cache
     if not wanted or is_encoder(config) or given is None:
         kwargs["use_cache"] = False
         kwargs[name] = None if prefix is None else PrefixCache(config, len(prefix))
