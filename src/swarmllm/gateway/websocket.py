@@ -8,6 +8,7 @@ After the last chunk comes `{"done": true}`, or `{"error": …}`.
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -38,13 +39,14 @@ class WebSocketRoute:
         self._max_bytes = config.max_body_bytes
         self._max_sockets = max(1, config.max_connections // 2)
         self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def generate(self, socket: WebSocket) -> None:
         """Serve one socket until it closes."""
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(subprotocol=offered[0] if offered else None)
         conversation = _Conversation(socket, self._engine, self._routes)
-        if len(self._open) >= self._max_sockets and not await self._make_room():
+        if len(self._open) >= self._max_sockets and not self._make_room():
             await socket.close(TRY_AGAIN_LATER, f"{self._max_sockets} sockets are answered at the moment")
             return
         try:
@@ -66,14 +68,22 @@ class WebSocketRoute:
         except* (WebSocketDisconnect, RuntimeError):  # sending to a socket that has been closed
             pass
 
-    async def _make_room(self) -> bool:
+    def _make_room(self) -> bool:
         """Whether a socket on which nothing is under way could be closed: the one that was silent longest."""
         for conversation, socket in self._open.items():
             if conversation.is_idle:
                 del self._open[conversation]
-                await socket.close(TRY_AGAIN_LATER, "others want a socket")
+                closing = asyncio.create_task(_dismiss(socket), name="close a WebSocket")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
                 return True
         return False
+
+
+async def _dismiss(socket: WebSocket) -> None:
+    """Close it; nobody waits for that, since its client may take a minute to agree."""
+    with suppress(WebSocketDisconnect, RuntimeError):
+        await socket.close(TRY_AGAIN_LATER, "others want a socket")
 
 
 class _Conversation:
