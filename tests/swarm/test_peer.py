@@ -63,6 +63,18 @@ async def echo(stream: FrameStream) -> None:
         await stream.send(message.type, message.header, [message.payload])
 
 
+async def polite_echo(stream: FrameStream) -> None:
+    """Takes large messages, as after any greeting."""
+    await welcome(stream)
+    await echo(stream)
+
+
+async def greeted(opening: Awaitable[FrameStream]) -> FrameStream:
+    stream = await opening
+    await hello(stream)
+    return stream
+
+
 def info(peer: Peer) -> ServerInfo:
     return ServerInfo(peer_id=peer.peer_id, addrs=peer.addrs, start=0, end=4)
 
@@ -100,8 +112,8 @@ async def test_a_peer_opens_streams_to_itself(new_peer: NewPeer) -> None:
     peer = await new_peer()
     with pytest.raises(PeerUnreachableError, match="serves no streams"):
         await peer.open_stream(peer.peer_id, peer.addrs)
-    await peer.serve_streams(echo)
-    streams = [await peer.open_stream(peer.peer_id, addrs) for addrs in (peer.addrs, ())]
+    await peer.serve_streams(polite_echo)
+    streams = [await greeted(peer.open_stream(peer.peer_id, addrs)) for addrs in (peer.addrs, ())]
     for number, stream in enumerate(streams):
         assert stream.peer_id == peer.peer_id
         await stream.send(MessageType.STEP, {"id": number}, [bytes(1 << 20)])
@@ -152,8 +164,8 @@ async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sen
 async def test_64_mib_both_ways_while_pings_go_through(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server, client_mode=True)
-    await server.serve_streams(echo)
-    stream = await client.open_stream(server.peer_id)
+    await server.serve_streams(polite_echo)
+    stream = await greeted(client.open_stream(server.peer_id))
     stream.start_keepalive(interval_s=0.05, misses=100)
     payload = os.urandom(1 << 20) * 64
     pings = stream._ping_idx
@@ -167,9 +179,9 @@ async def test_64_mib_both_ways_while_pings_go_through(new_peer: NewPeer) -> Non
 async def test_a_message_over_the_cap_ends_its_stream_only(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server, client_mode=True)
-    await server.serve_streams(echo)
-    small = await client.open_stream(server.peer_id, max_message_bytes=1 << 20)
-    large = await client.open_stream(server.peer_id)
+    await server.serve_streams(polite_echo)
+    small = await greeted(client.open_stream(server.peer_id, max_message_bytes=1 << 20))
+    large = await greeted(client.open_stream(server.peer_id))
     await large.send(MessageType.STEP, {}, [bytes(2 << 20)])
     small.max_message_bytes = 4 << 20  # what it may send; what it takes stays
     await small.send(MessageType.STEP, {}, [bytes(2 << 20)])
@@ -575,11 +587,11 @@ def test_any_event_loop_in_any_thread(loop_factory: Callable[[], asyncio.Abstrac
 
     async def scenario() -> None:
         async with await Peer.create() as server:
-            await server.serve_streams(echo)
+            await server.serve_streams(polite_echo)
             await BlockDirectory(server).announce(MODEL, info(server))
             async with await Peer.create(initial_peers=server.join_maddrs, client_mode=True) as client:
                 (found,) = await BlockDirectory(client).servers(FINGERPRINT)
-                stream = await client.open_stream(found.peer_id, found.addrs)
+                stream = await greeted(client.open_stream(found.peer_id, found.addrs))
                 await stream.send(MessageType.STEP, {"id": 1}, [bytes(1 << 20)])
                 results.append(len((await stream.receive()).payload))
             os.kill(server.daemon_pid, signal.SIGKILL)
