@@ -54,7 +54,8 @@ class Faulty:
 
     def on_route(self, route: list[Any], place: str) -> LocalServer:
         """The first, middle or last server of a route."""
-        assert [(hop.span.start, hop.span.end) for hop in route] == SPANS
+        spans = [(hop.span.start, hop.span.end) for hop in route]
+        assert spans == SPANS, f"the route is {', '.join(map(str, route))}"
         return self.server(route[PLACES[place]].server.peer_id)
 
     def twin(self, server: LocalServer) -> LocalServer:
