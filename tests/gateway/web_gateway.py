@@ -83,8 +83,10 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
             assert not thread.is_alive()
     finally:
         model.close()
-    left = {one for one in threading.enumerate() if one.name.startswith(POOLS)} - before
-    assert not left
+    wait_until(
+        lambda: not {one for one in threading.enumerate() if one.name.startswith(POOLS)} - before,
+        "the gateway's threads ended",
+    )
 
 
 def local_swarm(*spans: tuple[int, int]) -> LocalSwarm:

@@ -68,4 +68,6 @@ class _Patient(H11Protocol):
     def _make_room(self) -> None:
         """Close the connection that has been idle for longest; this one is the last choice."""
         idle = (one for one in self.connections if isinstance(one, _Patient) and one._patience is not None)
-        min(idle, key=lambda one: one._patience.when() if one._patience else 0.0).transport.close()
+        oldest = min(idle, key=lambda one: one._patience.when() if one._patience else 0.0)
+        oldest._stop_waiting()  # one that is being closed can't make room for another one
+        oldest.transport.close()
