@@ -344,3 +344,30 @@ async def test_rows_are_as_many_as_are_leased(blocks: BlockSpan, fails: str, mon
             assert fails == "select"
             result(await step(stream, 0, one, epoch=1))
         await hang_up(stream)
+
+
+async def test_a_step_that_comes_when_the_last_one_is_answered_is_let_in(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are kept after the answer, which an honest client doesn't wait for, whatever type it sends."""
+    async with serving(blocks) as server:
+        stream = await opened(server, max_length=30)
+        (session,) = server.sessions
+        answered = asyncio.Event()
+        pass_on = session._pass_on
+
+        async def slowly(*arguments: Any) -> None:
+            await pass_on(*arguments)
+            await answered.wait()
+
+        monkeypatch.setattr(session, "_pass_on", slowly)
+        inputs = hidden_states(blocks, 30).double()  # twice as wide as the server's
+        result(await step(stream, 0, inputs))
+        for _ in range(2):  # one more waits than has been answered
+            await send(stream, MessageType.STEP, step_header(SESSION, 0, inputs[:, :15]), hidden_states=inputs[:, :15])
+        await stream.ping()  # by then they have come
+        await stream.ping()
+        answered.set()
+        for _ in range(2):
+            assert result(await stream.receive()).shape == (1, 15, blocks.embedding_dim)
+        await hang_up(stream)

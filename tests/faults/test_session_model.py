@@ -42,6 +42,7 @@ from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan
 from swarmllm.network.protocol import FrameStream, Message, MessageType
 from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.server.waiting_room import BESIDE_BYTES, INPUTS_FACTOR
 
 T = TypeVar("T")
 
@@ -218,7 +219,10 @@ class Sessions(RuleBasedStateMachine):
         message = await ask(one.stream, MessageType.STEP, header, hidden_states=hidden)
         end = start + hidden.shape[1]
         if message.type is MessageType.ERROR:
-            self._went_wrong(one, message, end, good, self._row_bytes(one.span, one.max_length) * rows - leased, before)
+            more = self._row_bytes(one.span, one.max_length) * rows - leased
+            # A step that takes more than its session's inputs may is leased, too, for as long as it waits.
+            free = INPUTS_FACTOR * (4 * HIDDEN + BESIDE_BYTES) * one.max_length * one.num_rows
+            self._went_wrong(one, message, end, good, max(more, hidden.nbytes + 40 * len(chosen or ()) - free), before)
             return
         assert good
         assert end <= one.max_length

@@ -145,7 +145,7 @@ class Session:
         self._waiting.enter(num_bytes, INPUTS_FACTOR * of_position * self.max_length * self.batch_size)
 
     def give_room_back(self, num_bytes: int) -> None:
-        """The message has been run, or won't be."""
+        """The message won't be enqueued."""
         self._waiting.leave(num_bytes)
 
     def enqueue(self, item: Step | Replay) -> None:
@@ -208,10 +208,11 @@ class Session:
             if isinstance(item, PeerError):
                 await send_error(self.owner, item, session=self.id, peer_id=item.peer_id)
                 continue
+            self._waiting.begin(item.num_bytes)
             try:
                 await self._run(item)
             finally:
-                self.give_room_back(item.num_bytes)
+                self._waiting.end()
 
     async def _run(self, item: Step | Replay) -> None:
         header = item.header

@@ -40,38 +40,60 @@ class WaitingRoom:
     def __init__(self, budget: CacheBudget, limits: PeerLimits, peer_id: str) -> None:
         self._extra = budget.lease(0)
         self._limits, self._peer_id = limits, peer_id
-        self.num_bytes = self._num_waiting = 0
+        self._waiting_bytes = self._running_bytes = self._num_waiting = 0
         self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that wait, and of the one that runs."""
+        return self._waiting_bytes + self._running_bytes
 
     def enter(self, num_bytes: int, num_free_bytes: int) -> None:
         """Count a message that takes so much, where `num_free_bytes` are free to wait.
+
+        The one that runs takes no place from those that wait: its answer may have gone out before it has ended.
 
         Raises:
             ServerOverloadedError: too much of this session or of this client waits already.
             CacheFullError: it takes more than is free, and than the budget has left.
         """
         num_free_bytes += MESSAGE_BYTES * (self._num_waiting + 1)
-        waiting = self.num_bytes + num_bytes
+        waiting = self._waiting_bytes + num_bytes
         if self._num_waiting >= MAX_WAITING or (self._num_waiting and waiting > num_free_bytes):
             raise ServerOverloadedError("too many steps of this session are waiting")
         if not self._limits.take_now(self._peer_id, num_bytes):
             raise ServerOverloadedError("too many bytes of this client's steps and batches are waiting")
         try:
-            self._extra.resize(max(self._extra.num_bytes, waiting - num_free_bytes))
+            extra = max(0, waiting - num_free_bytes) + max(0, self._running_bytes - num_free_bytes)
+            self._extra.resize(max(self._extra.num_bytes, extra))
         except BaseException:
             self._limits.give_back(self._peer_id, num_bytes)
             raise
-        self.num_bytes = waiting
+        self._waiting_bytes = waiting
         self._num_waiting += 1
 
     def leave(self, num_bytes: int) -> None:
-        """It has been run, or was refused after all."""
-        if self._closed:
-            return
-        self._limits.give_back(self._peer_id, num_bytes)
-        self.num_bytes -= num_bytes
+        """It was refused after all."""
+        if not self._closed:
+            self._waiting_bytes -= num_bytes
+            self._num_waiting -= 1
+            self._give_back(num_bytes)
+
+    def begin(self, num_bytes: int) -> None:
+        """It is its turn to run."""
+        self._waiting_bytes -= num_bytes
         self._num_waiting -= 1
-        if not self._num_waiting:
+        self._running_bytes = num_bytes
+
+    def end(self) -> None:
+        """What has begun to run has been run."""
+        if not self._closed:
+            num_bytes, self._running_bytes = self._running_bytes, 0
+            self._give_back(num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._limits.give_back(self._peer_id, num_bytes)
+        if not self.num_bytes:
             self._extra.resize(0)
 
     def close(self) -> None:
