@@ -5,10 +5,12 @@ request has limits of its own (`openai_routes.read_body`). Used by `gateway/__ma
 """
 
 import asyncio
+import itertools
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+_turns = itertools.count(1)
 HEAD_TIMEOUT_S = 15.0
 """For the whole head of a request, counted from the connection's begin or the last answer. Assumed: browsers connect in
 advance and send a head in one packet; uvicorn itself closes idle connections 5 s after an answer."""
@@ -29,6 +31,8 @@ class _Patient(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._patience: asyncio.TimerHandle | None = None
+        self._idle_since = 0
+        """In turns: many come within one tick of the loop's clock."""
 
     @property
     def is_idle(self) -> bool:
@@ -58,6 +62,7 @@ class _Patient(H11Protocol):
 
     def _wait(self) -> None:
         self._stop_waiting()
+        self._idle_since = next(_turns)
         self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
@@ -68,6 +73,6 @@ class _Patient(H11Protocol):
     def _make_room(self) -> None:
         """Close the connection that has been idle for longest; this one is the last choice."""
         idle = (one for one in self.connections if isinstance(one, _Patient) and one._patience is not None)
-        oldest = min(idle, key=lambda one: one._patience.when() if one._patience else 0.0)
+        oldest = min(idle, key=lambda one: one._idle_since)
         oldest._stop_waiting()  # one that is being closed can't make room for another one
         oldest.transport.close()
