@@ -13,8 +13,9 @@ from tempfile import TemporaryFile
 from tests import forked
 
 TAKE_TERMINAL = """
-import fcntl, runpy, sys, termios
+import fcntl, runpy, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where pytest was started in the background
 """
 COMMAND = (
     TAKE_TERMINAL
