@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 REFUSAL = "the next server can't be reached from here"
 """The same for one that is unknown, refuses, doesn't answer or serves another checkpoint."""
-FRESH_S = 30.0
-"""How long a record is taken for where its server is. As often as servers announce themselves twice by default."""
+FRESH_S = 300.0
+"""How long a record is taken for where its server is, unless a dial fails. Not shorter: repairs wait for the answer,
+and a look takes seconds when it asks the very node whose freezing made the repair necessary."""
 LOOK_AGAIN_S = 1.0
 """Between two looks into the directory for somebody who isn't known; clients can name as many as they like."""
 TIMEOUT_S = 7.0
@@ -71,6 +72,7 @@ class Targets:
             return await self._open_stream(server)
         except BaseException as error:  # also if whoever waits has lost patience
             self._failed_at.append(self._clock())
+            self._known.pop(server.peer_id, None)  # it may be somewhere else by now
             logger.info("%s, whom a client has named, can't be reached: %s", server.peer_id, str(error) or "no answer")
             raise
 

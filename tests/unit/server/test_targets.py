@@ -83,6 +83,22 @@ async def test_records_are_looked_up_anew_when_they_are_old(swarm: Swarm) -> Non
         await swarm.open(KNOWN)
 
 
+async def test_a_record_is_good_until_a_dial_fails(swarm: Swarm) -> None:
+    """A repair waits for no look into the DHT, which may ask a node that is frozen; who has moved is found."""
+    await swarm.open(KNOWN)
+    moved = ("/ip4/10.0.0.1/tcp/4001",)
+    swarm.servers[0] = swarm.servers[0].model_copy(update={"addrs": moved})
+    swarm.now += FRESH_S / 2
+    swarm.fails = PeerUnreachableError("refused", KNOWN)
+    with pytest.raises(PeerUnreachableError):
+        await swarm.open(KNOWN)
+    assert swarm.num_looks == 1
+    swarm.fails = None
+    swarm.now += 1
+    await swarm.open(KNOWN)
+    assert [server.addrs for server in swarm.dialled] == [ANNOUNCED, ANNOUNCED, moved]
+
+
 async def test_many_who_ask_share_a_look(swarm: Swarm) -> None:
     found = await asyncio.gather(*(swarm.open(UNKNOWN) for _ in range(100)), return_exceptions=True)
     assert all(isinstance(error, SwarmError) for error in found)
