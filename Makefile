@@ -8,17 +8,20 @@ BENCH_INSTALLED := $(VENV)/.bench-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
 TRAINERS := .venv-trainers
-ALONE := $(wildcard tests/unit tests/properties tests/numerics tests/gpu)
-SWARMS := $(wildcard tests/swarm tests/faults tests/gateway)
+# The rooms with servers come first, so that at the end, where some processes have nothing left to do, files are short.
+ROOMS := $(wildcard $(addprefix tests/,faults swarm gateway numerics properties unit gpu))
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 # No test begins after DEADLINE (seconds since 1970); what it leaves out is listed.
 PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEADLINE))
-# A file with servers stays in one of the two processes, so that its fixtures are made once.
-WITH_SERVERS := -n 2 --dist loadfile
+# A file stays in one process, so that its fixtures are made once. One process more than cores: some wait for servers.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Of the slow tests: 2/4 is the second of four parts, commit/4 the one whose turn it is by the commit's hash.
 PART :=
 
 .DEFAULT_GOAL := help
+# Tests start hundreds of processes; each would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-slow test-oldest test-trainers check format docs bench clean
 
 help:
@@ -34,16 +37,13 @@ demo: $(INSTALLED)
 	$(BIN)/python -m swarmllm.demo
 
 test: $(INSTALLED)
-	$(BIN)/python $(PYTEST) -n 2 -m "not slow" $(ALONE)
-	$(BIN)/python $(PYTEST) $(WITH_SERVERS) -m "not slow" $(SWARMS)
+	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) -n 2 -m slow $(ALONE)
-	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(WITH_SERVERS) -m slow $(SWARMS)
+	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(PARALLEL) -m slow $(ROOMS)
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python $(PYTEST) -n 2 -m "not slow" $(ALONE)
-	$(OLDEST)/bin/python $(PYTEST) $(WITH_SERVERS) -m "not slow" $(SWARMS)
+	$(OLDEST)/bin/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-trainers: $(TRAINERS)/.installed
 	$(TRAINERS)/bin/python $(PYTEST) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \

@@ -6,7 +6,7 @@ lost: a test's place is a hash of its name, and the commit's hash says whose tur
 
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -39,13 +39,14 @@ def turn_of(commit: str, num_parts: int) -> int:
     return int(commit, 16) % num_parts + 1
 
 
-def sampled(names: Iterable[str], num_parts: int, commit: str = COMMIT) -> list[object]:
+def sampled(names: Sequence[str], num_parts: int, commit: str = COMMIT, *, always: Container[str] = ()) -> list[object]:
     """Parameters of a test over many similar cases: the part whose turn it is, and the others marked slow.
 
-    So `make test` and `make test-slow` together run all of them on any commit.
+    So `make test` and `make test-slow` together run all of them on any commit. `always`: what `make test` never misses.
     """
     turn = turn_of(commit, num_parts)
-    return [pytest.param(name, marks=() if part_of(name, num_parts) == turn else pytest.mark.slow) for name in names]
+    fast = [name in always or part_of(name, num_parts) == turn for name in names]
+    return [pytest.param(name, marks=() if now else pytest.mark.slow) for name, now in zip(names, fast, strict=True)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.test_task_classes import save_tiny as save_classifier
 from tests.numerics.tiny_models import VOCABULARY, save_tiny
+from tests.selection import sampled
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -277,7 +278,7 @@ def run_sequence(pair: Pair, data: st.DataObject) -> None:
         step(pair, data, held)
 
 
-@pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.fixture(scope="module", params=sampled([*QUICK, *MORE], 8, always=["llama"]))
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str]:
     directory = tmp_path_factory.mktemp(request.param)
     local = save_tiny(request.param, directory)

@@ -64,6 +64,7 @@ def _perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return math.exp(loss / num_tokens)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_held_out_perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     exact = _perplexity(model, tokenizer)
@@ -96,6 +97,7 @@ def test_greedy_story_does_not_go_in_circles(
     assert all(first != second for first, second in itertools.pairwise(sentences))
 
 
+@pytest.mark.slow
 def test_stories_end_and_another_begins(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Whoever asks for more than a story, as benchmarks do, gets new documents, also beyond the training length."""
     ids = _continue(model, tokenizer, "Once upon a time", max_new_tokens=1200, eos_token_id=None)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import sampled
 from tiny_models import tiny_config
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -35,7 +36,7 @@ def load(model_type: str, positions: int, directory: Path) -> BlockSpan:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("model_type", sampled([*DECODERS, *ENCODERS], 3))
 def test_a_server_starts(model_type: str, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (throughput, packing_speed):
         monkeypatch.setattr(module, "BUDGET_S", 1e9)  # nothing is left out, however busy the machine is

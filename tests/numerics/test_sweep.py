@@ -43,7 +43,7 @@ ROUNDS_DIFFERENTLY = {
 ARCHITECTURES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS)
 
 
-@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 6))
+@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 10))
 def test_exact(model_type: str, tmp_path: Path) -> None:
     local = save_tiny(model_type, tmp_path)
     swarm = InProcessSwarm(tmp_path, tolerance=ROUNDS_DIFFERENTLY.get(model_type, 0.0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.numerics.in_process_swarm import InProcessSwarm, SwarmUser
 from tests.numerics.tiny_models import tiny_config
+from tests.selection import sampled
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -131,7 +132,7 @@ def test_no_name_of_ours_hides_a_module(model_type: str, task: Task, tmp_path: P
     check(model_type, task, tmp_path, User)
 
 
-@pytest.mark.parametrize("model_type", WITH_POOLERS)
+@pytest.mark.parametrize("model_type", sampled(WITH_POOLERS, 4))
 @pytest.mark.parametrize("task", [Task.FEATURES, Task.SEQUENCE_CLASSIFICATION])
 def test_a_checkpoint_without_a_pooler_gets_a_new_one(model_type: str, task: Task, tmp_path: Path) -> None:
     """As with transformers: the same with the same seed."""

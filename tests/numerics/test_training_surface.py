@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.tiny_models import save_tiny
+from tests.selection import sampled
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
@@ -189,7 +190,7 @@ def test_what_is_on_servers_never_counts_as_trained(llama: Path) -> None:
     assert trained < adapted.get_nb_trainable_parameters()[0] == own
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "mixtral", "opt"])
+@pytest.mark.parametrize("model_type", sampled(["llama", "gpt2", "qwen2", "mixtral", "opt"], 5))
 def test_the_whole_model_is_counted(model_type: str, tmp_path: Path) -> None:
     local = save_tiny(model_type, tmp_path)
     client: Any = InProcessSwarm(tmp_path).client

@@ -45,6 +45,8 @@ def test_a_sample_is_small_and_over_the_commits_nothing_is_lost() -> None:
         fast = {parameter.values[0] for parameter in parameters if not parameter.marks}
         assert 0 < len(fast) < len(NAMES) / 5
         chosen |= fast
+        with_one = selection.sampled(NAMES, 8, commit, always=NAMES[:1])
+        assert {parameter.values[0] for parameter in with_one if not parameter.marks} == fast | {NAMES[0]}
     assert chosen == set(NAMES)
 
 
