@@ -77,6 +77,10 @@ class InProcessServers:
         await hello(stream)
         return stream
 
+    def other_end(self, stream: FrameStream) -> FrameStream:
+        """Where what is sent into this stream comes out."""
+        return self._streams[self._streams.index(stream) ^ 1]
+
     async def ask(
         self,
         stream: FrameStream,

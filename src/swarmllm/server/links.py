@@ -154,6 +154,7 @@ class Links:
                 link = self._links.get(peer_id)
                 if link is None or link.error is not None:
                     stream = await self._open_stream(successor)
+                    stream.expect(frozenset())  # answers of few words: what it computes goes to the client
                     stream.start_keepalive()
                     link = self._links[peer_id] = Link(stream)
                     self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")

@@ -66,7 +66,7 @@ class PeerHealth:
     ban_s: float
     _faults: dict[str, int] = field(default_factory=dict)
     _avoid_until: dict[str, float] = field(default_factory=dict)
-    _quarantined: set[str] = field(default_factory=set)
+    _quarantined: dict[str, None] = field(default_factory=dict)  # a set in the order of time
 
     def report(self, error: SwarmError, now: float) -> bool:
         """Take note of a failure; only errors that name a peer change anything. False: it was avoided already.
@@ -100,7 +100,7 @@ class PeerHealth:
     def avoided(self, now: float) -> frozenset[str]:
         """Peers not to use at time `now`."""
         paused = {peer_id for peer_id, until in self._avoid_until.items() if until > now}
-        return frozenset(paused | self._quarantined)
+        return frozenset(paused | self._quarantined.keys())
 
     def avoided_s(self, now: float) -> dict[str, float]:
         """How much longer those are to be avoided whom one may use all the same where nobody else is left.
@@ -112,11 +112,13 @@ class PeerHealth:
 
     def blamed(self, now: float) -> frozenset[str]:
         """Those of them that were at fault, not only full."""
-        return self.avoided(now) & (self._faults.keys() | self._quarantined)
+        return self.avoided(now) & (self._faults.keys() | self._quarantined.keys())
 
     def quarantine(self, peer_id: str) -> None:
         """Never use the peer again: it was caught lying, which a pause doesn't mend."""
-        self._quarantined.add(peer_id)
+        self._quarantined[peer_id] = None
+        if len(self._quarantined) > MAX_REMEMBERED:
+            del self._quarantined[next(iter(self._quarantined))]
 
     @property
     def quarantined(self) -> frozenset[str]:

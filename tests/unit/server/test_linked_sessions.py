@@ -14,10 +14,11 @@ from in_process_server import InProcessServers, in_process_servers
 from tiny_models import save_tiny
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import ServerOutOfMemoryError, SessionLostError
+from swarmllm.errors import ServerOutOfMemoryError, SessionLostError, SwarmError
 from swarmllm.models.block_inputs import BlockInputs
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.network.frames import SMALL_BYTES
 from swarmllm.network.messages import Successor
 from swarmllm.network.protocol import MessageType
 from swarmllm.network.stream import FrameStream
@@ -122,6 +123,19 @@ async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
         torch.testing.assert_close(await short, expected)
         long.cancel()
         assert link_stream(swarm) is link
+
+
+async def test_a_successor_that_sends_much_loses_its_link(blocks: BlockSpan) -> None:
+    async with in_process_servers(blocks, blocks) as swarm:
+        client = Client(swarm)
+        await client.open(1)
+        link = link_stream(swarm)
+        served = swarm.other_end(link)
+        await served.send(MessageType.RESULT, {"id": 1}, [bytes(SMALL_BYTES + 1)])
+        with pytest.raises(SwarmError) as caught:
+            await client.step(0, inputs(blocks, 1, 5))
+        assert caught.value.retriable
+        assert link.closed
 
 
 async def test_a_link_that_is_closed_here_can_be_survived(blocks: BlockSpan) -> None:

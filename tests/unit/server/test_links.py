@@ -23,6 +23,9 @@ class Stream:
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
 
+    def expect(self, large_types: frozenset[MessageType]) -> None:
+        pass
+
     def start_keepalive(self) -> None:
         pass
 
