@@ -140,6 +140,16 @@ def _warm_process() -> _WarmProcess:
         return _WarmProcess.running
 
 
+def make_what_is_made_at_first_use() -> None:
+    """By libraries, for the whole process: half of what the start of a server costs."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from swarmllm.network.daemon import parse_known_good
+
+    get_checkpoint_conversion_mapping("llama")
+    parse_known_good(["/ip4/127.0.0.1/tcp/1"])
+
+
 def fork_on_request(requests: socket.socket) -> list[str]:
     """Fork for whoever asks and report how the forked processes ended. Returns in these: what they are to run."""
     selector = selectors.DefaultSelector()
@@ -209,6 +219,7 @@ def run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         import_module(module)
+    make_what_is_made_at_first_use()
     assert threading.active_count() == 1
     gc.freeze()  # the pages stay shared with what is forked
     run(fork_on_request(socket.socket(fileno=int(sys.argv[1]))))
