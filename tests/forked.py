@@ -2,9 +2,9 @@
 
 What a server imports costs it 5 s of a core, and tests start hundreds. So `popen`, which the rooms with servers put in
 the place of `subprocess.Popen`, asks a warm process to fork instead: measured, 0.7 s of a core and 37 MB for a
-server, instead of 6.9 s and 290 MB. What it forks is a process like any other: a pid to send signals to, pipes, a
-session and children of its own, and an exit code. `python -m swarmllm.server` itself is what the tests of commands, of
-the demo and of the examples start.
+server, instead of 6.9 s and 290 MB. What it forks is a process like any other: a pid to send signals to, pipes or a
+terminal, a session and children of its own, and an exit code. `python -m swarmllm.server` itself is what some tests of
+commands, of the demo and of the examples start.
 
 The warm process is this file, run as a program. It computes nothing and has one thread, so forking it is safe. It ends
 when the pytest process does, however that ends; servers notice that themselves, by the end of their standard input.
@@ -19,11 +19,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from io import FileIO, TextIOWrapper
 from pathlib import Path
+from subprocess import PIPE
+from types import ModuleType
 from typing import IO, Any
 
 IMPORTED = ("swarmllm.server.server", "transformers.models.llama.modeling_llama", "uvloop")
@@ -36,17 +40,20 @@ HIGHEST_FD = os.sysconf("SC_OPEN_MAX")
 class Forked:
     """A forked program, with the face of `subprocess.Popen` as far as tests look at it."""
 
-    def __init__(self, request: dict[str, Any], log: IO[bytes]) -> None:
-        """Standard error goes to `log`, the others through pipes."""
+    def __init__(self, request: dict[str, Any], log: int, terminal: int | None) -> None:
+        """Standard error goes to the file `log`, the others through pipes, or all to the terminal."""
         self.returncode: int | None = None
         self._ended = threading.Event()
         status, report = socket.socketpair()
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        handed_over = [report.detach(), stdin, stdout]
-        self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
+        handed_over, standard = [report.detach()], [terminal, terminal]
+        if terminal is None:
+            stdin, to_stdin = os.pipe()
+            from_stdout, stdout = os.pipe()
+            handed_over += (standard := [stdin, stdout])
+            self.stdin, self.stdout = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
         try:
-            socket.send_fds(_warm_process().requests, [json.dumps(request).encode()], [*handed_over, log.fileno()])
+            fds = [handed_over[0], *standard, log]
+            socket.send_fds(_warm_process().requests, [json.dumps(request).encode()], fds)
         finally:
             for fd in handed_over:
                 os.close(fd)
@@ -81,13 +88,20 @@ class Forked:
         self._ended.set()
 
 
-def popen(command: Sequence[str], *, stderr: IO[bytes], start_new_session: bool = False, **pipes: Any) -> Any:
-    """`subprocess.Popen` of a Python program, forked if what the warm process has imported fits to it."""
+def popen(
+    command: Sequence[str], *, stderr: IO[Any] | int, start_new_session: bool = False, stdin: int = PIPE, **pipes: Any
+) -> Any:
+    """`subprocess.Popen` of a Python program, forked if what the warm process has imported fits to it.
+
+    A `stdin` that is a terminal is its standard output as well.
+    """
     python, *arguments = command
+    pipes["stdin"] = stdin
     if python != sys.executable or not hasattr(os, "pidfd_open") or any(map(is_read_by_imports, _changed_variables())):
         return subprocess.Popen(command, stderr=stderr, start_new_session=start_new_session, **pipes)
     request = {"arguments": arguments, "cwd": str(Path.cwd()), "session": start_new_session}
-    return Forked({**request, "variables": _changed_variables()}, stderr)
+    log = stderr if isinstance(stderr, int) else stderr.fileno()
+    return Forked({**request, "variables": _changed_variables()}, log, None if stdin == PIPE else stdin)
 
 
 def is_read_by_imports(variable: str) -> bool:
@@ -192,6 +206,7 @@ def _become(request: dict[str, Any], standard: list[int]) -> None:
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # it was looked up for the warm process
     for name, value in request["variables"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -201,12 +216,19 @@ def _become(request: dict[str, Any], standard: list[int]) -> None:
         os.dup2(fd, number)
     os.closerange(len(standard), HIGHEST_FD)  # the warm process's own, among them other processes' reports
     # New objects: Python asks only once whether it may seek.
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    # Keeps nothing back: what a terminal that is gone didn't take would be tried again at the end, for exit code 120.
+    sys.stderr = TextIOWrapper(FileIO(2, "w"), errors="backslashreplace", write_through=True)
 
 
 def run(arguments: list[str]) -> None:
     """What `python ARGUMENTS…` does."""
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102
+    elif arguments[0] == "-m":
         sys.path[0] = ""
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

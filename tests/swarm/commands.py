@@ -1,4 +1,7 @@
-"""Commands as users start them: processes, their lines and their exit codes."""
+"""Commands as users start them: processes, their lines and their exit codes.
+
+They are forked (`tests/forked.py`), but for those that are to begin from nothing.
+"""
 
 import os
 import pty
@@ -10,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import pytest
 from tests import forked
 
 TAKE_TERMINAL = """
@@ -27,7 +31,7 @@ JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def command(name: str, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `python -m swarmllm NAME ARGS…` to its end, forked; `Running` and `Terminal` begin from nothing."""
+    """Run `python -m swarmllm NAME ARGS…` to its end."""
     line = [sys.executable, "-m", "swarmllm", name, *map(str, args)]
     with TemporaryFile() as said:
         process = forked.popen(line, stderr=said, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -43,16 +47,12 @@ def command(name: str, *args: object, stdin: str = "") -> subprocess.CompletedPr
 class Running:
     """A command that runs until it is told to stop. To be used by `with`, which kills it if it still runs."""
 
-    def __init__(self, name: str, *args: object, log: Path) -> None:
+    def __init__(self, name: str, *args: object, log: Path, from_nothing: bool = False) -> None:
         self.log = log
         with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "swarmllm", name, *map(str, args)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
+            line = [sys.executable, "-m", "swarmllm", name, *map(str, args)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
+            self.process = subprocess.Popen(line, **pipes) if from_nothing else forked.popen(line, **pipes)
 
     def lines_until_join(self) -> list[str]:
         """All lines up to and including the one that says how to join. pytest's timeout bounds the wait."""
@@ -104,19 +104,24 @@ def sentence(stderr: str) -> str:
 class Terminal:
     """A command at a terminal of its own, at which somebody types. To be used by `with`."""
 
-    def __init__(self, name: str, *args: object, program: str = COMMAND, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *args: object,
+        program: str = COMMAND,
+        directory: Path | None = None,
+        from_nothing: bool = False,
+    ) -> None:
         self.seen = ""
         """All that was on the screen. `directory` is for the command's temporary files."""
         self._read_to = 0
         self._screen, line = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, name, *map(str, args)],
-            stdin=line,
-            stdout=line,
-            stderr=line,
-            start_new_session=True,
-            env=None if directory is None else {**os.environ, "TMPDIR": str(directory)},
-        )
+        streams = {"stdin": line, "stdout": line, "stderr": line, "start_new_session": True}
+        begin = subprocess.Popen if from_nothing else forked.popen
+        with pytest.MonkeyPatch.context() as environment:
+            if directory is not None:
+                environment.setenv("TMPDIR", str(directory))
+            self.process = begin([sys.executable, "-c", program, name, *map(str, args)], **streams)
         os.close(line)
 
     def type(self, keys: str) -> None:

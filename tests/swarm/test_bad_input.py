@@ -1,16 +1,17 @@
 """Wrong models, wrong swarms, too much of everything: a sentence in bounded time, and the swarm goes on."""
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
 from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded, prompt, save_llama
+from tests import forked
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -212,18 +213,29 @@ def test_blocked_servers_are_not_used(llama: Path, swarm: LocalSwarm) -> None:
 # Too much
 
 
-def test_a_full_cache_and_its_release(llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel) -> None:
-    # Retries, because a server hears only some moments later that a session has been closed.
-    with client(llama, small_swarm, max_retries=4) as model:
-        with model.inference_session(max_length=350) as session:
-            session.step(model.embed(prompt()))
-            with pytest.raises(CacheFullError, match="KV cache"), model.inference_session(max_length=350) as other:
-                other.step(model.embed(prompt()))
-            session.step(model.embed(prompt()))
-        assert_same_tokens(model, local, prompt(), max_new_tokens=100)
-        with pytest.raises(CacheFullError):
-            generate_seeded(model, prompt(), max_new_tokens=100, num_beams=3)
-        assert_same_tokens(model, local, prompt(), max_new_tokens=100)
+@pytest.fixture(scope="module")
+def patient(llama: Path, small_swarm: LocalSwarm) -> Iterator[Any]:
+    """It tries again, because a server hears only some moments later that a session has been closed."""
+    with client(llama, small_swarm, max_retries=8) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def impatient(llama: Path, small_swarm: LocalSwarm) -> Iterator[Any]:
+    with client(llama, small_swarm) as model:
+        yield model
+
+
+def test_a_full_cache_and_its_release(patient: Any, impatient: Any, local: PreTrainedModel) -> None:
+    with patient.inference_session(max_length=350) as session:
+        session.step(patient.embed(prompt()))
+        with pytest.raises(CacheFullError, match="KV cache"), impatient.inference_session(max_length=350) as other:
+            other.step(impatient.embed(prompt()))
+        session.step(patient.embed(prompt()))
+    assert_same_tokens(patient, local, prompt(), max_new_tokens=100)
+    with pytest.raises(CacheFullError):
+        generate_seeded(impatient, prompt(), max_new_tokens=100, num_beams=3)
+    assert_same_tokens(patient, local, prompt(), max_new_tokens=100)
 
 
 HOLDS_THE_CACHE = """
@@ -239,30 +251,28 @@ sys.stdin.read()
 
 
 def test_the_cache_of_a_client_that_was_killed_is_free(
-    llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel
+    llama: Path, small_swarm: LocalSwarm, patient: Any, impatient: Any, local: PreTrainedModel
 ) -> None:
     arguments = [str(llama), small_swarm.servers[0].peer_id, *small_swarm.initial_peers]
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS_THE_CACHE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
+    holder = forked.popen([sys.executable, "-c", HOLDS_THE_CACHE, *arguments], stderr=sys.__stderr__, stdout=PIPE)
+    try:
         assert holder.stdout.readline() == "open\n"
-        with client(llama, small_swarm) as model:
-            with pytest.raises(CacheFullError):
-                generate_seeded(model, prompt(), max_new_tokens=100)
-            holder.kill()
-            holder.wait()
-        with client(llama, small_swarm, max_retries=8) as model:
-            assert_same_tokens(model, local, prompt(), max_new_tokens=100)
+        with pytest.raises(CacheFullError):
+            generate_seeded(impatient, prompt(), max_new_tokens=100)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+    assert_same_tokens(patient, local, prompt(), max_new_tokens=100)
 
 
-def test_batches_above_the_servers_limit_are_split(
-    llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel
-) -> None:
+def test_batches_above_the_servers_limit_are_split(impatient: Any, local: PreTrainedModel) -> None:
     ids = prompt(9, 20)
-    with client(llama, small_swarm) as model, torch.no_grad():
-        torch.testing.assert_close(model(ids, use_cache=False).logits, local(ids, use_cache=False).logits)
+    with torch.no_grad():
+        torch.testing.assert_close(impatient(ids, use_cache=False).logits, local(ids, use_cache=False).logits)
         with pytest.raises(ConfigurationError, match=f"{MAX_BATCH_TOKENS}.*shorter"):
-            model(prompt(2, MAX_BATCH_TOKENS + 1), use_cache=False)
+            impatient(prompt(2, MAX_BATCH_TOKENS + 1), use_cache=False)
 
 
 def test_a_server_for_certain_clients_only(llama: Path, small_swarm: LocalSwarm, local: PreTrainedModel) -> None:

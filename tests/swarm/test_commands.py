@@ -2,9 +2,11 @@
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from commands import Running, command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
+from swarmllm.__main__ import main
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
@@ -42,8 +45,9 @@ def servers(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     )
     with ExitStack() as stack:
         file = ["--config", settings]
-        first = stack.enter_context(Running("server", *file, "--initial_peers", bootstrap, log=directory / "first.log"))
-        # Imports while the first one starts, and is told where to join when that one is online.
+        join = ["--initial_peers", bootstrap]
+        first = stack.enter_context(Running("server", *file, *join, log=directory / "first.log", from_nothing=True))
+        # Starts while the first one does, and is told where to join when that one is online.
         second = stack.enter_context(
             Running("server", *file, "--initial-peers", "-", "--num-blocks=3", log=directory / "second.log")
         )
@@ -185,14 +189,28 @@ UNUSABLE = {
 }
 
 
-def test_unusable_arguments_are_one_sentence() -> None:
-    with ThreadPoolExecutor(4) as some:
-        all_done = {name: some.submit(command, *args) for name, (args, _) in UNUSABLE.items()}
-    for name, (_, expected) in UNUSABLE.items():
-        done = all_done[name].result()
-        assert done.returncode == 2, (name, done.stderr)
-        assert expected in sentence(done.stderr), name
-        assert done.stdout == "", name
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_arguments_are_one_sentence(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process; that codes are those of processes is seen below and above."""
+    args, expected = UNUSABLE[name]
+    monkeypatch.setattr(sys, "stdin", StringIO(""))
+    try:
+        code = main(args)
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert code == 2, said.err
+    assert expected in sentence(said.err)
+    assert said.out == ""
+
+
+def test_unusable_arguments_end_the_process() -> None:
+    done = command(*UNUSABLE["no prompt"][0])
+    assert done.returncode == 2, done.stderr
+    assert UNUSABLE["no prompt"][1] in sentence(done.stderr)
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("args", [["status"], ["server", "--model", MODEL]], ids=["status", "server"])

@@ -1,14 +1,41 @@
-"""`swarmllm demo`, as a newcomer starts it."""
+"""`swarmllm demo`."""
 
 import re
+from collections.abc import Iterator
 
+import pytest
+import transformers
 from commands import command
 
+from swarmllm.demo.__main__ import main
 
-def test_the_story_survives_a_server() -> None:
+
+@pytest.fixture
+def _transformers_as_before() -> Iterator[None]:
+    """The demo silences it for its process."""
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("_transformers_as_before")
+def test_the_story_survives_a_server(capfd: pytest.CaptureFixture[str]) -> None:
+    """In this process, so that its servers are forked."""
+    code = main(["--max_new_tokens", "60"])
+    said = capfd.readouterr()
+    assert_told(code, said.out, said.err)
+
+
+@pytest.mark.slow
+def test_as_a_newcomer_starts_it() -> None:
     done = command("demo", "--max_new_tokens", 60)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert_told(done.returncode, done.stdout, done.stderr)
+
+
+def assert_told(code: int, story: str, errors: str) -> None:
+    assert code == 0, errors
+    assert errors == ""
     for expected in (
         r"████····  …(\w{6}) +0:4 +online",
         r"Once upon a time",
@@ -17,9 +44,9 @@ def test_the_story_survives_a_server() -> None:
         r"The next token came \d+ ms after the kill",
         r"every token is equal",
     ):
-        assert re.search(expected, done.stdout), done.stdout
-    killed = re.search(r"server …(\w{6}) is killed", done.stdout)
-    heir = re.search(r"went to …(\w{6})", done.stdout)
+        assert re.search(expected, story), story
+    killed = re.search(r"server …(\w{6}) is killed", story)
+    heir = re.search(r"went to …(\w{6})", story)
     assert killed is not None
     assert heir is not None
     assert killed[1] != heir[1]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, load_local, prompt, save_llama
+from tests.selection import sampled
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -29,13 +30,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "left_padded": {"ids": prompt(3, 8), "padding": [0, 3, 5]},
     "long_prompt": {"ids": prompt(1, 150)},
 }
-ARCHITECTURES = ["gemma3_text", "mixtral", "bloom", "gpt2", "qwen3_next"]
-MORE_ARCHITECTURES = ["llama", "qwen3", "gemma2", "falcon", "gpt_oss"]
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters that run with the slow tests only."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+ARCHITECTURES = [
+    "gemma3_text",  # always: two kinds of attention
+    *sampled(["mixtral", "bloom", "gpt2", "qwen3_next", "llama", "qwen3", "gemma2", "falcon", "gpt_oss"], 5),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,7 @@ def two_servers() -> Iterator[LocalSwarm]:
         yield swarm
 
 
-@pytest.fixture(scope="module", params=[2, *slow(1, 4, 8)])
+@pytest.fixture(scope="module")
 def chain_model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A client of one chain of servers."""
     swarm = request.getfixturevalue("two_servers" if request.param == 2 else "many_servers")
@@ -78,16 +76,21 @@ def embedded_client(swarm: LocalSwarm, spans: list[tuple[int, int]]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_200_tokens_over_1_to_8_servers(chain_model: Any, embedded: PreTrainedModel, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("chain_model", "num_tokens"),
+    [(2, 50), *(pytest.param(chain, 200, marks=pytest.mark.slow) for chain in (2, 1, 4, 8))],
+    indirect=["chain_model"],
+)
+def test_a_story_over_1_to_8_servers(chain_model: Any, embedded: PreTrainedModel, num_tokens: int, mode: str) -> None:
     text = AutoTokenizer.from_pretrained(embedded_model_path())("Once upon a time", return_tensors="pt").input_ids
-    options = {"min_new_tokens": 200, "max_new_tokens": 200, **MODES[mode]}
+    options = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens, **MODES[mode]}
 
     generated = assert_same_tokens(chain_model, embedded, text, **options)
 
-    assert generated.shape == (1, text.shape[1] + 200)
+    assert generated.shape == (1, text.shape[1] + num_tokens)
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, *slow(*MORE_ARCHITECTURES)])
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """A client and the local model; two servers hold two of its four blocks each."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -128,10 +131,15 @@ def test_a_long_prompt_flows_in_chunks(model: Any, local: PreTrainedModel) -> No
     assert_same_tokens(model, local, prompt(3, 300), max_new_tokens=10)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_relaying_through_the_client(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, mode: str) -> None:
+@pytest.fixture(scope="module")
+def relaying(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
     with connected(llama, swarm.initial_peers, push=False) as model:
-        assert_same_tokens(model, local, prompt(1, 300), max_new_tokens=20, **MODES[mode])
+        yield model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_relaying_through_the_client(relaying: Any, local: PreTrainedModel, mode: str) -> None:
+    assert_same_tokens(relaying, local, prompt(1, 300), max_new_tokens=20, **MODES[mode])
 
 
 @pytest.mark.slow

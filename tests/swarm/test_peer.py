@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from tests import forked
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.doctor import DoctorConfig, Verdict, check_swarm
@@ -316,11 +317,11 @@ def test_no_daemon_survives_its_killed_process() -> None:
         "    await peer.daemon_exited()\n"
         "asyncio.run(main())\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = forked.popen([sys.executable, "-c", code], stderr=sys.__stderr__, stdout=subprocess.PIPE)
     daemon = psutil.Process(int(process.stdout.readline()))
     process.kill()
     process.wait()
+    process.stdin.close()
     process.stdout.close()
     daemon.wait(timeout=120)
 
@@ -610,20 +611,25 @@ def test_any_event_loop_in_any_thread(loop_factory: Callable[[], asyncio.Abstrac
     assert results == [1 << 20]
 
 
-def imported_by(code: str, names: Iterable[str]) -> list[str]:
-    check = f"{code}\nimport sys\nprint(*[name for name in {list(names)!r} if name in sys.modules])"
-    return subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
+IMPORTS = """
+import sys
+def imported(*names):
+    return [name for name in names if name in sys.modules]
+heavy = ("hivemind.averaging", "hivemind.moe", "hivemind.optim", "scipy")
+import swarmllm.network.protocol, swarmllm.network.tensor_codec, swarmllm.network.block_directory
+assert imported("hivemind", "multiaddr", "scipy") == []
+import swarmllm.network.peer
+assert imported("hivemind.dht.node", *heavy) == ["hivemind.dht.node"]
+print("only what is needed")
+import hivemind
+from hivemind import DHT
+hivemind.Optimizer, hivemind.p2p.P2P
+assert imported("hivemind.optim") == ["hivemind.optim"]
+print("all of hivemind")
+"""
 
 
-def test_only_what_is_needed_is_imported() -> None:
-    pure = "import swarmllm.network.protocol, swarmllm.network.tensor_codec, swarmllm.network.block_directory"
-    assert imported_by(pure, ["hivemind", "multiaddr", "scipy"]) == []
-    heavy = ["hivemind.averaging", "hivemind.moe", "hivemind.optim", "scipy"]
-    assert imported_by("import swarmllm.network.peer", ["hivemind.dht.node", *heavy]) == ["hivemind.dht.node"]
-
-
-def test_hivemind_is_whole_for_others_in_the_process() -> None:
-    code = (
-        "import swarmllm.network.peer\nimport hivemind\nfrom hivemind import DHT\nhivemind.Optimizer, hivemind.p2p.P2P"
-    )
-    assert imported_by(code, ["hivemind.optim"]) == ["hivemind.optim"]
+def test_only_what_is_needed_is_imported_and_hivemind_is_whole_for_others_in_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.stdout == "only what is needed\nall of hivemind\n", done.stderr
+    assert done.returncode == 0
