@@ -6,8 +6,8 @@ The blocks are real ones of a tiny model, so that what gets past the checks meet
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.block_span import BlockSpan, load_block_span
 from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.network import stream as stream_module
 from swarmllm.network.messages import Successor
 from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
@@ -122,8 +123,25 @@ class Server:
         await asyncio.get_running_loop().shutdown_default_executor()  # its thread waited for the device thread
 
 
+@contextmanager
+def no_daemon_between() -> Iterator[None]:
+    """Streams hang up almost at once: half a second is for the daemon, which drops last words, and here is none."""
+    for_daemons, stream_module.LINGER_S = stream_module.LINGER_S, min(stream_module.LINGER_S, 0.01)
+    try:
+        yield
+    finally:
+        stream_module.LINGER_S = for_daemons
+
+
 @asynccontextmanager
 async def serving(blocks: BlockSpan, **options: Any) -> AsyncIterator[Server]:
+    with no_daemon_between():
+        async with _serving(blocks, **options) as server:
+            yield server
+
+
+@asynccontextmanager
+async def _serving(blocks: BlockSpan, **options: Any) -> AsyncIterator[Server]:
     async with asyncio.TaskGroup() as tasks:
         server = Server(blocks, tasks, **options)
         try:

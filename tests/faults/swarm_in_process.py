@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from hostile import no_daemon_between
 from torch import Tensor
 
 from swarmllm import ClientConfig
@@ -142,8 +143,10 @@ class InProcessSwarm:
         """Records without a server."""
         self._spans = spans
         self._announced = announced or [{}] * len(spans)
+        self._no_daemon = no_daemon_between()
 
     def __enter__(self) -> Self:
+        self._no_daemon.__enter__()
         self.blocks.loop.run(self._start())
         return self
 
@@ -151,6 +154,7 @@ class InProcessSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.blocks.loop.run(self._stop())
+        self._no_daemon.__exit__(kind, error, trace)
 
     async def _start(self) -> None:
         for span, announced in zip(self._spans, self._announced, strict=True):

@@ -94,6 +94,10 @@ async def client_of(server: Server, peer_id: str, session: str) -> AsyncIterator
     client = Client(await server.connect(peer_id), session)
     await client.open()
     yield client
+    async with asyncio.timeout(120):
+        # A page is kept after the answer has gone out. Whoever hangs up before, ends that.
+        while any(one._waiting.num_bytes for one in server.sessions):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
     await client.close()
 
 
