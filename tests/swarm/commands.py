@@ -20,6 +20,7 @@ TAKE_TERMINAL = """
 import fcntl, runpy, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where pytest was started in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, where pytest was started by nohup
 """
 COMMAND = (
     TAKE_TERMINAL
