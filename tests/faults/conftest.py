@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fault_tools import Doom, Faulty
+from swarm_in_process import Blocks
 from swarm_models import connected, load_local, save_llama
 from transformers import PreTrainedModel
 
@@ -20,6 +21,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local(llama: Path) -> PreTrainedModel:
     """The same model in this process: what an undisturbed run gives."""
     return load_local(llama)
+
+
+@pytest.fixture(scope="session")
+def blocks(llama: Path) -> Iterator[Blocks]:
+    """The checkpoint's blocks for swarms in this process: loading them for each file took longer than many a test."""
+    blocks = Blocks(llama)
+    yield blocks
+    blocks.close()
 
 
 @pytest.hookimpl(tryfirst=True)

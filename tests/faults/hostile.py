@@ -88,12 +88,21 @@ class Server:
         """The client's end of a new stream, on which this server sees `peer_id`."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        _, served = await loop.create_connection(lambda: self._stream_type(peer_id, **options), sock=theirs)
-        _, stream = await loop.create_connection(lambda: FrameStream(SERVER), sock=ours)
+        try:
+            _, served = await loop.create_connection(lambda: self._stream_type(peer_id, **options), sock=theirs)
+            _, stream = await loop.create_connection(lambda: FrameStream(SERVER), sock=ours)
+        except BaseException:  # whoever dialled has left
+            ours.close()
+            theirs.close()
+            raise
         task = self._streams[stream] = loop.create_task(self._serve(served))
         task.add_done_callback(lambda _: self._streams.pop(stream))
         if greet:
-            await hello(stream, fingerprint=FINGERPRINT)
+            try:
+                await hello(stream, fingerprint=FINGERPRINT)
+            except BaseException:
+                stream.abort()
+                raise
         return stream
 
     async def _serve(self, stream: FrameStream) -> None:

@@ -233,7 +233,7 @@ class InProcessSwarm:
             raise PeerUnreachableError("connection refused", called)
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        served, stream = _ServedStream(self, server, caller), FrameStream(called)
+        served, stream = self.new_ends(server, caller)
         try:
             await loop.create_connection(lambda: served, sock=theirs)
             await loop.create_connection(lambda: stream, sock=ours)
@@ -249,6 +249,10 @@ class InProcessSwarm:
             end.gone.add_done_callback(lambda _, end=end, owner=owner: owner.streams.discard(end))
         self.create_task(self._serve(server, served))
         return stream
+
+    def new_ends(self, server: Server, caller: str) -> tuple[FrameStream, FrameStream]:
+        """The server's and the caller's end of a stream that isn't connected yet."""
+        return _ServedStream(self, server, caller), FrameStream(server.peer_id)
 
     async def _serve(self, server: Server, stream: FrameStream) -> None:
         try:

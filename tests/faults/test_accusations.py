@@ -3,8 +3,6 @@
 In process, with the real client.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,13 +39,6 @@ CODES = [
         SessionLostError,
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 class Accuser:

@@ -6,11 +6,9 @@ as long as honest servers that live hold all blocks. Then every step has to be r
 handles, and when the last session is closed no server holds a byte for any.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from mistakes import logged_mistakes
 from swarm_in_process import Blocks, InProcessSwarm, Server
 from torch import Tensor
 
@@ -322,42 +321,19 @@ class ClientModel(RuleBasedStateMachine):
         assert not self.mistakes
 
 
-class Mistakes(logging.Handler):
-    """What was logged as one, and what asyncio reports."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(self.format(record))
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
-
-
 @pytest.fixture
 def model(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ClientModel]]:
     monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
     monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(retry, "MAX_BACKOFF_S", 0.01)
     monkeypatch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.05)
-    mistakes = Mistakes()
-    loggers = [logging.getLogger(name) for name in ("swarmllm", "asyncio")]
-    for logger in loggers:
-        logger.addHandler(mistakes)
 
     class Model(ClientModel):
         pass
 
-    Model.blocks, Model.mistakes = blocks, mistakes.messages
-    yield Model
-    for logger in loggers:
-        logger.removeHandler(mistakes)
+    with logged_mistakes() as mistakes:
+        Model.blocks, Model.mistakes = blocks, mistakes
+        yield Model
 
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

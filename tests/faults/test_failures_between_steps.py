@@ -5,7 +5,6 @@ In process. Where that goes wrong, the client waits for as long as a step may ta
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from swarmllm.server.prefix_cache import PrefixCache
 from swarmllm.server.shared_prefix import SharedPrefix
 
 STEP_TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 @pytest.fixture

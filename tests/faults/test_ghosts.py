@@ -3,8 +3,6 @@
 In process; `test_ghost_swarm` has real servers.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,6 @@ from swarmllm.network.protocol import MessageType
 NUM_BLOCKS, HIDDEN = 6, 64
 SEDUCTIVE: dict[str, Any] = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
 LIES = BlockTraits(batch_axis=1, block_output=3, extra_inputs=("input_ids",), chunked_prefill=False, rollback=False)
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 def ghost(number: int, start: int = 0, end: int = NUM_BLOCKS, **fields: Any) -> ServerInfo:

@@ -1,8 +1,7 @@
 """What spot checks find, and whom they are sure about. In process; `test_spot_checks` has real servers."""
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +23,6 @@ Lie = Callable[[Tensor], Tensor]
 FASTEST, FAST, SLOW = ({"decode_ms_per_block": ms} for ms in (0.1, 1.0, 2.0))
 """Of several servers of the same blocks, the fastest one is used, the others are asked for comparison."""
 CHECKED = {"verify_fraction": 1.0, "min_gain_to_move": 1, "max_parallel_routes": 1}
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Sessions whose length nobody gave ask servers for what they have room for."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +21,6 @@ def _soon() -> Iterator[None]:
         patch.setattr(retry, "FIRST_BACKOFF_S", 0.001)
         patch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.01)
         yield
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 @settings(max_examples=8)

@@ -4,7 +4,7 @@ In process, over layouts and deaths at random; `test_failover` has real servers.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -33,13 +33,6 @@ NUM_BLOCKS = 6
 PHASES = set(Phase) - {Phase.shrink}
 """A failing case is small as it is."""
 HIDDEN = 64
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 spans = st.tuples(st.integers(0, NUM_BLOCKS), st.integers(0, NUM_BLOCKS)).filter(lambda ends: ends[0] < ends[1])

@@ -3,8 +3,6 @@
 In process, with the real client; `test_fuzz` is the other direction.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +20,6 @@ HIDDEN = 64
 CHUNK_TOKENS = 4
 TWICE = [(0, 2), (2, 4), (4, 6)] * 2
 PHASES = set(Phase) - {Phase.shrink}
-
-
-@pytest.fixture(scope="module")
-def blocks(llama: Path) -> Iterator[Blocks]:
-    blocks = Blocks(llama)
-    yield blocks
-    blocks.close()
 
 
 def hidden_states(batch_size: int, seq_len: int) -> Tensor:

@@ -1,0 +1,238 @@
+"""Whole conversations by the hundred thousand messages: what hostile clients say on several streams at once.
+
+Each game has some streams of some peers, one of which calls itself by the server's own id. They greet rightly, wrongly
+or not at all; share sessions, adapters and tokens; and what they say is cut off, changed in its bytes, repeated, or
+arrives in pieces between those of the others. Some never read. After each game nothing of it may be left, nothing may
+have been logged as a mistake, and the session of an honest client goes on rightly. `test_fuzz` does the same message by
+message, `test_fuzzed_answers` what hostile servers say.
+"""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from random import Random
+
+import psutil
+import pytest
+import torch
+from fuzzed_messages import ODD_VALUES, Conversation, wire
+from hostile import FINGERPRINT, MALLORY, SERVER, HonestClient, Server, hang_up, load_blocks, serving
+from mistakes import logged_mistakes
+from swarm_models import save_llama
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import SwarmError
+from swarmllm.models.block_span import BlockSpan
+from swarmllm.network import stream as stream_module
+from swarmllm.network.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, MessageType
+from swarmllm.network.protocol import FrameStream, hello
+
+EVE = "12D3KooWEveEveEveEveEveEveEveEveEveEveEveEveEveEveEv"
+CALLERS = (MALLORY, MALLORY, EVE, SERVER)
+HONEST_SESSION = "honest".ljust(32, "0")
+HELLO = {"min_version": 1, "max_version": 1, "software": "", "fingerprint": FINGERPRINT, "encodings": ["int8"]}
+GAMES_PER_STEP = 4
+"""Of the honest client: each costs as much as a game."""
+MEMORY_SLACK_BYTES = 48 << 20
+"""Allocators don't give everything back; a leak of a hundred thousand messages would be larger."""
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    """Two blocks of three, so that sessions keep what they send on."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("conversations") / "checkpoint"
+    return load_blocks(save_llama(directory, num_blocks=3, hidden_size=16, intermediate_size=16), Span(0, 2))
+
+
+@pytest.fixture(autouse=True)
+def mistakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    monkeypatch.setattr(stream_module, "LINGER_S", 0.0)  # these streams are socket pairs, that nobody resets
+    with logged_mistakes() as mistakes:
+        yield mistakes
+
+
+class Caller:
+    """One stream to the server, on which bytes are written."""
+
+    def __init__(self, stream: FrameStream, random: Random) -> None:
+        self.stream = stream
+        self.waiting = bytearray()
+        """What it is going to write."""
+        self._random = random
+        self._reading: asyncio.Task[None] | None = None
+
+    async def greet(self) -> int:
+        """The messages that it took."""
+        match self._random.randrange(10):
+            case 0:
+                return 0
+            case 1:
+                header = dict(HELLO)
+                header[self._random.choice([*HELLO, "more"])] = self._random.choice(ODD_VALUES)
+                self.waiting += wire(MessageType.HELLO, header)
+            case 2:  # what follows doesn't wait for the answer
+                self.waiting += wire(MessageType.HELLO, HELLO)
+            case _:
+                await hello(self.stream, fingerprint=FINGERPRINT)
+        return 1
+
+    def listen(self) -> None:
+        """Or not."""
+        if self._random.random() < 0.1:
+            if self.stream._transport is not None:
+                self.stream._transport.pause_reading()
+        else:
+            self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with suppress(SwarmError):
+            while True:
+                await self.stream.receive()
+
+    def say(self, kind: MessageType, header: dict[str, object], payload: bytes) -> None:
+        """Have it written, in one of many ways."""
+        random, flags = self._random, 0
+        data = wire(kind, header, payload)
+        match random.randrange(60):
+            case 0 | 1 if len(payload) > 1:
+                data = in_frames(kind, header, payload, random)
+            case 2:
+                data = data[: random.randrange(len(data))]
+            case 3:
+                data = bytearray(data)
+                data[random.randrange(min(len(data), 40))] ^= 1 << random.randrange(8)
+            case 4:
+                data *= random.choice((2, 2, 3, 20))
+            case 5:
+                data += wire(MessageType.PING, {"n": random.choice(ODD_VALUES)})
+            case 6:
+                data += wire(random.choice((MessageType.ERROR, MessageType.PONG)), {"n": random.choice(ODD_VALUES)})
+            case 7:
+                unknown = PREFIX.pack(MAGIC, FORMAT, 200, random.choice((OPTIONAL, flags)), 1, 3, 3) + b"\x80abc"
+                data += unknown
+        self.waiting += data
+
+    def write_some(self) -> None:
+        size = len(self.waiting) if self._random.random() < 0.7 else self._random.randint(1, len(self.waiting))
+        with suppress(SwarmError):  # the server has ended the stream
+            self.stream._write(bytes(self.waiting[:size]))
+        del self.waiting[:size]
+
+    async def leave(self, server: Server) -> None:
+        if self._random.random() < 0.5:
+            self.stream.abort()
+        else:
+            await hang_up(self.stream)
+        await server.ended(self.stream)
+        if self._reading is not None:
+            await self._reading
+
+
+def in_frames(kind: MessageType, header: dict[str, object], payload: bytes, random: Random) -> bytes:
+    """A message of several frames; now and then others come between, or one of the frames is wrong."""
+    first = wire(kind, header)
+    cuts = sorted({0, len(payload), *(random.randrange(len(payload)) for _ in range(3))})
+    data = b""
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        total = len(payload) + (random.random() < 0.05)
+        if number == 0:
+            packed = first[PREFIX.size :]
+            data += PREFIX.pack(MAGIC, FORMAT, kind, 0, len(packed), end, total) + packed
+        else:
+            data += PREFIX.pack(MAGIC, FORMAT, MessageType.CONTINUE, 0, 0, end - start, total)
+        data += payload[start:end]
+        if random.random() < 0.3:
+            between = random.choice((MessageType.PING, MessageType.PING, MessageType.PONG, MessageType.CLOSE))
+            data += wire(between, {"n": number})
+    return data
+
+
+async def play(server: Server, seed: int) -> int:
+    """Some streams from their greetings to their ends; how many messages they brought."""
+    conversation, random = Conversation(seed, [HONEST_SESSION]), Random(seed)
+    callers = [Caller(await server.connect(who, greet=False), random) for who in random.choices(CALLERS, k=4)]
+    count = 0
+    for caller in callers:
+        count += await caller.greet()
+        caller.listen()
+    messages = conversation.messages()
+    if random.random() < 0.3:
+        messages += Conversation(seed, [HONEST_SESSION]).messages()  # all of it once more
+    owners = {session: random.choice(callers) for session in conversation.sessions}
+    for kind, header, payload in messages:
+        session = header.get("session")
+        owner = owners.get(session) if isinstance(session, str) else None
+        caller = owner if owner is not None and random.random() < 0.85 else random.choice(callers)
+        caller.say(kind, header, payload)
+    leaving = random.choice(callers)
+    while waiting := [caller for caller in callers if caller.waiting]:
+        random.choice(waiting).write_some()
+        if random.random() < 0.5:
+            await asyncio.sleep(0)
+        if random.random() < 0.02:
+            leaving.stream.abort()
+    for caller in callers:
+        await caller.leave(server)
+    return count + len(messages)
+
+
+async def check_nothing_left(server: Server, leased: int) -> None:
+    """Of any game."""
+    handler = server.handler
+    async with asyncio.timeout(120):
+        # The streams are the honest client's, and the link of the server to itself.
+        while (  # noqa: ASYNC110
+            handler.limits._bytes
+            or handler._intake.num_bytes
+            or handler.limits.num_streams() > 2
+            or server.executor.num_calls
+        ):
+            await asyncio.sleep(0.001)
+    assert [session.id for session in server.sessions] == [HONEST_SESSION]
+    assert server.budget.leased_bytes == leased
+    assert not handler.pushes._waiting
+
+
+async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) -> None:
+    """At least that many messages, in as many games as it takes."""
+    process, memory, sent, game = psutil.Process(), 0, 0, 0
+    async with serving(blocks) as server:
+        honest = HonestClient(server)
+        await honest.start()
+        leased, tasks = server.budget.leased_bytes, len(asyncio.all_tasks())
+        while sent < count:
+            game += 1
+            try:
+                sent += await play(server, seed + game)
+                await check_nothing_left(server, leased)
+                if game % GAMES_PER_STEP == 0:
+                    await honest.step()
+                assert not server.failures
+                assert not mistakes
+            except BaseException as error:
+                error.add_note(f"seed {seed + game}")
+                raise
+            if not memory and sent > count // 4:  # caches of the allocator and of torch are full by now
+                gc.collect()
+                memory = process.memory_info().rss
+        await honest.step()
+        gc.collect()
+        assert process.memory_info().rss < memory + MEMORY_SLACK_BYTES
+        assert len(asyncio.all_tasks()) <= tasks + 2, "more than the link to itself and its reader"
+        await honest.stop()
+    assert not mistakes
+
+
+async def test_hostile_conversations_hurt_nobody(blocks: BlockSpan, mistakes: list[str]) -> None:
+    await fuzz(blocks, 2_000, 0, mistakes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_a_hundred_thousand_messages_of_hostile_conversations_hurt_nobody(
+    blocks: BlockSpan, mistakes: list[str]
+) -> None:
+    await fuzz(blocks, 100_000, 1_000_000, mistakes)
