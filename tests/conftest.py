@@ -5,7 +5,6 @@ not end fail it, by name. Processes are found by a marker in their environment, 
 a killed server) is found as well.
 """
 
-import asyncio
 import inspect
 import os
 import shutil
@@ -13,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,12 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from tests import forked  # noqa: E402
+from tests.left_tasks import GRACE_S, no_task_left_behind  # noqa: E402
 
 from swarmllm.demo import local_swarm  # noqa: E402
 
 pytest_plugins = ["tests.selection"]
 REPO = Path(__file__).resolve().parent.parent
-GRACE_S = 60.0
-"""Seconds that a thread, task or process may take to end after it was told to, on however busy a machine."""
 START_S = STOP_S = 240.0
 """Seconds for servers. Only what hangs takes so long."""
 UNIT_BUDGET_S = 0.25
@@ -79,16 +77,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         fail_for_processes(lambda: [process for process in session_processes() if process not in processes])
 
 
-@pytest.fixture
-async def _no_task_left_behind() -> AsyncIterator[None]:
-    """Fails a coroutine test whose tasks outlive it and its fixtures."""
-    before = asyncio.all_tasks()
-    yield
-    left = asyncio.all_tasks() - before - {asyncio.current_task()}
-    if left:
-        _, left = await asyncio.wait(left, timeout=GRACE_S)
-    if left:
-        pytest.fail(f"asyncio tasks left running: {left}", pytrace=False)
+_no_task_left_behind = pytest.fixture(no_task_left_behind)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -67,13 +67,15 @@ class RawPeers:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
+        self.opened: list[RawPeer] = []
 
     async def open_stream(self, server: LocalServer, *, greet: bool = True) -> RawPeer:
         addrs = [maddr.partition("/p2p/")[0] for maddr in server.maddrs]
         stream = await self._peer.open_stream(server.peer_id, addrs)
         if greet:
             await hello(stream)
-        return RawPeer(stream)
+        self.opened.append(RawPeer(stream))
+        return self.opened[-1]
 
     @classmethod
     @asynccontextmanager

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from pytest_asyncio import fixture as in_loop
 from raw_peer import HIDDEN, RawPeer, RawPeers
 from swarm_models import generate_seeded, prompt
+from tests.left_tasks import no_task_left_behind
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -19,16 +21,24 @@ from swarmllm.network.frames import CHUNK_BYTES, FORMAT, MAGIC, PREFIX
 from swarmllm.network.identity import Identity
 from swarmllm.network.protocol import MessageType
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+_no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def server(swarm: LocalSwarm) -> LocalServer:
     """It holds blocks [0, 3)."""
     return swarm.servers[0]
 
 
+@pytest.fixture(scope="module")
+def expected(local: PreTrainedModel) -> list[list[int]]:
+    tokens: list[list[int]] = generate_seeded(local, prompt(), max_new_tokens=3).tolist()
+    return tokens
+
+
 @pytest.fixture(autouse=True)
-def _others_are_served(model: Any, local: PreTrainedModel) -> Iterator[None]:
-    expected = generate_seeded(local, prompt(), max_new_tokens=3).tolist()
+def _others_are_served(model: Any, expected: list[list[int]]) -> Iterator[None]:
     with model.inference_session(max_length=32) as session:
         session.step(model.embed(prompt(1, 4)))  # open before, and in use after
         yield
@@ -37,13 +47,28 @@ def _others_are_served(model: Any, local: PreTrainedModel) -> Iterator[None]:
         assert session.num_repairs == 0, "the session must not have noticed anything"
 
 
-@pytest.fixture
-async def peers(server: LocalServer) -> AsyncIterator[RawPeers]:
+@in_loop(scope="module", loop_scope="module")
+async def all_peers(server: LocalServer) -> AsyncIterator[tuple[RawPeers, RawPeer]]:
+    """One peer for all tests, and a stream of it that is silent meanwhile, in the midst of a message."""
     async with RawPeers.join(server) as peers:
-        yield peers
+        silent = await peers.open_stream(server)
+        silent.stream._answer_ping = lambda message: None
+        silent.stream._ping = lambda: None
+        silent.write(frame(MessageType.FORWARD, b"\x80", 1000, 1000) + b"only this")
+        yield peers, silent
 
 
-@pytest.fixture
+@in_loop(loop_scope="module")
+async def peers(all_peers: tuple[RawPeers, RawPeer]) -> AsyncIterator[RawPeers]:
+    """Streams of that peer; what a test leaves open is ended."""
+    peers, silent = all_peers
+    yield peers
+    for raw in peers.opened:
+        if raw is not silent:
+            raw.stream.abort()
+
+
+@in_loop(loop_scope="module")
 async def raw(peers: RawPeers, server: LocalServer) -> RawPeer:
     return await peers.open_stream(server)
 
@@ -102,13 +127,6 @@ async def test_an_unknown_message_type(raw: RawPeer) -> None:
 async def test_no_greeting(peers: RawPeers, server: LocalServer) -> None:
     raw = await peers.open_stream(server, greet=False)
     await raw.open()
-    await assert_ended(raw)
-
-
-async def test_a_stream_that_falls_silent_in_the_midst_of_a_message(raw: RawPeer) -> None:
-    raw.stream._answer_ping = lambda message: None
-    raw.stream._ping = lambda: None
-    raw.write(frame(MessageType.FORWARD, b"\x80", 1000, 1000) + b"only this")
     await assert_ended(raw)
 
 
@@ -375,3 +393,9 @@ async def test_too_many_requests_at_once(raw: RawPeer) -> None:
         codes.append(message.header["code"] if message.type is MessageType.ERROR else None)
     assert set(codes) <= {None, "overloaded"}
     assert None in codes
+
+
+async def test_a_stream_that_falls_silent_in_the_midst_of_a_message(all_peers: tuple[RawPeers, RawPeer]) -> None:
+    """While the tests above ran."""
+    _, silent = all_peers
+    await assert_ended(silent)
