@@ -5,9 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-import uvloop
-from tests import forked
+from echo_peers import FINGERPRINT, MODEL, echo, greeted, info, polite_echo
+from pytest_asyncio import fixture as in_loop
+from tests.left_tasks import no_task_left_behind
 
-from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.doctor import DoctorConfig, Verdict, check_swarm
 from swarmllm.errors import (
     ConfigurationError,
@@ -36,14 +33,40 @@ from swarmllm.network.peer import STREAM_PROTOCOL, Peer
 from swarmllm.network.protocol import FrameStream, MessageType, hello, welcome
 from swarmllm.network.record_validator import SIGNATURE_BYTES, RecordValidator
 
-FINGERPRINT = "abcdefgh"
-MODEL = ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=4)
 SOMEBODY = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
 
 NewPeer = Callable[..., Awaitable[Peer]]
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+_no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
+
+
+@in_loop(scope="module", loop_scope="module")
+async def two_peers() -> AsyncIterator[tuple[Peer, Peer]]:
+    """A server that nobody harms, and a client that knows it."""
+    async with (
+        await Peer.create() as server,
+        await Peer.create(initial_peers=server.join_maddrs, client_mode=True) as client,
+    ):
+        yield server, client
+
+
+@in_loop(loop_scope="module")
+async def server(two_peers: tuple[Peer, Peer]) -> AsyncIterator[Peer]:
+    """It serves streams as the last test told it to; those that a test leaves open end with it."""
+    yield two_peers[0]
+    for peer in two_peers:
+        for stream in tuple(peer._streams):
+            stream.abort()
+
+
 @pytest.fixture
+def client(server: Peer, two_peers: tuple[Peer, Peer]) -> Peer:
+    return two_peers[1]
+
+
+@in_loop(loop_scope="module")
 async def new_peer() -> AsyncIterator[NewPeer]:
     """Makes peers, and closes them in the end."""
     made: list[Peer] = []
@@ -56,28 +79,6 @@ async def new_peer() -> AsyncIterator[NewPeer]:
     yield make
     for peer in reversed(made):
         await peer.close()
-
-
-async def echo(stream: FrameStream) -> None:
-    while True:
-        message = await stream.receive()
-        await stream.send(message.type, message.header, [message.payload])
-
-
-async def polite_echo(stream: FrameStream) -> None:
-    """Takes large messages, as after any greeting."""
-    await welcome(stream)
-    await echo(stream)
-
-
-async def greeted(opening: Awaitable[FrameStream]) -> FrameStream:
-    stream = await opening
-    await hello(stream)
-    return stream
-
-
-def info(peer: Peer) -> ServerInfo:
-    return ServerInfo(peer_id=peer.peer_id, addrs=peer.addrs, start=0, end=4)
 
 
 async def wait_until(condition: Callable[[], object]) -> None:
@@ -126,9 +127,7 @@ async def test_a_peer_opens_streams_to_itself(new_peer: NewPeer) -> None:
     await streams[1].ping()  # left open: `close()` of the peer ends both sides
 
 
-async def test_the_served_side_knows_who_calls_and_both_greet(new_peer: NewPeer) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_the_served_side_knows_who_calls_and_both_greet(server: Peer, client: Peer) -> None:
     callers = []
 
     async def serve(stream: FrameStream) -> None:
@@ -143,9 +142,9 @@ async def test_the_served_side_knows_who_calls_and_both_greet(new_peer: NewPeer)
     assert callers == [(client.peer_id, FINGERPRINT)]
 
 
-async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sending(new_peer: NewPeer) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sending(
+    server: Peer, client: Peer
+) -> None:
 
     async def serve(stream: FrameStream) -> None:
         await stream.receive()
@@ -162,9 +161,7 @@ async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sen
         stream.abort()
 
 
-async def test_64_mib_both_ways_while_pings_go_through(new_peer: NewPeer) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_64_mib_both_ways_while_pings_go_through(server: Peer, client: Peer) -> None:
     await server.serve_streams(polite_echo)
     stream = await greeted(client.open_stream(server.peer_id))
     stream.start_keepalive(interval_s=0.05, misses=100)
@@ -177,9 +174,7 @@ async def test_64_mib_both_ways_while_pings_go_through(new_peer: NewPeer) -> Non
     assert stream.round_trip_s is not None
 
 
-async def test_a_message_over_the_cap_ends_its_stream_only(new_peer: NewPeer) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_a_message_over_the_cap_ends_its_stream_only(server: Peer, client: Peer) -> None:
     await server.serve_streams(polite_echo)
     small = await greeted(client.open_stream(server.peer_id, max_message_bytes=1 << 20))
     large = await greeted(client.open_stream(server.peer_id))
@@ -191,9 +186,7 @@ async def test_a_message_over_the_cap_ends_its_stream_only(new_peer: NewPeer) ->
     assert len((await large.receive()).payload) == 2 << 20
 
 
-async def test_garbage_from_a_peer_ends_its_stream_only(new_peer: NewPeer) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_garbage_from_a_peer_ends_its_stream_only(server: Peer, client: Peer) -> None:
     errors: list[SwarmError] = []
 
     async def serve(stream: FrameStream) -> None:
@@ -217,9 +210,9 @@ async def test_garbage_from_a_peer_ends_its_stream_only(new_peer: NewPeer) -> No
     assert (await good.receive()).header == {"id": 1}
 
 
-async def test_a_handler_that_fails_harms_no_other_stream(new_peer: NewPeer, caplog: pytest.LogCaptureFixture) -> None:
-    server = await new_peer()
-    client = await new_peer(server, client_mode=True)
+async def test_a_handler_that_fails_harms_no_other_stream(
+    server: Peer, client: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
 
     async def serve(stream: FrameStream) -> None:
         if (await stream.receive()).type is MessageType.CLOSE:
@@ -237,27 +230,23 @@ async def test_a_handler_that_fails_harms_no_other_stream(new_peer: NewPeer, cap
     assert "a bug" in caplog.text
 
 
-async def test_a_peer_that_serves_nothing_or_does_not_exist_is_unreachable(new_peer: NewPeer) -> None:
+async def test_a_peer_that_serves_nothing_or_does_not_exist_is_unreachable(new_peer: NewPeer, client: Peer) -> None:
     server = await new_peer()
-    client = await new_peer(server, client_mode=True)
-    for peer_id, addrs in [(server.peer_id, ()), (SOMEBODY, ("/ip4/127.0.0.1/tcp/1",)), ("nonsense", ())]:
+    for peer_id, addrs in [(server.peer_id, server.addrs), (SOMEBODY, ("/ip4/127.0.0.1/tcp/1",)), ("nonsense", ())]:
         with pytest.raises(PeerUnreachableError) as caught:
             await client.open_stream(peer_id, addrs)
         assert caught.value.peer_id == peer_id
 
 
-async def test_a_machine_that_does_not_answer_is_given_up(new_peer: NewPeer) -> None:
-    client = await new_peer(client_mode=True)
+async def test_a_machine_that_does_not_answer_is_given_up(client: Peer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addr = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
         with pytest.raises(PeerTimeoutError, match="did not answer"):
             await client.open_stream(SOMEBODY, [addr], timeout_s=0.2)
 
 
-async def test_another_peer_at_the_address_is_not_taken_for_the_right_one(new_peer: NewPeer) -> None:
-    server = await new_peer()
+async def test_another_peer_at_the_address_is_not_taken_for_the_right_one(server: Peer, client: Peer) -> None:
     await server.serve_streams(echo)
-    client = await new_peer(client_mode=True)
     with pytest.raises(PeerUnreachableError):
         await client.open_stream(SOMEBODY, server.addrs)
 
@@ -307,25 +296,6 @@ async def test_a_stopped_daemon_does_not_outlive_close(new_peer: NewPeer) -> Non
     assert not psutil.pid_exists(pid)
 
 
-def test_no_daemon_survives_its_killed_process() -> None:
-    code = (
-        "import asyncio\n"
-        "from swarmllm.network.peer import Peer\n"
-        "async def main():\n"
-        "    peer = await Peer.create()\n"
-        "    print(peer.daemon_pid, flush=True)\n"
-        "    await peer.daemon_exited()\n"
-        "asyncio.run(main())\n"
-    )
-    process = forked.popen([sys.executable, "-c", code], stderr=sys.__stderr__, stdout=subprocess.PIPE)
-    daemon = psutil.Process(int(process.stdout.readline()))
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
-    daemon.wait(timeout=120)
-
-
 async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     for timeout_s in (0.001, 0.02, 0.05, 0.1):
         starting = asyncio.create_task(Peer.create())
@@ -365,11 +335,9 @@ async def outcome(coroutine: Awaitable[Any]) -> Any:
         return error
 
 
-async def test_a_look_up_that_is_cancelled_leaves_nothing(new_peer: NewPeer) -> None:
-    first = await new_peer()
-    second = await new_peer(first)
+async def test_a_look_up_that_is_cancelled_leaves_nothing(client: Peer) -> None:
     for _ in range(3):
-        reading = asyncio.create_task(second.dht_read(MODELS_KEY))
+        reading = asyncio.create_task(client.dht_read(MODELS_KEY))
         await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -425,10 +393,9 @@ async def test_settings_that_cannot_work_are_named(options: dict[str, Any], reas
         await Peer.create(**options)
 
 
-async def test_a_port_in_use_is_refused(new_peer: NewPeer) -> None:
-    first = await new_peer()
+async def test_a_port_in_use_is_refused(server: Peer) -> None:
     with pytest.raises(ConfigurationError, match="choose another port"):
-        await Peer.create(host_maddrs=first.addrs)
+        await Peer.create(host_maddrs=server.addrs)
 
 
 async def test_an_identity_lasts_and_serves_one_process_at_a_time(new_peer: NewPeer, tmp_path: Path) -> None:
@@ -449,13 +416,12 @@ async def test_the_announced_address_is_the_one_that_others_see(new_peer: NewPee
 
 @pytest.mark.parametrize(("ahead_s", "seconds"), [(-60, r"-(59|60)\.\d"), (60, r"\+(59|60)\.\d")])
 async def test_a_wrong_clock_is_named(
-    new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch, ahead_s: int, seconds: str
+    server: Peer, monkeypatch: pytest.MonkeyPatch, ahead_s: int, seconds: str
 ) -> None:
-    first = await new_peer()
     monkeypatch.setattr(dht_module, "time", SimpleNamespace(time=lambda: time.time() + ahead_s))
     with pytest.raises(ConfigurationError, match=f"differs by {seconds} s .* NTP"):
-        await Peer.create(initial_peers=first.join_maddrs)
-    *_, finding = await check_swarm(DoctorConfig(initial_peers=tuple(first.join_maddrs)))
+        await Peer.create(initial_peers=server.join_maddrs)
+    *_, finding = await check_swarm(DoctorConfig(initial_peers=tuple(server.join_maddrs)))
     assert finding.verdict is Verdict.BAD
     assert re.search(f"differs by {seconds} s .* NTP", finding.text)
 
@@ -576,60 +542,3 @@ async def test_a_node_that_lies_hides_nothing(new_peer: NewPeer) -> None:
     del protocol.storage[key_id]
     protocol.storage.store(key_id, b"nonsense", float("inf"))
     assert await client.servers(FINGERPRINT) == ()
-
-
-# Event loops
-
-
-@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_any_event_loop_in_any_thread(loop_factory: Callable[[], asyncio.AbstractEventLoop], in_thread: bool) -> None:
-    results: list[object] = []
-
-    async def scenario() -> None:
-        async with await Peer.create() as server:
-            await server.serve_streams(polite_echo)
-            await BlockDirectory(server).announce(MODEL, info(server))
-            async with await Peer.create(initial_peers=server.join_maddrs, client_mode=True) as client:
-                (found,) = await BlockDirectory(client).servers(FINGERPRINT)
-                stream = await greeted(client.open_stream(found.peer_id, found.addrs))
-                await stream.send(MessageType.STEP, {"id": 1}, [bytes(1 << 20)])
-                results.append(len((await stream.receive()).payload))
-            os.kill(server.daemon_pid, signal.SIGKILL)
-            await server.daemon_exited()
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(scenario())
-
-    if in_thread:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    else:
-        run()
-    assert results == [1 << 20]
-
-
-IMPORTS = """
-import sys
-def imported(*names):
-    return [name for name in names if name in sys.modules]
-heavy = ("hivemind.averaging", "hivemind.moe", "hivemind.optim", "scipy")
-import swarmllm.network.protocol, swarmllm.network.tensor_codec, swarmllm.network.block_directory
-assert imported("hivemind", "multiaddr", "scipy") == []
-import swarmllm.network.peer
-assert imported("hivemind.dht.node", *heavy) == ["hivemind.dht.node"]
-print("only what is needed")
-import hivemind
-from hivemind import DHT
-hivemind.Optimizer, hivemind.p2p.P2P
-assert imported("hivemind.optim") == ["hivemind.optim"]
-print("all of hivemind")
-"""
-
-
-def test_only_what_is_needed_is_imported_and_hivemind_is_whole_for_others_in_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
-    assert done.stdout == "only what is needed\nall of hivemind\n", done.stderr
-    assert done.returncode == 0

@@ -1,0 +1,99 @@
+"""A peer in its process: whatever the event loop and the thread, with its daemon's end, and with its imports."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+import uvloop
+from echo_peers import FINGERPRINT, MODEL, greeted, info, polite_echo
+from tests import forked
+
+from swarmllm.network.block_directory import BlockDirectory
+from swarmllm.network.peer import Peer
+from swarmllm.network.protocol import MessageType
+
+
+def test_no_daemon_survives_its_killed_process() -> None:
+    code = (
+        "import asyncio\n"
+        "from swarmllm.network.peer import Peer\n"
+        "async def main():\n"
+        "    peer = await Peer.create()\n"
+        "    print(peer.daemon_pid, flush=True)\n"
+        "    await peer.daemon_exited()\n"
+        "asyncio.run(main())\n"
+    )
+    process = forked.popen([sys.executable, "-c", code], stderr=sys.__stderr__, stdout=subprocess.PIPE)
+    daemon = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    daemon.wait(timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("loop_factory", "in_thread"),
+    [
+        (asyncio.new_event_loop, False),
+        (uvloop.new_event_loop, True),
+        pytest.param(asyncio.new_event_loop, True, marks=pytest.mark.slow),
+        pytest.param(uvloop.new_event_loop, False, marks=pytest.mark.slow),
+    ],
+)
+def test_any_event_loop_in_any_thread(loop_factory: Callable[[], asyncio.AbstractEventLoop], in_thread: bool) -> None:
+    results: list[object] = []
+
+    async def scenario() -> None:
+        async with await Peer.create() as server:
+            await server.serve_streams(polite_echo)
+            await BlockDirectory(server).announce(MODEL, info(server))
+            async with await Peer.create(initial_peers=server.join_maddrs, client_mode=True) as client:
+                (found,) = await BlockDirectory(client).servers(FINGERPRINT)
+                stream = await greeted(client.open_stream(found.peer_id, found.addrs))
+                await stream.send(MessageType.STEP, {"id": 1}, [bytes(1 << 20)])
+                results.append(len((await stream.receive()).payload))
+            os.kill(server.daemon_pid, signal.SIGKILL)
+            await server.daemon_exited()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(scenario())
+
+    if in_thread:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    assert results == [1 << 20]
+
+
+IMPORTS = """
+import sys
+def imported(*names):
+    return [name for name in names if name in sys.modules]
+heavy = ("hivemind.averaging", "hivemind.moe", "hivemind.optim", "scipy")
+import swarmllm.network.protocol, swarmllm.network.tensor_codec, swarmllm.network.block_directory
+assert imported("hivemind", "multiaddr", "scipy") == []
+import swarmllm.network.peer
+assert imported("hivemind.dht.node", *heavy) == ["hivemind.dht.node"]
+print("only what is needed")
+import hivemind
+from hivemind import DHT
+hivemind.Optimizer, hivemind.p2p.P2P
+assert imported("hivemind.optim") == ["hivemind.optim"]
+print("all of hivemind")
+"""
+
+
+def test_only_what_is_needed_is_imported_and_hivemind_is_whole_for_others_in_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.stdout == "only what is needed\nall of hivemind\n", done.stderr
+    assert done.returncode == 0
