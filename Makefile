@@ -13,6 +13,9 @@ ROOMS := $(wildcard $(addprefix tests/,faults swarm gateway numerics properties 
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 # No test begins after DEADLINE (seconds since 1970); what it leaves out is listed.
 PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEADLINE))
+# By hash where it works (`hashes/`, see .ci/hashes.py); then the package itself, and what is left: torch, above all.
+HASHED := -m pip install -qq --require-hashes --no-deps --no-build-isolation
+PACKAGE := -m pip install -qq -c constraints.txt --no-build-isolation -e
 # A file stays in one process, so that its fixtures are made once. One process more than cores: some wait for servers.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -22,7 +25,7 @@ PART :=
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench clean
+.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench audit hashes base-image clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
@@ -31,6 +34,8 @@ help:
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
+	@echo "make audit        known vulnerabilities of what constraints.txt pins"
+	@echo "make hashes       renews hashes/ after a change of constraints.txt; make base-image: the digest in the Dockerfile"
 	@echo "make clean        removes everything that the targets above made"
 
 demo: $(INSTALLED)
@@ -66,19 +71,39 @@ docs: $(DOCS_INSTALLED)
 bench: $(BENCH_INSTALLED)
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit; done
 
-$(INSTALLED): setup.cfg constraints.txt pyproject.toml
+audit:
+	@$(PYTHON) .ci/audit.py
+
+hashes: $(VENV)/bin/python
+	$(BIN)/python -m pip install -qq -c constraints.txt uv
+	$(BIN)/python .ci/hashes.py
+
+# Of the tag that the Dockerfile names, as its registry says today.
+base-image:
+	digest=$$(docker buildx imagetools inspect "python:$$(sed -n 's/^ARG PYTHON=//p' Dockerfile)-slim" \
+		--format '{{.Manifest.Digest}}' | grep -x 'sha256:[0-9a-f]\{64\}') \
+		&& sed -i "s/^ARG DIGEST=.*/ARG DIGEST=@$$digest/" Dockerfile
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): setup.cfg constraints.txt pyproject.toml $(wildcard hashes/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "swarmllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(HASHED) -r hashes/build.txt
+	$(BIN)/python $(HASHED) -r hashes/base.txt -r hashes/dev.txt
+	$(BIN)/python $(PACKAGE) '.[dev]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[docs]'
+	$(BIN)/python $(HASHED) -r hashes/docs.txt
+	$(BIN)/python $(PACKAGE) '.[docs]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python $(HASHED) -r hashes/bench.txt
+	$(BIN)/python $(PACKAGE) '.[dev,bench]'
 	@touch $@
 
 $(OLDEST)/.installed: setup.cfg constraints.txt pyproject.toml .ci/oldest.py
@@ -93,7 +118,9 @@ $(TRAINERS)/.installed: $(INSTALLED)
 	[ -x $(TRAINERS)/bin/python ] || $(PYTHON) -m venv $(TRAINERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(TRAINERS)/bin/python -m pip install -qq -c constraints.txt -e '.[trainers]'
+	$(TRAINERS)/bin/python $(HASHED) -r hashes/build.txt
+	$(TRAINERS)/bin/python $(HASHED) -r hashes/trainers.txt
+	$(TRAINERS)/bin/python $(PACKAGE) '.[trainers]'
 	@touch $@
 
 clean:
