@@ -29,12 +29,16 @@ def loop(model: Any, ids: Tensor, num_tokens: int, **options: Any) -> tuple[Tens
     return torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1), output.past_key_values
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_sequence_of_calls(model: Any, llama: Path, data: st.DataObject) -> None:
-    local = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
-    find_blocks(local).blocks.requires_grad_(False)
-    run_sequence(Pair(local, model, "past_key_values"), data)
+@pytest.mark.parametrize("num_examples", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_any_sequence_of_calls(model: Any, llama: Path, num_examples: int) -> None:
+    @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        local = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
+        find_blocks(local).blocks.requires_grad_(False)
+        run_sequence(Pair(local, model, "past_key_values"), data)
+
+    check()
 
 
 @pytest.mark.parametrize("use_cache", [True, None])

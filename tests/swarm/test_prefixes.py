@@ -3,13 +3,12 @@
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
 import torch
 from raw_peer import RawPeers
-from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, generate_seeded, prompt
+from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,27 +36,23 @@ def reused(server: LocalServer) -> float:
 
 def test_the_same_prompt_is_computed_once(llama: Path, local: PreTrainedModel) -> None:
     ids = prompt(length=LENGTH)
-    with LocalSwarm(llama, spans=SPANS, metrics_port=0, **OPTIONS) as swarm:
-
-        def ask() -> Any:
-            with connected(llama, swarm.initial_peers) as model:
-                return assert_same_tokens(model, local, ids, max_new_tokens=6)
-
-        ask()
+    with (
+        LocalSwarm(llama, spans=SPANS, metrics_port=0, **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers) as first,
+        connected(llama, swarm.initial_peers) as second,
+    ):
+        assert_same_tokens(first, local, ids, max_new_tokens=6)
         assert [reused(server) for server in swarm.servers] == [0, 0]
-        for num_clients in (1, 2, 3):
-            ask()
+        for num_texts, model in enumerate((second, first, second), start=1):
+            assert_same_tokens(model, local, ids, max_new_tokens=6)
             for server in swarm.servers:
-                assert reused(server) >= num_clients * (LENGTH - 64)
+                assert reused(server) >= num_texts * (LENGTH - 64)
 
-        with connected(llama, swarm.initial_peers) as model:  # another continuation of the same beginning
-            other = ids.clone()
-            other[0, 300:] = prompt(length=LENGTH - 300, seed=1)
-            before = [reused(server) for server in swarm.servers]
-            assert generate_seeded(model, other, max_new_tokens=6).tolist() == (
-                generate_seeded(local, other, max_new_tokens=6).tolist()
-            )
-            assert [reused(server) - count for server, count in zip(swarm.servers, before, strict=True)] == [256, 256]
+        other = ids.clone()  # another continuation of the same beginning
+        other[0, 300:] = prompt(length=LENGTH - 300, seed=1)
+        before = [reused(server) for server in swarm.servers]
+        assert_same_tokens(second, local, other, max_new_tokens=6)
+        assert [reused(server) - count for server, count in zip(swarm.servers, before, strict=True)] == [256, 256]
 
 
 def test_poisoning(llama: Path, local: PreTrainedModel) -> None:
@@ -68,10 +63,10 @@ def test_poisoning(llama: Path, local: PreTrainedModel) -> None:
     ids, own = prompt(length=128), prompt(length=128, seed=1)
     with LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], metrics_port=0, **OPTIONS) as swarm:
         asyncio.run(poison(swarm.servers[0], *(local.get_input_embeddings()(text).detach() for text in (ids, own))))
-        for num_reused in (0, 64):  # only what an honest client has sent
-            with connected(llama, swarm.initial_peers) as model:
+        with connected(llama, swarm.initial_peers) as model:
+            for num_reused in (0, 64):  # only what an honest client has sent
                 assert_same_tokens(model, local, ids, max_new_tokens=12)
-            assert reused(swarm.servers[0]) >= num_reused
+                assert reused(swarm.servers[0]) >= num_reused
 
 
 async def poison(server: LocalServer, victims: Tensor, own: Tensor) -> None:

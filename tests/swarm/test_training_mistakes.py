@@ -1,7 +1,7 @@
 """What goes wrong in training is one sentence, and the next step works as if nothing had been."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], None], type[Exception], str]] 
 def trained(
     model: Any, mistake: Callable[[Any, Tensor], None] | None, kind: Any = None, text: str = ""
 ) -> list[Tensor]:
-    """LoRA's weights after two steps, with a mistake between them."""
+    """LoRA's weights after two steps, with a mistake between them. The model is then as it was."""
     torch.manual_seed(3)
     adapted = peft.get_peft_model(model, copy.deepcopy(LORA))
     optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
@@ -85,19 +85,26 @@ def trained(
                 assert "\n" not in str(caught.value)
             optimizer.zero_grad()
             assert str(optimizer.state_dict()) == str(state)
-    return [p.detach().clone() for p in adapted.parameters() if p.requires_grad]
+    weights = [p.detach().clone() for p in adapted.parameters() if p.requires_grad]
+    adapted.unload()
+    return weights
 
 
 @pytest.fixture(scope="module")
-def undisturbed(llama: Path, swarm: LocalSwarm) -> list[Tensor]:
+def client(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
+    """All mistakes are made with one."""
     with connected(llama, swarm.initial_peers) as model:
-        return trained(model, None)
+        yield model
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: Any) -> list[Tensor]:
+    return trained(client, None)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_next_step_works(name: str, llama: Path, swarm: LocalSwarm, undisturbed: list[Tensor]) -> None:
-    with connected(llama, swarm.initial_peers) as model:
-        assert all(map(torch.equal, trained(model, *MISTAKES[name]), undisturbed))
+def test_the_next_step_works(name: str, client: Any, undisturbed: list[Tensor]) -> None:
+    assert all(map(torch.equal, trained(client, *MISTAKES[name]), undisturbed))
 
 
 def test_an_optimizer_over_a_hollow_weight(llama: Path, swarm: LocalSwarm) -> None:
