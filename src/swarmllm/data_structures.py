@@ -97,7 +97,7 @@ class ServerInfo(PeerModel):
     """What one server announces."""
 
     peer_id: Annotated[str, Field(min_length=40, max_length=64)]
-    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
+    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
     """Multiaddresses without the `/p2p/…` part."""
     start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]

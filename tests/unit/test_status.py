@@ -6,7 +6,7 @@ import pytest
 
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot, printable
 from swarmllm.errors import MissingBlocksError
-from swarmllm.network.messages import ErrorHeader
+from swarmllm.network.messages import ErrorHeader, Target
 from swarmllm.status import ModelStatus, look_up
 from swarmllm.swarm.block_map import (
     describe_adapters,
@@ -103,6 +103,9 @@ def test_strangers_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2J\n\u202eä") == "a?[2J ?ä"
     assert ModelRecord(name="\x1bm", fingerprint="0123456789abcdef", num_blocks=8).name == "?m"
     assert ErrorHeader(code="x\r", message="\x1b[1m\nrun this").message == "?[1m run this"
+    # Servers log whom they don't reach.
+    named = Target(peer_id="\x1b[2J".ljust(50, "1"), addrs=("\x1b[2J",), token="t" * 32)
+    assert (named.peer_id[:4], named.addrs) == ("?[2J", ("?[2J",))
 
 
 def test_states_of_newer_servers() -> None:

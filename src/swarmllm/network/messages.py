@@ -39,7 +39,7 @@ Header = TypeVar("Header", bound=PeerModel)
 RequestId = Annotated[int, Field(ge=0, lt=1 << 63)]
 SessionId = Annotated[str, Field(min_length=SESSION_ID_LENGTH, max_length=SESSION_ID_LENGTH)]
 Token = SessionId
-PeerId = Annotated[str, Field(min_length=40, max_length=64)]
+PeerId = Annotated[PeerText, Field(min_length=40, max_length=64)]
 Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
@@ -62,7 +62,7 @@ class Target(PeerModel):
     """A server to which another one passes something on, and the secret by which it takes it."""
 
     peer_id: PeerId
-    addrs: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
+    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
     token: Token
 
 
