@@ -28,6 +28,7 @@ from swarmllm.errors import (
 )
 from swarmllm.network.identity import Identity
 from swarmllm.server.__main__ import main as server_main
+from swarmllm.swarm import retry
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 CACHE_TOKENS = 400
@@ -44,6 +45,12 @@ def small_swarm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         swarm.add_server((0, 8), allowed_clients=[allowed])
         swarm.friend = friend
         yield swarm
+
+
+@pytest.fixture(autouse=True)
+def _full_servers_are_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no others to ask meanwhile, so tests would only wait."""
+    monkeypatch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.2)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt, save_llama
 from tests.numerics.tiny_models import save_tiny
+from tests.selection import sampled
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -231,7 +232,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
 }
 
 
-@pytest.mark.parametrize("method", REFUSED)
+@pytest.mark.parametrize("method", sampled(list(REFUSED), 3, always=["a whole module"]))
 def test_what_servers_cannot_compute_is_refused_in_one_sentence(method: str, model: Any, llama: Path) -> None:
     config, reason = REFUSED[method]
     with connected(llama, list(model.swarm.config.initial_peers)) as client:
