@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from swarmllm.data_structures import MAX_TTL_S, ServerInfo
 from swarmllm.errors import ConfigurationError
-from swarmllm.invite import Invite, merge_allowed, unpack_invites
+from swarmllm.invite import Invite, agreed_name, merge_allowed, unpack_invites
 
 BALANCE_QUALITY = 0.9
 """Measured in benchmarks/simulate: Petals' 0.75 moves even less, but leaves a swarm that lost some servers at three
@@ -103,6 +103,13 @@ def _unpack_initial_peers(owner: object, peers: Iterable[str] | str) -> tuple[In
     return invites
 
 
+def _name_swarm(owner: "ClientConfig | PeerConfig", invites: Sequence[Invite]) -> None:
+    if owner.swarm_name is None:
+        object.__setattr__(owner, "swarm_name", agreed_name(invites))
+    if owner.swarm_name is not None and not owner.swarm_name:
+        raise ConfigurationError("swarm_name can't be empty")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
     """How a client finds and uses servers."""
@@ -112,6 +119,9 @@ class ClientConfig:
     some. None at all = look for the swarm on the local network."""
     lan_discovery: bool = True
     """Whether to look on the local network if there are no initial peers."""
+    swarm_name: str | None = field(default=None, repr=False)
+    """Name of a private swarm, whose servers are found under keys of their own; an invite brings it. None = the public
+    swarm of the model."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids to use exclusively; None = any."""
     blocked_servers: tuple[str, ...] = ()
@@ -174,6 +184,7 @@ class ClientConfig:
             _freeze(self, name, getattr(self, name))
         if self.allowed_servers is None:
             object.__setattr__(self, "allowed_servers", merge_allowed(invite.allowed_servers for invite in invites))
+        _name_swarm(self, invites)
         _require_positive(
             self,
             "connect_timeout_s",
@@ -214,6 +225,8 @@ class PeerConfig:
     lan_discovery: bool = True
     """Whether to look for the swarm on the local network if there are no initial peers, and to announce it there if it
     was begun by --new_swarm or found so."""
+    swarm_name: str | None = field(default=None, repr=False)
+    """Name of a private swarm, whose servers are announced and found under keys of their own; an invite brings it."""
     identity_path: str | None = None
     """File of the Ed25519 key that is this peer's id; created if missing. None = a new id at each start."""
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -228,6 +241,7 @@ class PeerConfig:
     def __post_init__(self) -> None:
         invites = _unpack_initial_peers(self, self.initial_peers)
         self._follow(invites)
+        _name_swarm(self, invites)
         for name in ("host_maddrs", "announce_maddrs"):
             _freeze(self, name, getattr(self, name))
         if self.port is not None and not 0 <= self.port < 65536:

@@ -5,16 +5,25 @@ start, and so is the invite that it prints.
 """
 
 import asyncio
+import hashlib
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, add_network_flags, run_command, stop_event, unless_stopped
 from swarmllm.config import PeerConfig
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.invite import Invite
 
+if TYPE_CHECKING:
+    from swarmllm.network.peer import Peer
+
 logger = logging.getLogger(__name__)
+
+NAMED_BY_THIS_PEER = "?"
+"""Stands for a private swarm's name until this peer's key is known, from which it follows; the same at each start."""
 
 EXAMPLES = """examples:
   swarmllm dht --port 31337 --identity_path bootstrap.key
@@ -35,6 +44,7 @@ def build_parser() -> Parser:
     add("--model", help="that it is for, so that the others need no --model")
     add("--allowed_servers", nargs="+", metavar="PEER", help="peer ids of servers to use")
     add("--allowed_clients", nargs="+", metavar="PEER", help="peer ids that servers should serve")
+    add("--private", action="store_true", help="of a swarm that only those find who have the invite")
     return parser
 
 
@@ -62,7 +72,7 @@ async def run_bootstrap_peer(config: PeerConfig, invite: Invite | None = None) -
     async with joined as peer:
         print(f"swarmllm: join with --initial_peers {' '.join(peer.join_maddrs)}", flush=True)
         if invite is not None:
-            print(f"swarmllm: invite others with --initial_peers {_complete(invite, peer.join_maddrs)}", flush=True)
+            print(f"swarmllm: invite others with --initial_peers {_complete(invite, peer)}", flush=True)
         stopped = asyncio.ensure_future(stop.wait())
         died = asyncio.ensure_future(peer.daemon_exited())
         try:
@@ -77,15 +87,14 @@ async def run_bootstrap_peer(config: PeerConfig, invite: Invite | None = None) -
         logger.info("leaving")
 
 
-def _complete(invite: Invite, maddrs: Sequence[str]) -> Invite:
+def _complete(invite: Invite, peer: "Peer") -> Invite:
     """The invite with this peer's addresses; those of this machine alone only if there are no others."""
-    reachable = [maddr for maddr in maddrs if not maddr.startswith(("/ip4/127.", "/ip6/::1/"))]
-    return Invite(
-        initial_peers=tuple(dict.fromkeys([*(reachable or maddrs), *invite.initial_peers])),
-        model=invite.model,
-        allowed_servers=invite.allowed_servers,
-        allowed_clients=invite.allowed_clients,
-    )
+    reachable = [maddr for maddr in peer.join_maddrs if not maddr.startswith(("/ip4/127.", "/ip6/::1/"))]
+    name = invite.swarm_name
+    if name == NAMED_BY_THIS_PEER:  # nobody else can sign this, so nobody can guess it
+        name = hashlib.blake2b(peer.sign(b"swarmllm name of a private swarm 1\x00"), digest_size=16).hexdigest()
+    initial_peers = tuple(dict.fromkeys([*(reachable or peer.join_maddrs), *invite.initial_peers]))
+    return replace(invite, initial_peers=initial_peers, swarm_name=name)
 
 
 def parse_dht(argv: Sequence[str]) -> tuple[PeerConfig, Invite | None]:
@@ -95,17 +104,24 @@ def parse_dht(argv: Sequence[str]) -> tuple[PeerConfig, Invite | None]:
         ConfigurationError, SystemExit(2): they can't work.
     """
     settings = build_parser().parse_settings(argv)
-    wanted = settings.pop("invite", False)
+    wanted, private = settings.pop("invite", False), settings.pop("private", False)
     said = {name: settings.pop(name, None) for name in ("model", "allowed_servers", "allowed_clients")}
     config = PeerConfig(**settings)
     if not wanted:
         for name, value in said.items():
             if value is not None:
                 raise ConfigurationError(f"--{name} is for the invite: give --invite too")
+        if private:
+            raise ConfigurationError("--private is for the invite: give --invite too")
         return config, None
     servers, clients = (None if said[name] is None else tuple(said[name]) for name in list(said)[1:])
     return config, Invite(
-        initial_peers=config.initial_peers, model=said["model"], allowed_servers=servers, allowed_clients=clients
+        initial_peers=config.initial_peers,
+        model=said["model"],
+        allowed_servers=servers,
+        allowed_clients=clients,
+        # Who joined by an invite to a private swarm invites others to the same one.
+        swarm_name=config.swarm_name or (NAMED_BY_THIS_PEER if private else None),
     )
 
 

@@ -70,6 +70,7 @@ class DoctorConfig:
     model: str | None = None
     revision: str | None = None
     initial_peers: tuple[str, ...] = ()
+    swarm_name: str | None = None
     lan_discovery: bool = True
     port: int | None = None
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -92,6 +93,7 @@ class DoctorConfig:
                 name: getattr(self, name)
                 for name in (
                     "initial_peers",
+                    "swarm_name",
                     "port",
                     "host_maddrs",
                     "announce_maddrs",
@@ -328,10 +330,10 @@ async def check_swarm(config: DoctorConfig) -> list[Finding]:
         dials = [dial(addr) for _, addr in split]
         for (_, addr), problem in zip(split, await asyncio.gather(*dials), strict=True):
             findings.append(ok(f"{addr} takes connections") if problem is None else bad(f"{addr}: {problem}"))
-    return findings + await _look_into(peers)
+    return findings + await _look_into(peers, config.swarm_name)
 
 
-async def _look_into(initial_peers: Sequence[str]) -> list[Finding]:
+async def _look_into(initial_peers: Sequence[str], swarm_name: str | None) -> list[Finding]:
     from swarmllm.network.peer import Peer
 
     asked_at = time.monotonic()
@@ -342,15 +344,15 @@ async def _look_into(initial_peers: Sequence[str]) -> list[Finding]:
     async with peer:
         took_s = time.monotonic() - asked_at
         joined = ok(f"joined the swarm in {took_s:.1f} s; this machine's clock agrees with it within 3 s")
-        return [joined, *await _look_at_servers(peer)]
+        return [joined, *await _look_at_servers(peer, swarm_name)]
 
 
-async def _look_at_servers(peer: "Peer") -> list[Finding]:
+async def _look_at_servers(peer: "Peer", swarm_name: str | None) -> list[Finding]:
     """Whether every server of the swarm can be dialled from here."""
     from swarmllm.data_structures import SwarmSnapshot
     from swarmllm.network.block_directory import BlockDirectory
 
-    directory = BlockDirectory(peer)
+    directory = BlockDirectory(peer, swarm_name)
     findings: list[Finding] = []
     records = {record.fingerprint: record for record in (await directory.models()).values()}
     if not records:
@@ -452,14 +454,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     async def run() -> int:
-        from swarmllm.invite import unpack_invites
+        from swarmllm.invite import agreed_name, unpack_invites
 
         settings = build_parser().parse_settings(sys.argv[1:] if argv is None else argv)
         peers, invites = unpack_invites(settings.pop("initial_peers", default_initial_peers()))
         for invite in invites:
             if invite.model is not None:
                 settings.setdefault("model", invite.model)
-        return 1 if await examine(DoctorConfig(initial_peers=peers, **settings)) else 0
+        config = DoctorConfig(initial_peers=peers, swarm_name=agreed_name(invites), **settings)
+        return 1 if await examine(config) else 0
 
     return run_command(run, default_log_level="ERROR")
 

@@ -3,8 +3,9 @@
     swarm:eyJtb2RlbCI6…        what `swarmllm dht --invite` prints; goes wherever initial peers go
     friends.swarm              a file with such a word in it
 
-An invite carries the addresses of peers and, if its author wanted it so, the model and the peer ids of a private swarm.
-It grants nothing by itself: servers check the identities of clients, and clients those of servers, whoever has read it.
+An invite carries the addresses of peers and, if its author wanted it so, the model, the peer ids of a private swarm,
+and the name under which that swarm's servers are found. It grants no computing: servers check the identities
+of clients, and clients those of servers, whoever has read it.
 `config` unpacks invites among initial peers; `command_line` takes the model from them.
 """
 
@@ -39,6 +40,8 @@ class Invite:
     """Peer ids of the servers that clients should use, and servers count as their neighbours; None = any."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of the clients that servers should serve; None = any."""
+    swarm_name: str | None = None
+    """Unguessable; servers and clients that have it meet under keys of their own in a DHT that others use as well."""
 
     def __str__(self) -> str:
         """The word."""
@@ -71,6 +74,7 @@ def read_invite(entry: str) -> Invite:
             model=_text(fields["model"]) if fields.get("model") is not None else None,
             allowed_servers=_texts(fields, "allowed_servers"),
             allowed_clients=_texts(fields, "allowed_clients"),
+            swarm_name=_text(fields["swarm_name"]) if fields.get("swarm_name") is not None else None,
         )
     except (ValueError, binascii.Error, RecursionError) as error:
         raise ConfigurationError(
@@ -99,6 +103,18 @@ def merge_allowed(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | 
     """All peer ids of these lists; None if there are no lists."""
     given = [ids for ids in lists if ids is not None]
     return tuple(dict.fromkeys(peer_id for ids in given for peer_id in ids)) if given else None
+
+
+def agreed_name(invites: Iterable[Invite]) -> str | None:
+    """The name of the private swarm that these invites are to; None if they name none.
+
+    Raises:
+        ConfigurationError: they are to several.
+    """
+    names = {invite.swarm_name for invite in invites if invite.swarm_name is not None}
+    if len(names) > 1:
+        raise ConfigurationError("these invites are to different private swarms: give those to one of them")
+    return names.pop() if names else None
 
 
 def _word_in_file(path: str) -> str:

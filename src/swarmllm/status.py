@@ -105,7 +105,7 @@ async def show_status(config: ClientConfig, *, model: str | None = None, as_json
 
     initial_peers = config.initial_peers or await find_any_swarm()
     async with await Peer.create(initial_peers=initial_peers, client_mode=True) as peer:
-        models = await look_up(BlockDirectory(peer), model)
+        models = await look_up(BlockDirectory(peer, config.swarm_name), model)
     if as_json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
     else:

@@ -20,9 +20,9 @@ def test_a_private_swarm(tmp_path: Path) -> None:
     member, invite = tmp_path / "me.key", tmp_path / "friends.swarm"
     peer_id = Identity.load_or_create(member).peer_id
     keys = ("--identity_path", tmp_path / "bootstrap.key")
-    words = ("--invite", "--model", embedded_model_path(), "--allowed_clients", peer_id)
+    words = ("--invite", "--model", embedded_model_path(), "--allowed_clients", peer_id, "--private")
     with Running("dht", *LOOPBACK, *keys, *words, log=tmp_path / "dht.log") as dht:
-        dht.lines_until_join()
+        address = dht.maddrs()[0]
         assert dht.process.stdout is not None
         line = dht.process.stdout.readline()
         assert line.startswith(INVITE)
@@ -36,6 +36,10 @@ def test_a_private_swarm(tmp_path: Path) -> None:
             served = command("generate", *joined, "--identity_path", member, "--max_new_tokens", 4, stdin="Once upon")
             assert served.returncode == 0, served.stderr
             assert served.stdout.startswith("Once upon")
+
+            # Who only knows the address of a peer sees nothing of it.
+            assert Path(embedded_model_path()).name in command("status", *joined).stdout
+            assert command("status", "--initial_peers", address).stdout == "This swarm serves no model.\n"
 
             refused = command("generate", *joined, "--max_new_tokens", 4, stdin="Once upon")
             assert refused.returncode == 1

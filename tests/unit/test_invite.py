@@ -26,11 +26,15 @@ LISTS = st.lists(ENTRIES, max_size=5).map(tuple)
 
 
 @settings(max_examples=40)
-@given(LISTS, st.none() | ENTRIES, st.none() | LISTS, st.none() | LISTS)
+@given(LISTS, st.none() | ENTRIES, st.none() | LISTS, st.none() | LISTS, st.none() | ENTRIES)
 def test_what_goes_in_comes_out(
-    peers: tuple[str, ...], model: str | None, servers: tuple[str, ...] | None, clients: tuple[str, ...] | None
+    peers: tuple[str, ...],
+    model: str | None,
+    servers: tuple[str, ...] | None,
+    clients: tuple[str, ...] | None,
+    name: str | None,
 ) -> None:
-    invite = Invite(initial_peers=peers, model=model, allowed_servers=servers, allowed_clients=clients)
+    invite = Invite(initial_peers=peers, model=model, allowed_servers=servers, allowed_clients=clients, swarm_name=name)
     assert read_invite(str(invite)) == invite
 
 
@@ -57,6 +61,8 @@ def test_any_other_text_is_refused(text: str) -> None:
         {"model": 3},
         {"model": "\x1b[2J"},
         {"allowed_clients": [None]},
+        {"swarm_name": ["a"]},
+        {"swarm_name": ""},
     ],
     ids=str,
 )
@@ -122,6 +128,25 @@ def test_a_command_without_a_model_ignores_that_of_the_invite() -> None:
     parser = Parser(prog="swarmllm test", description="A test.")
     parser.add_argument("--initial_peers", nargs="+")
     assert parser.parse_settings(["--initial_peers", str(PRIVATE)]) == {"initial_peers": [str(PRIVATE)]}
+
+
+def test_the_name_of_a_private_swarm_comes_from_the_invite() -> None:
+    named, other = (str(Invite(initial_peers=PEERS[:1], swarm_name=name)) for name in ("ours", "theirs"))
+    for read in (
+        lambda *peers: ClientConfig(initial_peers=peers),
+        lambda *peers: ServerConfig(model="m", initial_peers=peers),
+    ):
+        assert read(named).swarm_name == "ours"
+        assert read(named, str(PRIVATE), named).swarm_name == "ours"
+        assert read(*PEERS).swarm_name is None
+        with pytest.raises(ConfigurationError, match="different private swarms"):
+            read(named, other)
+        assert "ours" not in repr(read(named))
+    config, invite = parse_dht(["--invite", "--initial_peers", named])
+    assert invite is not None
+    assert invite.swarm_name == config.swarm_name == "ours"
+    with pytest.raises(ConfigurationError, match="give --invite too"):
+        parse_dht(["--private"])
 
 
 def test_dht_makes_them() -> None:

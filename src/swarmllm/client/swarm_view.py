@@ -159,7 +159,7 @@ class SwarmView:
             client_mode=True,
         )
         self._peer.prefer_records(self.verified.__contains__)
-        self._directory = BlockDirectory(self._peer)
+        self._directory = BlockDirectory(self._peer, self.config.swarm_name)
         self.loop.spawn(self.distances.keep_measuring(), name="measure round trips")
 
     async def daemon_exited(self) -> None:

@@ -1,11 +1,13 @@
 """Who serves which blocks: the swarm's records in the DHT, written by servers and read by clients.
 
 One key per checkpoint holds its servers, one key for the whole swarm says which checkpoints there are; under both, each
-server has its own record, found by its peer id. `network/record_validator` says what the DHT accepts; whatever it
+server has its own record, found by its peer id. A private swarm has keys of its own instead of both: they look as if
+they were of checkpoints that nobody knows. `network/record_validator` says what the DHT accepts; whatever it
 returns is checked here once more, field by field.
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -36,16 +38,28 @@ RECORDS_PER_TURN = 32
 PeerRecord = TypeVar("PeerRecord", bound=PeerModel)
 
 
-def servers_key(fingerprint: str) -> str:
-    """Name of the key that holds the servers of a checkpoint."""
-    return f"{SERVERS_PREFIX}{fingerprint}"
+def servers_key(fingerprint: str, swarm_name: str | None = None) -> str:
+    """Name of the key that holds the servers of a checkpoint, in the public swarm or a private one of this name."""
+    return f"{SERVERS_PREFIX}{fingerprint if swarm_name is None else _private(swarm_name, fingerprint)}"
+
+
+def models_key(swarm_name: str | None = None) -> str:
+    """Name of the key that holds the register of checkpoints, likewise."""
+    return MODELS_KEY if swarm_name is None else f"{SERVERS_PREFIX}{_private(swarm_name, 'register')}"
+
+
+def _private(swarm_name: str, what: str) -> str:
+    """From which nobody learns the swarm's name, or finds its other keys."""
+    secret = hashlib.blake2b(swarm_name.encode()).digest()
+    return hashlib.blake2b(what.encode(), key=secret, digest_size=32, person=b"swarmllm.v1").hexdigest()
 
 
 class BlockDirectory:
-    """The DHT as servers and clients see it."""
+    """The DHT as servers and clients see it: those of the private swarm of that name, or of the public one."""
 
-    def __init__(self, peer: "Peer", *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, peer: "Peer", swarm_name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._peer = peer
+        self._swarm_name = swarm_name
         self._clock = clock
         self._last_expiration = 0.0
         self.num_bad_records = 0
@@ -61,14 +75,14 @@ class BlockDirectory:
             raise LocalProtocolError("a server can only announce itself")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ConfigurationError(f"a record lives for at most {MAX_TTL_S:g} s, not {ttl_s:g}")
-        texts = {servers_key(record.fingerprint): info.model_dump_json(), MODELS_KEY: record.model_dump_json()}
-        return await self._store(texts, self._clock() + ttl_s)
+        texts = (info.model_dump_json(), record.model_dump_json())
+        return await self._store(record, texts, self._clock() + ttl_s)
 
     async def withdraw(self, record: ModelRecord) -> bool:
         """Take back what was announced. True if some node heard of it."""
         if not self._last_expiration:
             return True
-        return await self._store({servers_key(record.fingerprint): WITHDRAWN, MODELS_KEY: WITHDRAWN}, self._clock())
+        return await self._store(record, (WITHDRAWN, WITHDRAWN), self._clock())
 
     async def servers(self, fingerprint: str) -> tuple[ServerInfo, ...]:
         """The servers of a checkpoint, in the order of their peer ids.
@@ -76,7 +90,7 @@ class BlockDirectory:
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
         """
-        records = await self._read(servers_key(fingerprint), ServerInfo)
+        records = await self._read(servers_key(fingerprint, self._swarm_name), ServerInfo)
         honest = {peer_id: info for peer_id, info in records.items() if info.peer_id == peer_id}
         self.num_bad_records += len(records) - len(honest)
         return tuple(honest[peer_id] for peer_id in sorted(honest))
@@ -87,10 +101,13 @@ class BlockDirectory:
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
         """
-        return await self._read(MODELS_KEY, ModelRecord)
+        return await self._read(models_key(self._swarm_name), ModelRecord)
 
-    async def _store(self, texts: dict[str, str], expiration: float) -> bool:
-        if max(map(len, (text.encode() for text in texts.values()))) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
+    async def _store(self, record: ModelRecord, said: tuple[str, str], expiration: float) -> bool:
+        """Under the key of the checkpoint's servers, and in the register."""
+        keys = (servers_key(record.fingerprint, self._swarm_name), models_key(self._swarm_name))
+        texts = dict(zip(keys, said, strict=True))
+        if max(len(text.encode()) for text in said) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
             raise ConfigurationError("the announcement is too long; shorten public_name, adapters or addresses")
         self._last_expiration = max(expiration, self._last_expiration + SUPERSEDE_S)
         stored = await self._peer.dht_store(texts, self._last_expiration)

@@ -115,7 +115,7 @@ async def serve(config: ServerConfig) -> None:
         logger.info("peer %s listens at %s", peer.peer_id, ", ".join(peer.addrs))
         async with LanAnnouncement(
             peer.peer_id,
-            peer.addrs if config.lan_discovery and not config.initial_peers else (),
+            peer.addrs if config.lan_discovery and not config.initial_peers and not config.swarm_name else (),
             model=checkpoint.public_name,
             fingerprint=checkpoint.fingerprint,
         ) as announcement:
@@ -152,7 +152,7 @@ class _Server:
         self._announcement = announcement
         self._checkpoint = checkpoint
         self._peer = peer
-        self._directory = BlockDirectory(peer)
+        self._directory = BlockDirectory(peer, config.swarm_name)
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(checkpoint, config.dtype)
         self._quantization = resolve_quantization(checkpoint.config, config.quant_type)

@@ -10,13 +10,14 @@ import pytest
 
 from swarmllm.data_structures import MAX_TTL_S, ModelRecord, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, servers_key
+from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, models_key, servers_key
 from swarmllm.network.identity import Identity, is_peer_id, verify
 from swarmllm.network.record_validator import (
     CLOCK_TOLERANCE_S,
     MAX_VALUE_BYTES,
     RecordValidator,
     key_digest,
+    largest_value,
 )
 
 NOW = 1_000_000.0
@@ -174,7 +175,7 @@ MODEL = ModelRecord(name="tiny", fingerprint="abcdefgh", num_blocks=8)
 
 
 def info(peer_id: str = ALICE.peer_id, **fields: Any) -> ServerInfo:
-    return ServerInfo(peer_id=peer_id, start=0, end=4, **fields)
+    return ServerInfo(**{"peer_id": peer_id, "start": 0, "end": 4, **fields})
 
 
 @pytest.fixture
@@ -182,8 +183,8 @@ def peer() -> FakePeer:
     return FakePeer(ALICE.peer_id)
 
 
-def directory(peer: Any) -> BlockDirectory:
-    return BlockDirectory(peer, clock=lambda: NOW)
+def directory(peer: Any, swarm_name: str | None = None) -> BlockDirectory:
+    return BlockDirectory(peer, swarm_name, clock=lambda: NOW)
 
 
 async def test_what_is_announced_is_found_and_what_is_withdrawn_is_not(peer: FakePeer) -> None:
@@ -196,6 +197,31 @@ async def test_what_is_announced_is_found_and_what_is_withdrawn_is_not(peer: Fak
     assert await book.servers("abcdefgh") == ()
     assert await book.models() == {}
     assert book.num_bad_records == 0
+
+
+async def test_private_swarms_meet_neither_each_other_nor_the_public_one(peer: FakePeer) -> None:
+    names = (None, "ours", "theirs")
+    for place, name in enumerate(names):
+        book = directory(peer, name)
+        assert (await book.servers("abcdefgh"), await book.models()) == ((), {})
+        assert await book.announce(MODEL, info(start=place))
+        assert len(peer.records) == 2 * (place + 1)
+    for place, name in enumerate(names):
+        book = directory(peer, name)
+        assert [server.start for server in await book.servers("abcdefgh")] == [place]
+        assert await book.models() == {ALICE.peer_id: MODEL}
+        assert await book.withdraw(MODEL)
+
+
+@pytest.mark.parametrize("name", ["ours", "x" * 256, "ü"])
+def test_keys_of_private_swarms_are_stored_like_others_and_say_nothing(name: str) -> None:
+    keys = [servers_key("abcdefgh", name), servers_key("abcdefgi", name), models_key(name)]
+    assert len(set(keys)) == 3
+    for key in keys:
+        assert largest_value(key) == MAX_VALUE_BYTES
+        assert name not in key
+        assert "abcdefg" not in key
+    assert (servers_key("abcdefgh"), models_key()) == ("swarmllm.v1.servers.abcdefgh", "swarmllm.v1.models")
 
 
 async def test_each_record_outlives_the_one_before(peer: FakePeer) -> None:
