@@ -170,7 +170,8 @@ class ClientConfig:
     servers send as their own `--compression` says. With `verify_fraction`, "auto" is "none"."""
     verify_fraction: float = 0.0
     """Share of steps and batches that are run again on other servers and compared, 0 to 1; see client/spot_checks.
-    Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on."""
+    Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on.
+    Why it is off by default, docs/security.md says with figures."""
     verify_tolerance: float = 0.15
     """Largest relative error of the hidden states of one position that such a comparison forgives. With
     `verify_fraction`, servers that may differ by more without lying are not used. The default is what weights in 8 bits
