@@ -1,0 +1,104 @@
+"""What one hostile peer of each kind costs 8 honest clients: phases with and without such peers, in turns.
+
+Each text is compared with the local model's. Prints the time from token to token in both kinds of phases, and their
+ratio; texts that were wrong or failed; the memory of the servers over time; and how often each hostile peer did what it
+does. What they do is in tests/faults/hostile_peers.py.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+REPO = Path(__file__).resolve().parent.parent
+sys.path += [str(REPO), str(REPO / "tests" / "faults"), str(REPO / "tests" / "swarm")]
+
+import transformers  # noqa: E402
+from common import save_results, table  # noqa: E402
+from soak_run import Figures, Soak, share  # noqa: E402
+from tests import forked  # noqa: E402
+
+from swarmllm.demo import local_swarm  # noqa: E402
+
+PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def ratios(figures: Figures, part: float) -> list[float]:
+    """Of each hostile phase to the one before it."""
+    found = []
+    for calm, hostile in zip(figures.phases[::2], figures.phases[1::2], strict=True):
+        seconds = [
+            sorted(token.seconds for token in figures.tokens if phase.has(token.at)) for phase in (calm, hostile)
+        ]
+        found.append(share(seconds[1], part) / share(seconds[0], part))
+    return found
+
+
+def report(figures: Figures) -> dict[str, object]:
+    calm, hostile = (figures.seconds(hostile=kind) for kind in (False, True))
+    rows = [
+        [name, *(1000 * share(seconds, part) for seconds in (calm, hostile)), share(hostile, part) / share(calm, part)]
+        for name, part in PARTS.items()
+    ]
+    print(
+        f"\n{len(calm)} tokens without hostile peers, {len(hostile)} beside them; of {len(figures.texts)} texts",
+        end=" ",
+    )
+    print(f"{len(figures.wrong)} wrong, {len(figures.failed)} failed\n")
+    print(table(["token to token", "without, ms", "beside, ms", "ratio"], rows))
+    pairs = ratios(figures, 0.95)
+    print(f"\nratio of p95, pair by pair: {', '.join(f'{one:.2f}' for one in pairs)};", end=" ")
+    print(f"median {statistics.median(pairs):.2f}")
+    print(f"load at the end of each phase: {', '.join(f'{phase.load:.1f}' for phase in figures.phases)}\n")
+    memory = [(name, held[0], max(held), held[-1]) for name, held in sorted(figures.memory.items())]
+    print(table(["process", "MB at first", "most", "at last"], memory))
+    print(f"\n{table(['hostile peer', 'times'], sorted(figures.did.items()))}")
+    for failed in figures.failed:
+        print(f"client {failed.client} failed: {failed.error}")
+    for line in (*figures.logged, *(f"died: {one}" for one in figures.died)):
+        print(line)
+    last = {text.client: dict(text.counts or {}) for text in figures.texts}
+    for client, counts in sorted(last.items()):
+        print(f"client {client} has seen {counts}")
+    return {
+        "tokens": [len(calm), len(hostile)],
+        "texts": len(figures.texts),
+        "wrong": len(figures.wrong),
+        "failed": [failed.error for failed in figures.failed],
+        "seconds": {name: [share(calm, part), share(hostile, part)] for name, part in PARTS.items()},
+        "p95_ratio_of_pairs": pairs,
+        "loads": [phase.load for phase in figures.phases],
+        "memory_mb": figures.memory,
+        "did": dict(figures.did),
+        "logged": figures.logged,
+        "seen": last,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=6, help="phases of each kind, at most 100")
+    parser.add_argument("--phase_s", type=float, default=25.0, help="seconds of each, at most 600")
+    parser.add_argument("--hidden_size", type=int, default=512)
+    args = parser.parse_args()
+    if not (1 <= args.pairs <= 100 and 1 <= args.phase_s <= 600):
+        parser.error("give 1 to 100 pairs of 1 to 600 s")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("swarmllm").setLevel(os.environ.get("SWARMLLM_LOG_LEVEL", "ERROR"))
+    local_swarm.Popen = forked.popen  # type: ignore[attr-defined]  # liars come within a phase: they start quickly
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            figures = Soak(Path(directory), hidden_size=args.hidden_size).run(args.pairs, args.phase_s)
+    finally:
+        forked.stop_warm_process()
+    print(f"\nwritten to {save_results('hostile_soak', report(figures))}")
+    return 1 if figures.wrong or figures.died or figures.logged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""Hostile peers beside a real swarm: one of each kind, each with an id and a daemon of its own, at a bounded rate.
+
+    python hostile_peers.py '{"servers": [[PEER_ID, [MADDR, …]], …], "name": …, "fingerprint": …, "num_blocks": 8,
+                              "hidden_size": 512}'
+
+They are at it from the line `on` on standard input to the line `off`, which is answered by a line of JSON: how often
+each kind has done what it does. The program ends with its input. `soak_run` starts it, for benchmarks/hostile_soak.py.
+"""
+
+import asyncio
+import json
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from fuzzed_messages import Conversation, wire
+
+from swarmllm.data_structures import ModelRecord, ServerInfo
+from swarmllm.errors import SwarmError
+from swarmllm.network import dht_protocol
+from swarmllm.network.block_directory import BlockDirectory, servers_key
+from swarmllm.network.frames import FORMAT, MAGIC, PREFIX, MessageType
+from swarmllm.network.identity import SIGNATURE_BYTES, Identity
+from swarmllm.network.peer import Peer
+from swarmllm.network.protocol import FrameStream, hello, welcome
+from swarmllm.network.record_validator import RecordValidator, key_digest
+from swarmllm.network.tensor_codec import encode_tensors
+
+BOAST = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
+MAX_LENGTH = 128
+"""Of the sessions of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
+docs/security.md says."""
+DEEP: Any = {"id": 1, "x": {}}
+for _ in range(400):
+    DEEP = {"id": 1, "x": DEEP}
+WIDE = {"id": 1, "x": [{}] * 30_000}
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Those that are attacked."""
+
+    servers: list[tuple[str, list[str]]]
+    name: str
+    fingerprint: str
+    num_blocks: int
+    hidden_size: int
+
+
+class Mallory:
+    """One hostile peer."""
+
+    def __init__(self, swarm: Swarm, peer: Peer) -> None:
+        self.swarm, self.peer = swarm, peer
+        self.count = 0
+        self._streams: set[FrameStream] = set()
+        self._readers: set[asyncio.Task[None]] = set()
+
+    async def open(self, number: int, *, greet: bool = True, reads: bool = True) -> FrameStream:
+        """A stream to that server."""
+        peer_id, maddrs = self.swarm.servers[number % len(self.swarm.servers)]
+        stream = await self.peer.open_stream(peer_id, [maddr.partition("/p2p/")[0] for maddr in maddrs])
+        self._streams.add(stream)
+        stream.gone.add_done_callback(lambda _: self._streams.discard(stream))
+        if greet:
+            await hello(stream, fingerprint=self.swarm.fingerprint)
+        if not reads:
+            if stream._transport is not None:
+                stream._transport.pause_reading()
+            return stream
+        task = asyncio.create_task(swallow(stream))
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        return stream
+
+    async def to_each(self) -> AsyncIterator[int]:
+        """One server after the other, for ever."""
+        while True:
+            for number in range(len(self.swarm.servers)):
+                yield number
+
+    async def did(self, times_per_s: float) -> None:
+        """What it does, which it does at most so often."""
+        self.count += 1
+        await asyncio.sleep(1 / times_per_s)
+
+    async def leave(self) -> None:
+        for stream in tuple(self._streams):
+            stream.abort()
+        await asyncio.gather(*self._readers)
+
+
+async def swallow(stream: FrameStream) -> None:
+    with suppress(SwarmError):
+        while True:
+            await stream.receive()
+
+
+def open_header(session: str, end: int, **fields: Any) -> dict[str, Any]:
+    header = {"id": 1, "session": session, "token": session, "start": 0, "end": end, "batch_size": 1}
+    return {**header, "max_length": MAX_LENGTH, **fields}
+
+
+def claim(kind: MessageType, header: bytes, num_bytes: int, total_bytes: int) -> bytes:
+    """The begin of a message that is said to be that long."""
+    return PREFIX.pack(MAGIC, FORMAT, kind, 0, len(header), num_bytes, total_bytes) + header
+
+
+# ---------------------------------------------------------------------- as clients
+
+
+async def floods_with_streams(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        for _ in range(80):
+            await mallory.open(number)
+            await mallory.did(40)
+        if len(mallory._streams) > 1000:
+            await mallory.leave()
+
+
+async def floods_with_sessions(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number)
+        for _ in range(260):
+            end = mallory.swarm.num_blocks // 2
+            start = (number % 2) * end
+            header = open_header(secrets.token_hex(16), start + end, start=start)
+            await stream.send(MessageType.OPEN, header)
+            await mallory.did(50)
+        stream.abort()
+
+
+async def sends_byte_by_byte(mallory: Mallory) -> None:
+    streams: list[FrameStream] = []
+    async for number in mallory.to_each():
+        if len(streams) < 64:
+            streams.append(await mallory.open(number))
+            streams[-1]._write(claim(MessageType.FORWARD, b"\x80", 100_000, 100_000))
+        for stream in streams:
+            with suppress(SwarmError):
+                stream._write(b"x")
+        await mallory.did(4)
+
+
+async def sends_large_headers(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number)
+        for header in (DEEP, WIDE):
+            stream._write(wire(MessageType.STEP, header))
+            await mallory.did(4)
+
+
+async def claims_large_messages(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number, greet=mallory.count % 2 == 0)
+        stream._write(claim(MessageType.FORWARD, b"\x80", 1 << 18, 1 << 30))
+        await mallory.did(10)
+
+
+async def leaves_messages_unfinished(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number)
+        stream._write(claim(MessageType.FORWARD, b"\x80", 1 << 20, 8 << 20) + bytes(1 << 20))
+        for _ in range(4):
+            stream._write(claim(MessageType.CONTINUE, b"", 1 << 20, 8 << 20) + bytes(1 << 20))
+            await mallory.did(4)
+
+
+async def queues_steps(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream, half = await mallory.open(number), mallory.swarm.num_blocks // 2
+        session, start = secrets.token_hex(16), (number % 2) * half
+        await stream.send(MessageType.OPEN, open_header(session, start + half, start=start))
+        hidden = torch.zeros(1, 64, mallory.swarm.hidden_size)
+        descriptors, chunks = encode_tensors({"hidden_states": hidden})
+        header = {"id": 1, "session": session, "epoch": 0, "position": 0, "batch_size": 1, "seq_len": 64}
+        for _ in range(20):
+            await stream.send(MessageType.STEP, header | {"tensors": descriptors}, chunks)
+            await mallory.did(20)
+        stream.abort()
+
+
+async def has_addresses_dialled(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream, half = await mallory.open(number), mallory.swarm.num_blocks // 2
+        session, start = secrets.token_hex(16), (number % 2) * half
+        await stream.send(MessageType.OPEN, open_header(session, start + half, start=start))
+        for port in range(20):
+            successor = {"peer_id": Identity.generate().peer_id, "session": session, "token": session}
+            successor["addrs"] = [f"/ip4/127.0.0.1/tcp/{8000 + port}"]
+            header = {"id": port, "session": session, "epoch": 0, "successor": successor}
+            await stream.send(MessageType.LINK, header)
+            await mallory.did(10)
+        stream.abort()
+
+
+async def never_reads(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number, reads=False)
+        for _ in range(50):
+            stream._write(wire(MessageType.OPEN, {"id": 1, "surprise": "x" * 100}) * 10)
+            await mallory.did(50)
+
+
+async def talks_nonsense(mallory: Mallory) -> None:
+    async for number in mallory.to_each():
+        stream = await mallory.open(number)
+        for message in Conversation(mallory.count, [], mallory.swarm.hidden_size).messages():
+            stream._write(wire(*message))
+            await mallory.did(50)
+
+
+# ---------------------------------------------------------------------- in the DHT
+
+
+async def floods_a_key(mallory: Mallory) -> None:
+    """With records of invented identities, and with megabytes of one."""
+    key = servers_key(mallory.swarm.fingerprint)
+    small = [record(key, Identity.generate(), 500) for _ in range(256)]
+    one = Identity.generate()
+    large = [record(servers_key(f"{number:08}"), one, 8000) for number in range(128)]
+    assert mallory.peer._dht is not None
+    node = mallory.peer._dht._node
+    while True:
+        await asyncio.sleep(0.1)  # there may be nobody in the table, if all were too busy to answer
+        for target in list(node.protocol.routing_table.peer_id_to_uid):
+            for some in (small, large):
+                await node.protocol.call_store(
+                    target,
+                    [dht_protocol.DHTID.from_bytes(one.key) for one in some],
+                    [one.value for one in some],
+                    [one.expiration_time for one in some],
+                    [msgpack.unpackb(one.subkey) for one in some],
+                )
+                await mallory.did(4)
+
+
+def record(key: str, identity: Identity, num_bytes: int) -> Any:
+    owner, expiration = msgpack.packb(identity.peer_id), time.time() + 800
+    padding = "x" * max(0, num_bytes - SIGNATURE_BYTES - len(key) - 16)
+    unsigned = dht_protocol.Record(key_digest(key), owner, msgpack.packb([key, padding]), expiration)
+    return dht_protocol.Record(unsigned.key, owner, RecordValidator(identity).sign_value(unsigned), expiration)
+
+
+# ---------------------------------------------------------------------- as servers
+
+
+@asynccontextmanager
+async def announced(mallory: Mallory, start: int, end: int, **fields: Any) -> AsyncIterator[None]:
+    swarm, peer = mallory.swarm, mallory.peer
+    directory = BlockDirectory(peer)
+    model = ModelRecord(name=swarm.name, fingerprint=swarm.fingerprint, num_blocks=swarm.num_blocks)
+    info = ServerInfo(peer_id=peer.peer_id, addrs=peer.addrs, start=start, end=end, **BOAST, **fields)
+    await directory.announce(model, info, ttl_s=60)
+    try:
+        yield
+    finally:
+        await directory.withdraw(model)
+
+
+async def is_a_ghost(mallory: Mallory) -> None:
+    async with announced(mallory, 0, mallory.swarm.num_blocks):
+        while True:
+            await mallory.did(0.2)
+
+
+async def is_silent_after_greeting(mallory: Mallory) -> None:
+    traits = await traits_of(mallory, 0)
+
+    async def serve(stream: FrameStream) -> None:
+        await welcome(stream, info={"start": 0, "end": mallory.swarm.num_blocks, "traits": traits})
+        while True:
+            await stream.receive()
+            mallory.count += 1
+
+    await serve_announced(mallory, 0, mallory.swarm.num_blocks, serve)
+
+
+async def accuses_others(mallory: Mallory) -> None:
+    """Takes sessions, and says of each step that its predecessor has sent something absurd."""
+    half, end = mallory.swarm.num_blocks // 2, mallory.swarm.num_blocks
+    traits, owners = await traits_of(mallory, 1), dict[str, FrameStream]()
+
+    async def serve(stream: FrameStream) -> None:
+        await welcome(stream, info={"start": half, "end": end, "traits": traits})
+        while True:
+            message = await stream.receive()
+            number, session = message.header.get("id"), message.header.get("session")
+            if message.type is MessageType.OPEN:
+                owners[session] = stream
+            if message.type in (MessageType.OPEN, MessageType.LINK, MessageType.ATTACH):
+                await stream.send(MessageType.RESULT, {"id": number})
+            elif message.type is MessageType.STEP and session in owners:
+                said = {"code": "corrupt_activations", "message": "absurd values", "id": number, "session": session}
+                said["peer_id"] = mallory.swarm.servers[0][0] if owners[session] is stream else stream.peer_id
+                mallory.count += 1
+                with suppress(SwarmError):
+                    await owners[session].send(MessageType.ERROR, said)
+
+    await serve_announced(mallory, half, end, serve)
+
+
+async def traits_of(mallory: Mallory, number: int) -> Any:
+    """What an honest server says of its blocks."""
+    peer_id, maddrs = mallory.swarm.servers[number]
+    stream = await mallory.peer.open_stream(peer_id, [maddr.partition("/p2p/")[0] for maddr in maddrs])
+    try:
+        return (await hello(stream)).info["traits"]
+    finally:
+        stream.abort()
+
+
+async def serve_announced(
+    mallory: Mallory, start: int, end: int, serve: Callable[[FrameStream], Awaitable[None]]
+) -> None:
+    await mallory.peer.serve_streams(serve)
+    async with announced(mallory, start, end):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for stream in tuple(mallory.peer._streams):
+                stream.abort()
+
+
+CLIENTS = (
+    floods_with_streams,
+    floods_with_sessions,
+    sends_byte_by_byte,
+    sends_large_headers,
+    claims_large_messages,
+    leaves_messages_unfinished,
+    queues_steps,
+    has_addresses_dialled,
+    never_reads,
+    talks_nonsense,
+)
+MEMBERS = (floods_a_key, is_a_ghost, is_silent_after_greeting, accuses_others)
+"""They listen and take part in the DHT, which clients only read."""
+
+
+async def keep_at_it(mallory: Mallory, attack: Callable[[Mallory], Awaitable[None]]) -> None:
+    """Whatever the servers do about it."""
+    try:
+        while True:
+            with suppress(SwarmError, OSError):
+                await attack(mallory)
+            await asyncio.sleep(0.5)
+    finally:
+        await mallory.leave()
+
+
+async def main(swarm: Swarm) -> None:
+    maddrs = [maddr for _, maddrs in swarm.servers for maddr in maddrs]
+    mallories = {
+        attack: Mallory(swarm, await Peer.create(initial_peers=maddrs, client_mode=attack in CLIENTS))
+        for attack in CLIENTS + MEMBERS
+    }
+    lines, running, before = asyncio.Queue[str](), list[asyncio.Task[None]](), Counter[str]()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.create_task(read_lines(lines, loop))
+    print("ready", flush=True)
+    try:
+        while line := await lines.get():
+            if line == "on":
+                running = [asyncio.create_task(keep_at_it(one, attack)) for attack, one in mallories.items()]
+            elif line == "off":
+                await stop(running)
+                counts = Counter({attack.__name__: one.count for attack, one in mallories.items()})
+                print(json.dumps(counts - before), flush=True)
+                before = counts
+    finally:
+        await stop(running)
+        reader.cancel()
+        for mallory in mallories.values():
+            await mallory.peer.close()
+
+
+async def read_lines(lines: asyncio.Queue[str], loop: asyncio.AbstractEventLoop) -> None:
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        lines.put_nowait(line.decode().strip())
+    lines.put_nowait("")
+
+
+async def stop(running: list[asyncio.Task[None]]) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(Swarm(**json.loads(sys.argv[1]))))
