@@ -173,7 +173,8 @@ class Conversation:
         names = [name for name, value in header.items() if type(value) is int]
         if names:
             name = self.random.choice([*names, "replay_hops", "rows"])
-            header[name] = max(0, (header[name] if name in names else 0) + self.random.randint(-3, 3))
+            near = (header[name] if name in names else 0) + self.random.randint(-3, 3)
+            header[name] = min(max(0, near), NUMBERS[-1])  # msgpack has no larger ones
         if self.random.random() < 0.3:
             header["batch_index"] = [self.random.randrange(5) for _ in range(self.random.randrange(5))]
         return kind, header, tensors
