@@ -14,7 +14,7 @@ from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded
 from tests import forked
 from transformers import PreTrainedModel
 
-from swarmllm import LocalSwarm
+from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import (
     BlocksNotServedError,
     BlockWeightsNotFoundError,
@@ -171,6 +171,21 @@ def test_initial_peers_that_are_gone(llama: Path) -> None:
 def test_initial_peers_that_are_none(llama: Path, peers: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="initial"), connected(llama, peers, lan_discovery=False):
         pass
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_empty_text(model: Any, use_cache: bool) -> None:
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    with pytest.raises(ConfigurationError, match="empty"):
+        model(nothing, use_cache=use_cache)
+    with pytest.raises(ConfigurationError, match="empty"):
+        model.generate(nothing, max_new_tokens=1, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "load_in_8bit"])
+def test_quantization_is_the_servers(llama: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} .*--quant_type"):
+        AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: {"load_in_8bit": True}})
 
 
 def test_some_dead_initial_peers_do_not_matter(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:

@@ -426,12 +426,17 @@ async def test_a_wrong_clock_is_named(
     assert re.search(f"differs by {seconds} s .* NTP", finding.text)
 
 
-async def test_a_peer_finds_its_swarm_again_after_an_outage(new_peer: NewPeer, tmp_path: Path) -> None:
+async def test_a_peer_finds_its_swarm_again_after_an_outage(
+    new_peer: NewPeer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = await new_peer(identity_path=tmp_path / "identity")
     maddrs, addrs = first.join_maddrs, first.addrs
     second = await new_peer(initial_peers=maddrs)
     await first.close()
-    assert await BlockDirectory(second).models() == {}
+    for _ in range(3):
+        assert await BlockDirectory(second).models() == {}
+    said = [record for record in caplog.records if "this peer is alone" in record.message]
+    assert [record.levelname for record in said].count("WARNING") == 1, "who waits asks twice a second"
     again = await new_peer(identity_path=tmp_path / "identity", host_maddrs=addrs)
     await BlockDirectory(again).announce(MODEL, info(again))
     async with asyncio.timeout(120):

@@ -168,6 +168,10 @@ class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
             return output
 
 
+QUANTIZATION = {"quantization_config", "load_in_8bit", "load_in_4bit"}
+"""Arguments of transformers, which would look for the blocks that aren't here."""
+
+
 class _AutoDistributed:
     """`from_pretrained` gives the architecture's class for one task."""
 
@@ -211,6 +215,8 @@ class _AutoDistributed:
             MissingBlocksError: some blocks are served by nobody.
             PeerUnreachableError: none of the initial peers answers.
         """
+        for name in QUANTIZATION & hf_kwargs.keys():
+            raise ConfigurationError(f"{name} can't be given here: servers quantize the blocks (--quant_type)")
         config = client_config or ClientConfig()
         if initial_peers is not None:
             peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)

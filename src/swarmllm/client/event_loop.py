@@ -9,6 +9,7 @@ A task that fails ends neither the loop nor other tasks: a mistake about one ses
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
@@ -39,6 +40,7 @@ class EventLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._closed = False
+        self._pid = os.getpid()
         self._calls: set[asyncio.Task[Any]] = set()
         self._lock = threading.RLock()  # finalizers may come at any moment, in any thread
         self._ready = threading.Event()
@@ -49,7 +51,7 @@ class EventLoop:
     def check_open(self) -> None:
         """Raises: SessionClosedError: the loop has been closed."""
         if self._closed:
-            raise SessionClosedError("the model has been closed")
+            raise self._is_closed()
 
     @property
     def is_running(self) -> bool:
@@ -68,7 +70,7 @@ class EventLoop:
         with self._lock:  # what is handed over before `close()` is run or cancelled, never forgotten
             if self._closed or not self._thread.is_alive():
                 coroutine.close()
-                raise SessionClosedError("the model has been closed")
+                raise self._is_closed()
             future = Context().run(asyncio.run_coroutine_threadsafe, self._call(coroutine), self._loop)
         try:
             return future.result()
@@ -78,6 +80,13 @@ class EventLoop:
         except BaseException:
             future.cancel()
             raise
+
+    def _is_closed(self) -> SessionClosedError:
+        if os.getpid() != self._pid:
+            return SessionClosedError(
+                "the model belongs to the process that this one was forked from: load it here anew"
+            )
+        return SessionClosedError("the model has been closed")
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Noted, so that closing ends it before anything that it leans on."""

@@ -414,6 +414,8 @@ def _describe(
     given = ids if ids is not None else embeds
     if given is None:
         raise ConfigurationError("give the model either input_ids or inputs_embeds")
+    if 0 in given.shape:
+        raise ConfigurationError(f"the text is empty: {list(given.shape)}")
     width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
     if embeds is not None and width is not None and (embeds.ndim != 3 or embeds.shape[-1] != width):
         raise ConfigurationError(f"inputs_embeds must be [batch, seq, {width}], not {list(embeds.shape)}")

@@ -55,6 +55,7 @@ class Dht:
         """Peers that this process knows better than by their records, which are kept before those of others."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._join_lock = asyncio.Lock()
+        self._said_alone = False
 
     async def start(self) -> None:
         """Start the node and join the swarm of the initial peers, if there are any.
@@ -168,13 +169,16 @@ class Dht:
         """After an outage of the network the routing table is empty, and nobody else would fill it."""
         routing_table = self._node.protocol.routing_table
         if routing_table.uid_to_peer_id or not self._initial_peers:
+            self._said_alone = False
             return
         async with self._join_lock:
             if not routing_table.uid_to_peer_id:
                 try:
                     await self._join()
                 except SwarmError as error:
-                    logger.warning("this peer is alone: %s", error)
+                    # Whoever waits for the swarm tries twice a second: said once for each outage.
+                    logger.log(logging.DEBUG if self._said_alone else logging.WARNING, "this peer is alone: %s", error)
+                    self._said_alone = True
 
     # Tasks
 

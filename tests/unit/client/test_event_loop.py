@@ -1,6 +1,7 @@
 """The client's event loop: calls cross into it, and none of them hangs when it is closed."""
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -38,6 +39,19 @@ def test_a_closed_loop_runs_nothing(loop: EventLoop) -> None:
     with pytest.raises(SessionClosedError):
         loop.run(answer())
     loop.call_soon(answer())
+
+
+def test_a_forked_process_is_told_that_it_has_none(loop: EventLoop) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            loop.run(answer())
+        except SessionClosedError as error:
+            os._exit("forked" not in str(error))
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert loop.run(answer()) == 42
 
 
 def test_a_task_that_fails_ends_nothing_else(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
