@@ -88,10 +88,12 @@ class Server:
         """The client's end of a new stream, on which this server sees `peer_id`."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
+        served = self._stream_type(peer_id, **options)
         try:
-            _, served = await loop.create_connection(lambda: self._stream_type(peer_id, **options), sock=theirs)
+            await loop.create_connection(lambda: served, sock=theirs)
             _, stream = await loop.create_connection(lambda: FrameStream(SERVER), sock=ours)
         except BaseException:  # whoever dialled has left
+            served.abort()
             ours.close()
             theirs.close()
             raise
