@@ -19,7 +19,8 @@ from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import LocalServer
 
 SPANS = [(0, 2), (2, 4), (4, 6)]
-PLACES = {"first": 0, "middle": 1, "last": 2}
+PLACES = {"first": 0, "middle": 2, "last": 5}
+"""A block of each: a route may cut a span between its two servers, where measurements on a busy machine say so."""
 
 
 class Faulty:
@@ -53,10 +54,9 @@ class Faulty:
         return next(server for server in self._swarm.servers if server.peer_id == peer_id)
 
     def on_route(self, route: list[Any], place: str) -> LocalServer:
-        """The first, middle or last server of a route."""
-        spans = [(hop.span.start, hop.span.end) for hop in route]
-        assert spans == SPANS, f"the route is {', '.join(map(str, route))}"
-        return self.server(route[PLACES[place]].server.peer_id)
+        """The first, a middle or the last server of a route."""
+        (peer_id,) = [hop.server.peer_id for hop in route if PLACES[place] in hop.span]
+        return self.server(peer_id)
 
     def twin(self, server: LocalServer) -> LocalServer:
         """The other server of the same span."""
