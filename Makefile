@@ -8,8 +8,8 @@ BENCH_INSTALLED := $(VENV)/.bench-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
 TRAINERS := .venv-trainers
-# The rooms with servers come first, so that at the end, where some processes have nothing left to do, files are short.
-ROOMS := $(wildcard $(addprefix tests/,faults swarm gateway numerics properties unit gpu))
+# In this order. Clients that others have left running use Python's `random`, which hypothesis takes for its tests'.
+ROOMS := $(wildcard $(addprefix tests/,properties numerics unit gpu faults swarm gateway))
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 # No test begins after DEADLINE (seconds since 1970); what it leaves out is listed.
 PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEADLINE))

@@ -205,6 +205,7 @@ def _become(request: dict[str, Any], standard: list[int]) -> None:
     """Take over what is the new process's own."""
     if request["session"]:
         os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where pytest was started in the background
     os.chdir(request["cwd"])
     tempfile.tempdir = None  # it was looked up for the warm process
     for name, value in request["variables"].items():

@@ -1,6 +1,7 @@
 """Inference sessions as users hold them: steps, rollbacks, chats, and what happens at their limits."""
 
 import gc
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def test_own_generation_loop_with_embed_step_and_head(model: Any, local: PreTrai
         assert len(session.timings) == len(spans)
 
     assert generated.tolist() == expected.tolist()
+
+
+def test_what_the_program_has_seeded_stays_its_own(model: Any) -> None:
+    """Python's and torch's random generators are the user's; the client works in a thread beside, and at any time."""
+    python, pytorch = random.getstate(), torch.get_rng_state()
+    with torch.no_grad(), model.inference_session(max_length=64) as session:
+        session.step(model.embed(prompt()))
+        model.swarm.loop.run(model.swarm.distances.ping_some())
+    assert random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), pytorch)
 
 
 def test_rolling_back_forgets(model: Any, local: PreTrainedModel) -> None:

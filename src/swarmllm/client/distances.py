@@ -33,6 +33,7 @@ class Distances:
     def __init__(self, view: "SwarmView") -> None:
         self.round_trips = RoundTrips()
         self._view = view
+        self._random = random.Random()  # the module's own belongs to the user's program, which may have seeded it
 
     async def keep_measuring(self) -> None:
         """As long as somebody uses this view: look into the DHT, and ping servers."""
@@ -53,9 +54,9 @@ class Distances:
             now,
             count=max(0, PINGS_PER_ROUND - len(in_use)),
             avoid=self._view.health.avoided(now) | in_use.keys(),
-            generator=random.Random(),
+            generator=self._random,
         )
-        connected = random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
+        connected = self._random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
         await asyncio.gather(
             *(self._ping(connection.server, connection) for connection in connected),
             *(self._ping(server) for server in others),
