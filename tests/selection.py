@@ -6,7 +6,7 @@ lost: a test's place is a hash of its name, and the commit's hash says whose tur
 
 import subprocess
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -49,6 +49,12 @@ def sampled(names: Sequence[str], num_parts: int, commit: str = COMMIT, *, alway
     return [pytest.param(name, marks=() if now else pytest.mark.slow) for name, now in zip(names, fast, strict=True)]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "rotates(n): on each commit one of n parts of these tests is for `make test`, the others are slow"
+    )
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption(
@@ -66,8 +72,15 @@ def _part(text: str) -> tuple[int, int]:
     return part, num_parts
 
 
-@pytest.hookimpl(trylast=True)  # of what -m and -k have left
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Marks before -m and -k choose, and takes the part of what they have left."""
+    for item in items:
+        for mark in item.iter_markers("rotates"):
+            (num_parts,) = mark.args
+            if part_of(item.nodeid, num_parts) != turn_of(COMMIT, num_parts):
+                item.add_marker(pytest.mark.slow)
+    yield
     if (wanted := config.getoption("part")) is None:
         return
     part, num_parts = wanted

@@ -31,6 +31,8 @@ from transformers import PreTrainedModel
 from swarmllm.errors import MissingBlocksError
 from swarmllm.network.protocol import MessageType
 
+pytestmark = pytest.mark.rotates(3)
+
 
 def places(*quick: str) -> pytest.MarkDecorator:
     """Each place of the route; all but those of `quick` only with the slow tests."""

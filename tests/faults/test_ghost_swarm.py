@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from swarm_models import OPTIONS, connected, prompt
 from transformers import PreTrainedModel
 
@@ -41,6 +42,7 @@ def ghost(checkpoint: Path, initial_peers: list[str], **announced: Any) -> Itera
         thread.join()
 
 
+@pytest.mark.rotates(2)
 def test_ghost_placement(llama: Path, local: PreTrainedModel) -> None:
     """Its record fills a gap with a throughput of 1e8: a new server comes to where no honest one is all the same."""
     boast = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}

@@ -17,6 +17,8 @@ from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import CacheFullError, SwarmError
 
+pytestmark = pytest.mark.rotates(3)
+
 PROMPT = prompt(length=9)
 HALVES = [(0, 4), (4, 8)]
 

@@ -205,7 +205,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("case", sampled(["llama-int8", "llama-nf4", "mixtral-int8", "mixtral-nf4"], 8))
+@pytest.mark.parametrize("case", sampled(["llama-int8", "llama-nf4", "mixtral-int8", "mixtral-nf4"], 16))
 def test_loading_never_holds_more_than_one_shard_beyond_the_result(case: str, tmp_path: Path) -> None:
     name, quant_type = case.split("-")
     share = {"int8": 0.55, "nf4": 0.32}[quant_type]

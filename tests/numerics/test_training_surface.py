@@ -131,6 +131,7 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
 
 
 @pytest.mark.parametrize("name", ON_BLOCKS)
+@pytest.mark.rotates(2)
 def test_what_cannot_reach_the_servers(name: str, shared: Any, expected: Tensor) -> None:
     operation, sentence = ON_BLOCKS[name]
     names = [name for name, _ in shared.named_modules()]
@@ -265,6 +266,7 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.rotates(2)
 def test_configs_that_are_the_local_ones(name: str, llama: Path) -> None:
     remote, local = (tuned(model, EQUAL[name]) for model in (InProcessSwarm(llama).client, load_local(llama)))
     wanted = results(local.train())
@@ -297,6 +299,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.rotates(2)
 def test_configs_that_servers_cannot_compute(name: str, llama: Path, expected: Tensor) -> None:
     config, sentence = REFUSED[name]
     client: Any = InProcessSwarm(llama).client
@@ -341,6 +344,7 @@ AFTER: dict[str, Operation] = {
 
 
 @pytest.mark.parametrize("name", AFTER)
+@pytest.mark.rotates(2)
 def test_operations_that_are_the_local_ones(name: str, llama: Path) -> None:
     found = []
     for model in (InProcessSwarm(llama).client, load_local(llama)):

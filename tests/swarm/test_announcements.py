@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from swarm_models import OPTIONS, connected, wait_until
 
 from swarmllm import LocalSwarm
 
 
+@pytest.mark.rotates(2)
 def test_servers_measure_their_network(llama: Path) -> None:
     with (
         LocalSwarm(llama, num_servers=2, update_period=1, **OPTIONS) as swarm,

@@ -28,6 +28,8 @@ from swarmllm.network.discovery import (
 )
 from swarmllm.network.identity import Identity
 
+pytestmark = pytest.mark.rotates(2)
+
 LOOPBACK = ["127.0.0.1"]
 OURS, THEIRS = "a" * 32, "b" * 32
 ADDRS = ["/ip4/127.0.0.1/tcp/4000", "/ip4/192.0.2.7/tcp/4000"]

@@ -81,6 +81,7 @@ def embedded_client(swarm: LocalSwarm, spans: list[tuple[int, int]]) -> Any:
     [(2, 50), *(pytest.param(chain, 200, marks=pytest.mark.slow) for chain in (2, 1, 4, 8))],
     indirect=["chain_model"],
 )
+@pytest.mark.rotates(2)
 def test_a_story_over_1_to_8_servers(chain_model: Any, embedded: PreTrainedModel, num_tokens: int, mode: str) -> None:
     text = AutoTokenizer.from_pretrained(embedded_model_path())("Once upon a time", return_tensors="pt").input_ids
     options = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens, **MODES[mode]}
@@ -138,6 +139,7 @@ def relaying(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.rotates(2)
 def test_relaying_through_the_client(relaying: Any, local: PreTrainedModel, mode: str) -> None:
     assert_same_tokens(relaying, local, prompt(1, 300), max_new_tokens=20, **MODES[mode])
 
@@ -168,6 +170,7 @@ LENGTHS = (1, 17, 65, 130, 257, 1000)
 
 
 @pytest.mark.parametrize("chunk", [128, pytest.param(65, marks=pytest.mark.slow)])
+@pytest.mark.rotates(2)
 def test_prompts_of_many_lengths(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, chunk: int) -> None:
     """Every length is tried in one process, in numerics/test_every_length."""
     with connected(llama, swarm.initial_peers, prefill_chunk_tokens=chunk) as model:

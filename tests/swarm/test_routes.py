@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 
+pytestmark = pytest.mark.rotates(2)
+
 HALF = NUM_BLOCKS // 2
 FAR_MS, MIDDLE_MS, NEAR_MS = 80.0, 40.0, 10.0
 """One way. The nearest server joins last."""
