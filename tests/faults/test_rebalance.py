@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 from fault_tools import at_token
 from swarm_models import OPTIONS, connected, load_local, prompt, save_llama, wait_until
+from tests import forked
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -141,15 +143,9 @@ def test_a_full_cache_is_free_again_when_its_client_vanishes(
     checkpoint: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client holds most KV cache and gets SIGKILL when another one is refused, whose next try then succeeds."""
-    with LocalSwarm(checkpoint, spans=[(0, 8)], attn_cache_tokens=256, **OPTIONS) as swarm:
-        holder = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, str(checkpoint), *swarm.initial_peers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout is not None
-        assert holder.stdin is not None
+    with LocalSwarm(checkpoint, spans=[(0, 8)], attn_cache_tokens=256, **OPTIONS) as swarm, TemporaryFile() as log:
+        client = [sys.executable, "-c", CLIENT, str(checkpoint), *swarm.initial_peers]
+        holder = forked.popen(client, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             assert holder.stdout.readline() == "holding\n"
             with connected(checkpoint, swarm.initial_peers) as model:
