@@ -64,7 +64,7 @@ def run_clients(
     model: Path,
     initial_peers: Sequence[str],
     clients: Mapping[int, Mapping[str, Any]],
-    texts: Sequence[tuple[Tensor, list[int]]],
+    texts: Sequence[tuple[list[int], list[int]]],
     ready: Any,
     reports: Any,
     end: Event,
@@ -86,16 +86,17 @@ def run_clients(
 
 
 def _generate(
-    model: Any, number: int, texts: Sequence[tuple[Tensor, list[int]]], ready: Any, reports: Any, end: Event
+    model: Any, number: int, texts: Sequence[tuple[list[int], list[int]]], ready: Any, reports: Any, end: Event
 ) -> None:
     turn = number
     while not end.is_set():
         prompt, expected = texts[turn % len(texts)]
+        ids = torch.tensor([prompt])
         turn += 1
         streamer, error, got = _Tokens(number), "", list[int]()
         try:
-            new_tokens = len(expected) - prompt.shape[1]
-            got = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, streamer=streamer)[0].tolist()
+            new_tokens = len(expected) - len(prompt)
+            got = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=streamer)[0].tolist()
         except SwarmError as failed:
             error = f"{failed.code}: {failed}"
         counts = dict(model.swarm.counts)

@@ -25,7 +25,6 @@ import torch
 from faulty_server import Fault, program
 from soak_clients import Ended, Token, run_clients
 from swarm_models import VOCABULARY, generate_seeded, load_local, save_llama
-from torch import Tensor
 
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
@@ -216,7 +215,7 @@ class Soak:
                     self.figures.memory.setdefault(name, []).append(megabytes)
 
     @contextmanager
-    def _clients(self, swarm: LocalSwarm, texts: Sequence[tuple[Tensor, list[int]]]) -> Iterator[Any]:
+    def _clients(self, swarm: LocalSwarm, texts: Sequence[tuple[list[int], list[int]]]) -> Iterator[Any]:
         """The queue of their reports; on return each has generated two texts."""
         context = multiprocessing.get_context("spawn")
         ready, reports, end = context.Semaphore(0), context.Queue(), context.Event()
@@ -266,13 +265,14 @@ class Soak:
             self.figures.tokens += tokens
             self.figures.texts.append(ended)
 
-    def _texts(self) -> list[tuple[Tensor, list[int]]]:
+    def _texts(self) -> list[tuple[list[int], list[int]]]:
         local = load_local(self._model)
         prompts = [
             torch.randint(3, VOCABULARY, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(number))
             for number in range(TEXTS)
         ]
-        return [(one, generate_seeded(local, one, max_new_tokens=NEW_TOKENS)[0].tolist()) for one in prompts]
+        answers = [generate_seeded(local, one, max_new_tokens=NEW_TOKENS)[0].tolist() for one in prompts]
+        return [(one[0].tolist(), answer) for one, answer in zip(prompts, answers, strict=True)]
 
 
 def _mistakes(server: LocalServer) -> list[str]:

@@ -14,8 +14,11 @@ from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference
 from swarmllm.client.hop import Hop
 from swarmllm.client.inference_session import InferenceSession
 from swarmllm.client.open_route import OpenRoute
-from swarmllm.errors import PeerTimeoutError
+from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
+from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.network.protocol import Message, MessageType
 from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.server.sessions import Session
 from swarmllm.server.shared_prefix import SharedPrefix
 
 STEP_TIMEOUT_S = 60.0
@@ -40,6 +43,37 @@ def assert_steps(blocks: Blocks, swarm: InProcessSwarm, session: InferenceSessio
 
 def last_server(swarm: InProcessSwarm, hops: Any) -> Any:
     return swarm.server(hops[-1].peer_id)
+
+
+def test_a_step_behind_one_that_fails_and_that_nobody_wants(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess was wrong, so its step is stale; the server drops with it what comes behind, and says so once."""
+    run_step, arrived, failed = Session._run_step, [], []
+
+    async def run_out_of_memory(server_session: Session, step: Any) -> None:
+        if step.header.seq_len == len(guess[0]) and not failed:
+            while len(arrived) < 3:  # noqa: ASYNC110 - until the next step waits behind this one
+                await asyncio.sleep(0.01)
+            failed.append(step)
+            raise ServerOutOfMemoryError("no room", None)
+        await run_step(server_session, step)
+
+    def on_message(server: Any, message: Message) -> None:
+        if server is swarm.servers[0] and message.type is MessageType.STEP:
+            arrived.append(message)
+
+    swarm.on_message = on_message
+    monkeypatch.setattr(Session, "_run_step", run_out_of_memory)
+    reference = Reference(blocks.all)
+    text, guess, right = (torch.randn(1, length, blocks.all.embedding_dim) for length in (5, 3, 2))
+    with swarm.session() as session:
+        assert torch.allclose(session.step(text), reference.step(text), atol=1e-4)
+        session.send(BlockInputs(hidden_states=guess, batch_size=1, seq_len=3), position=5)
+        session.abandon()
+        assert torch.allclose(session.step(right), reference.step(right), atol=1e-4)
+    assert failed
+    assert swarm.view.counts[PeerTimeoutError.code] == 0
 
 
 def test_a_server_that_dies_while_others_are_linked(

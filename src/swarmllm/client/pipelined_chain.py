@@ -148,7 +148,7 @@ class PipelinedChain(Chain):
         error = None if done.cancelled() else done.exception()
         if error is None:
             return
-        for _, pending in self._ahead:
+        for pending in tuple(self._pending.values()):  # those of `send()` and `step()` alike come behind it
             pending.fail(error)
 
     def _hang_up(self) -> None:
