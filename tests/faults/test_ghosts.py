@@ -3,6 +3,7 @@
 In process; `test_ghost_swarm` has real servers.
 """
 
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
 from swarmllm.data_structures import BlockTraits, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerUnreachableError
 from swarmllm.network.protocol import MessageType
+from swarmllm.network.verified_peers import AGAIN_S, _Verdict
 
 NUM_BLOCKS, HIDDEN = 6, 64
 SEDUCTIVE: dict[str, Any] = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
@@ -83,6 +85,25 @@ def test_a_flood_of_ghosts_stops_no_client(blocks: Blocks) -> None:
         swarm.traits = blocks.loop.run(new_traits(swarm))
         check_session(swarm)
         assert not swarm.view.counts["repairs"]
+
+
+def test_who_lives_is_found_behind_the_dead(blocks: Blocks) -> None:
+    """It was refuted itself, and has been at fault more often than they: they would have been tried before."""
+    span = (0, blocks.num_blocks)
+    with InProcessSwarm(blocks, [span, span], route_timeout_s=5.0) as swarm, swarm.session() as session:
+        reference, view = Reference(blocks.all), swarm.view
+        given = torch.randn(1, 4, blocks.all.embedding_dim)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        (hop,) = session.route
+        (other,) = (server for server in swarm.servers if server.peer_id != hop.server.peer_id)
+        swarm.ghosts = [ghost(number) for number in range(20)]
+        blocks.loop.run(view.refresh())
+        for peer_id in (*(one.peer_id for one in swarm.ghosts), other.peer_id, other.peer_id):
+            view.health.report(PeerUnreachableError("gone", peer_id), time.monotonic())
+            view.verified._verdicts[peer_id] = _Verdict(None, time.monotonic() - AGAIN_S)
+        view.health._avoid_until[other.peer_id] += 1
+        swarm.kill(swarm.server(hop.server.peer_id))
+        torch.testing.assert_close(session.step(given), reference.step(given))
 
 
 def test_ghosts_that_come_later_interrupt_no_session(blocks: Blocks) -> None:

@@ -240,7 +240,13 @@ class SwarmView:
                 told = True
 
     async def _look_for_others(self, span: Span) -> None:
-        """Look into the DHT; return soon if there is a route by then, else in time to look again."""
+        """Look into the DHT; return soon if there is a route by then, else in time to look again.
+
+        Whoever was refuted is dialled again meanwhile, all at once: tried one after the other, as many dead ones as are
+        still announced would come before the one that lives.
+        """
+        announced = [server for server in self.snapshot.online() if server.start < span.end and span.start < server.end]
+        self.verified.verify_soon(announced, again=True)
         enough = time.monotonic() + RETRY_LOOKUP_S
         looking = self.loop.spawn(self.refresh(), name="look into the DHT")
         await asyncio.wait((looking,), timeout=LOOKUP_PATIENCE_S)

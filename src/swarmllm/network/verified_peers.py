@@ -33,6 +33,8 @@ CONFIRMED_S = 300.0
 """Assumed: a server is dialled once in so many seconds by each process that looks at it, if it isn't used anyway."""
 REFUTED_S = 30.0
 """Assumed: who could not be reached is dialled again after as long."""
+AGAIN_S = 2.0
+"""The same, where nobody else is left."""
 CHANGED_S = 2.0
 """A record that says something else than a greeting that is older than this may be the newer one."""
 DIAL_TIMEOUT_S = 5.0
@@ -174,9 +176,19 @@ class VerifiedPeers:
         """Those of them that are nodes of the DHT to which this process is connected: some of the honest are."""
         return [server for server in servers if self._peer().is_neighbour(server.peer_id)]
 
-    def verify_soon(self, servers: Iterable[ServerInfo]) -> list[asyncio.Task[None]]:
-        """Dial, in the background, those that nothing is known of: first who was met before or is a neighbour."""
-        unknown = [server for server in servers if self.served(server) is None and not self.is_refuted(server)]
+    def verify_soon(self, servers: Iterable[ServerInfo], *, again: bool = False) -> list[asyncio.Task[None]]:
+        """Dial, in the background, those that nothing is known of: first who was met before or is a neighbour.
+
+        `again`: those too that were refuted before, but not just now.
+        """
+
+        def may_be_there(server: ServerInfo) -> bool:
+            verdict = self._verdicts.get(server.peer_id)
+            return not self.is_refuted(server) or (
+                again and verdict is not None and self._clock() - verdict.at >= AGAIN_S
+            )
+
+        unknown = [server for server in servers if self.served(server) is None and may_be_there(server)]
         self._generator.shuffle(unknown)
         first = {server.peer_id for server in self.neighbours(unknown)}
         unknown.sort(key=lambda server: server.peer_id not in self and server.peer_id not in first)
