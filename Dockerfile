@@ -15,6 +15,9 @@ FROM python:${PYTHON}-slim${DIGEST} AS build
 ARG COMPUTE=cuda
 ARG TORCH_INDEX=
 WORKDIR /swarmllm
+# For the kernels for CPUs; stays behind in this stage.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 COPY constraints.txt ./
@@ -27,7 +30,7 @@ RUN case "$COMPUTE" in \
         cpu) pip install --no-cache-dir -c constraints.txt --index-url "${TORCH_INDEX:?COMPUTE=cpu needs TORCH_INDEX}" torch ;; \
         *) echo "COMPUTE is cuda or cpu, not $COMPUTE" >&2; exit 2 ;; \
     esac
-COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY setup.cfg setup.py pyproject.toml README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir --no-build-isolation -c constraints.txt .
 

@@ -87,7 +87,7 @@ base-image:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): setup.cfg constraints.txt pyproject.toml $(wildcard hashes/*.txt)
+$(INSTALLED): setup.cfg setup.py constraints.txt pyproject.toml $(wildcard src/swarmllm/models/quantization/*.[ch]) $(wildcard hashes/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "swarmllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)

@@ -27,15 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import AutoDistributedModel, ClientConfig, embedded_model_path
 from swarmllm.demo.embedded_model import embedded_heldout_texts
-from swarmllm.network import compression
-from swarmllm.network.compression import PackedTensor, pack
+from swarmllm.network.wire import compression
+from swarmllm.network.wire.compression import CompressedTensor, compress
 
 SETTINGS = ("none", "int8", "auto")
 
 
-def packed(tensor: Tensor) -> PackedTensor:
-    """What `pack` makes of finite values."""
-    result = pack(tensor)
+def small(tensor: Tensor) -> CompressedTensor:
+    """What `compress` makes of finite values."""
+    result = compress(tensor)
     if result is None:
         raise ValueError("not finite")
     return result
@@ -49,14 +49,14 @@ def measure_codec(name: str, tensor: Tensor, repeats: int) -> list[Any]:
     """One row: share of the bytes, error, and of large channels and all others apart, ns per value."""
     of_channels = tensor.float().abs().mean(dim=0)
     large = of_channels > 6 * of_channels.median()
-    pack_s, unpack_s = [], []
+    compress_s, decompress_s = [], []
     for _ in range(repeats):
         started_at = time.perf_counter()
-        result = packed(tensor)
-        pack_s.append(time.perf_counter() - started_at)
+        result = small(tensor)
+        compress_s.append(time.perf_counter() - started_at)
         started_at = time.perf_counter()
-        received = result.unpack()
-        unpack_s.append(time.perf_counter() - started_at)
+        received = result.decompress()
+        decompress_s.append(time.perf_counter() - started_at)
     share = sum(part.nbytes for part in result.parts) / tensor.nbytes
     per_value = 1e9 / tensor.numel()
     return [
@@ -65,8 +65,8 @@ def measure_codec(name: str, tensor: Tensor, repeats: int) -> list[Any]:
         error(received, tensor),
         error(received[:, large], tensor[:, large]) if bool(large.any()) else "",
         error(received[:, ~large], tensor[:, ~large]),
-        median(pack_s) * per_value,
-        median(unpack_s) * per_value,
+        median(compress_s) * per_value,
+        median(decompress_s) * per_value,
     ]
 
 
@@ -93,7 +93,8 @@ class EmbeddedModel:
     def compressed_perplexity(self) -> float:
         blocks = self.model.get_decoder().layers
         hooks = [
-            block.register_forward_pre_hook(lambda _, args: (packed(args[0]).unpack(), *args[1:])) for block in blocks
+            block.register_forward_pre_hook(lambda _, args: (small(args[0]).decompress(), *args[1:]))
+            for block in blocks
         ]
         try:
             return self.perplexity()
@@ -183,8 +184,8 @@ def main() -> None:
         "error",
         "of large channels",
         "of the others",
-        "pack ns",
-        "unpack ns",
+        "compress ns",
+        "decompress ns",
     ]
     print(table(header, codec))
     perplexity = {"exact": embedded.perplexity(), "8 bits at every block": embedded.compressed_perplexity()}

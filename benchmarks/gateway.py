@@ -28,6 +28,7 @@ from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
 from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 
 PROMPT = "Once upon a time there was a fox"
@@ -102,9 +103,9 @@ class ByGateway:
 
 
 @contextmanager
-def both(language: LanguageModel, config: GatewayConfig) -> Iterator[dict[str, Any]]:
+def both(models: ModelChoice, config: GatewayConfig) -> Iterator[dict[str, Any]]:
     """The two ways, by name."""
-    server = web_server(Gateway(language, config))
+    server = web_server(Gateway(models, config))
     serving = threading.Thread(target=server.run)
     serving.start()
     while not server.started:
@@ -114,7 +115,7 @@ def both(language: LanguageModel, config: GatewayConfig) -> Iterator[dict[str, A
     process = subprocess.Popen([*command, "/v1/completions"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         with ThreadPoolExecutor(64) as threads:
-            yield {"client": ByClient(language, threads), "gateway": ByGateway(process)}
+            yield {"client": ByClient(models.first, threads), "gateway": ByGateway(process)}
     finally:
         process.communicate()
         server.should_exit = True
@@ -129,14 +130,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with LocalSwarm(embedded_model_path(), num_servers=2, num_threads=1, quant_type="none") as swarm:
         config = GatewayConfig(
-            model=embedded_model_path(), initial_peers=tuple(swarm.initial_peers), port=0, num_threads=1
+            model=(embedded_model_path(),), initial_peers=tuple(swarm.initial_peers), port=0, num_threads=1
         )
-        language = LanguageModel.open(config)
+        models = ModelChoice.open(config)
         try:
-            with both(language, config) as ways:
+            with both(models, config) as ways:
                 results = measure(ways, arguments)
         finally:
-            language.close()
+            models.close()
     print(f"\nall figures are in {save_results('gateway', results)}")
     return 0
 

@@ -19,11 +19,13 @@ from common import median, save_results, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.packing import SessionCall
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
 
 HIDDEN = 4096
 WARM_UP, STEPS = 5, 30
@@ -48,8 +50,9 @@ def hidden_states(seq_len: int) -> BlockInputs:
     return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
 
 
-def step_s(blocks: BlockSpan, num_sessions: int, context: int) -> float:
+def step_s(packer: Packer, num_sessions: int, context: int) -> float:
     """Median time of one packed decode step."""
+    blocks = packer.blocks
     caches = [blocks.new_cache() for _ in range(num_sessions)]
     with torch.inference_mode():
         for cache in caches:
@@ -57,7 +60,7 @@ def step_s(blocks: BlockSpan, num_sessions: int, context: int) -> float:
     times = []
     for _ in range(WARM_UP + STEPS):
         calls = [SessionCall(hidden_states(1), blocks.span, cache) for cache in caches]
-        times.append(seconds(lambda calls=calls: blocks.forward_many(calls)))
+        times.append(seconds(lambda calls=calls: packer.run(calls)))
     return median(times[WARM_UP:])
 
 
@@ -92,8 +95,9 @@ def main() -> int:
                 quantization=Quantization(quant_type),
                 progress=False,
             )
+            packer = Packer(blocks, right_ways(blocks))
             for num_sessions in args.sessions:
-                elapsed_s = step_s(blocks, num_sessions, args.context)
+                elapsed_s = step_s(packer, num_sessions, args.context)
                 read = blocks.num_bytes + num_sessions * args.context * blocks.cache_bytes_per_token
                 rows.append(
                     {
@@ -104,7 +108,7 @@ def main() -> int:
                         "tokens/s": num_sessions / elapsed_s,
                     }
                 )
-            del blocks
+            del blocks, packer
             torch.cuda.empty_cache()
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s")
     print(table(list(rows[0]), [list(row.values()) for row in rows]))

@@ -1,8 +1,9 @@
 """What one hostile peer of each kind costs 8 honest clients: phases with and without such peers, in turns.
 
 Each text is compared with the local model's. Prints the time from token to token in both kinds of phases, and their
-ratio; texts that were wrong or failed; the memory of the servers over time; and how often each hostile peer did what it
-does. What they do is in tests/faults/hostile_peers.py.
+ratio; what each group of processes took of the cores; texts that were wrong or failed; the memory of the servers over
+time; and how often each hostile peer did what it does. What they do is in tests/faults/hostile_peers.py. With `--each`
+the hostile phases are of one kind each, so that it can be told what which of them costs.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -19,7 +21,7 @@ sys.path += [str(REPO), str(REPO / "tests" / "faults"), str(REPO / "tests" / "sw
 
 import transformers  # noqa: E402
 from common import save_results, table  # noqa: E402
-from soak_run import Figures, Soak, share  # noqa: E402
+from soak_run import ALL, Figures, Phase, Soak, share  # noqa: E402
 from tests import forked  # noqa: E402
 
 from swarmllm.demo import local_swarm  # noqa: E402
@@ -27,15 +29,45 @@ from swarmllm.demo import local_swarm  # noqa: E402
 PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
-def ratios(figures: Figures, part: float) -> list[float]:
-    """Of each hostile phase to the one before it."""
-    found = []
-    for calm, hostile in zip(figures.phases[::2], figures.phases[1::2], strict=True):
-        seconds = [
-            sorted(token.seconds for token in figures.tokens if phase.has(token.at)) for phase in (calm, hostile)
-        ]
-        found.append(share(seconds[1], part) / share(seconds[0], part))
-    return found
+def seconds_of(figures: Figures, *phases: Phase) -> list[float]:
+    """From token to token in these phases, ascending."""
+    return sorted(token.seconds for token in figures.tokens if any(phase.has(token.at) for phase in phases))
+
+
+def ratios(figures: Figures, part: float, kinds: tuple[str, ...] | None = None) -> list[float]:
+    """Of each hostile phase of these kinds to the calm ones before and after it."""
+    return [
+        share(seconds_of(figures, phase), part) / share(seconds_of(figures, *calm), part)
+        for phase, calm in hostile_phases(figures, kinds)
+    ]
+
+
+def hostile_phases(figures: Figures, kinds: tuple[str, ...] | None) -> list[tuple[Phase, list[Phase]]]:
+    phases = figures.phases
+    return [
+        (phase, [one for one in phases[max(0, index - 1) : index + 2] if not one.hostile])
+        for index, phase in enumerate(phases)
+        if phase.hostile and kinds in (None, phase.kinds)
+    ]
+
+
+def cores(phases: Sequence[Phase], group: str) -> float:
+    """Which this group kept busy, on average."""
+    return sum(phase.cpu_s.get(group, 0.0) for phase in phases) / sum(
+        phase.ended_at - phase.began_at for phase in phases
+    )
+
+
+def cores_taken(figures: Figures) -> str:
+    """In phases without hostile peers, and with each kind."""
+    groups = list(dict.fromkeys(group for phase in figures.phases for group in phase.cpu_s))
+    kinds = list(dict.fromkeys(phase.kinds for phase in figures.phases if phase.hostile))
+    rows = [["none", 1.0, 1.0] + [cores([one for one in figures.phases if not one.hostile], group) for group in groups]]
+    for some in kinds:
+        name = "all" if some == ALL else ", ".join(some)
+        middle = [statistics.median(ratios(figures, part, some)) for part in (0.5, 0.95)]
+        rows.append([name, *middle, *(cores([one for one, _ in hostile_phases(figures, some)], one) for one in groups)])
+    return table(["hostile peers", "p50 ratio", "p95 ratio", *groups], rows)
 
 
 def report(figures: Figures) -> dict[str, object]:
@@ -54,6 +86,7 @@ def report(figures: Figures) -> dict[str, object]:
     print(f"\nratio of p95, pair by pair: {', '.join(f'{one:.2f}' for one in pairs)};", end=" ")
     print(f"median {statistics.median(pairs):.2f}")
     print(f"load at the end of each phase: {', '.join(f'{phase.load:.1f}' for phase in figures.phases)}\n")
+    print(f"processors that were busy, on average, and the ratio to the calm phases beside:\n{cores_taken(figures)}\n")
     memory = [(name, held[0], max(held), held[-1]) for name, held in sorted(figures.memory.items())]
     print(table(["process", "MB at first", "most", "at last"], memory))
     print(f"\n{table(['hostile peer', 'times'], sorted(figures.did.items()))}")
@@ -71,7 +104,7 @@ def report(figures: Figures) -> dict[str, object]:
         "failed": [failed.error for failed in figures.failed],
         "seconds": {name: [share(calm, part), share(hostile, part)] for name, part in PARTS.items()},
         "p95_ratio_of_pairs": pairs,
-        "loads": [phase.load for phase in figures.phases],
+        "phases": [vars(phase) for phase in figures.phases],
         "memory_mb": figures.memory,
         "did": dict(figures.did),
         "logged": figures.logged,
@@ -84,6 +117,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=6, help="phases of each kind, at most 100")
     parser.add_argument("--phase_s", type=float, default=25.0, help="seconds of each, at most 600")
     parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--kinds", nargs="+", choices=ALL, default=ALL, help="of hostile peers")
+    parser.add_argument("--each", action="store_true", help="one kind in each hostile phase, in turns")
     args = parser.parse_args()
     if not (1 <= args.pairs <= 100 and 1 <= args.phase_s <= 600):
         parser.error("give 1 to 100 pairs of 1 to 600 s")
@@ -93,7 +128,8 @@ def main() -> int:
     local_swarm.Popen = forked.popen  # type: ignore[attr-defined]  # liars come within a phase: they start quickly
     try:
         with tempfile.TemporaryDirectory() as directory:
-            figures = Soak(Path(directory), hidden_size=args.hidden_size).run(args.pairs, args.phase_s)
+            kinds = [(kind,) for kind in args.kinds] if args.each else [tuple(args.kinds)]
+            figures = Soak(Path(directory), hidden_size=args.hidden_size).run(args.pairs, args.phase_s, kinds)
     finally:
         forked.stop_warm_process()
     print(f"\nwritten to {save_results('hostile_soak', report(figures))}")

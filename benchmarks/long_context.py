@@ -2,8 +2,8 @@
 
     python benchmarks/long_context.py [--shape 2048x4] [--contexts 128 512 2000] [--quant_type int8] [--steps 15]
 
-Alternating in one process, medians; also from which context on a server that measures this machine takes the second
-(never with --quant_type none, which means exactly).
+Alternating in one process, medians. A server on a CPU takes the second from RAGGED_ALONE_FROM positions on
+(`span/packing`), but never with --quant_type none, which means exactly.
 """
 
 import argparse
@@ -16,12 +16,14 @@ import transformers
 from common import median, save_random_model, save_results, table
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.packing import NEVER, Packing, SessionCall
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import resolve_quantization
-from swarmllm.server.dummy_inputs import dummy_inputs
-from swarmllm.server.throughput import measure_throughput
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import NEVER, Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.random_inputs import random_inputs
 
 PROMPT_PIECE = 500
 
@@ -31,15 +33,16 @@ def measure(blocks: BlockSpan, context: int, steps: int) -> tuple[float, float]:
     """(ms per step as transformers computes it, ragged)."""
     cache = blocks.new_cache()
     while cache.length < context:
-        blocks.forward(dummy_inputs(blocks, min(PROMPT_PIECE, context - cache.length)), cache=cache)
-    call = SessionCall(dummy_inputs(blocks, 1), blocks.span, cache)
-    blocks.packer.exact_alone = False
+        blocks.forward(random_inputs(blocks, min(PROMPT_PIECE, context - cache.length)), cache=cache)
+    call = SessionCall(random_inputs(blocks, 1), blocks.span, cache)
+    packer = Packer(blocks, right_ways(blocks))
+    packer.way = Packing.RAGGED
     taken: dict[float, list[float]] = {NEVER: [], 0: []}
     for _ in range(steps):
         for ragged_from, times in taken.items():
-            blocks.packer.use(Packing.RAGGED, ragged_alone_from=ragged_from)
+            packer.ragged_alone_from = ragged_from
             started = time.perf_counter()
-            blocks.forward_many([call])
+            packer.run([call])
             times.append((time.perf_counter() - started) * 1e3)
             cache.rollback(context)
     return median(taken[NEVER]), median(taken[0])
@@ -59,16 +62,14 @@ def main() -> None:
         blocks = load_block_span(
             checkpoint,
             Span(0, checkpoint.num_blocks),
-            quantization=resolve_quantization(checkpoint.config, args.quant_type),
+            quantization=resolve_quantization(args.quant_type),
             progress=False,
         )
-        chosen = measure_throughput(blocks)
         rows = []
         for context in args.contexts:
             usual_ms, ragged_ms = measure(blocks, context, args.steps)
             rows.append([context, usual_ms, ragged_ms, usual_ms / ragged_ms])
     print(table(["context", "as transformers, ms per step", "ragged, ms per step", "times as fast"], rows))
-    print(f"a server here would take the second from {chosen.ragged_alone_from or 'no'} tokens on")
     names = ("context", "usual_ms", "ragged_ms", "ratio")
     print(f"written to {save_results('long_context', [dict(zip(names, row, strict=True)) for row in rows])}")
 

@@ -11,9 +11,9 @@ import threading
 import time
 from typing import Any
 
-from swarmllm.models.block_span import BlockSpan
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches import Graph
+from swarmllm.server.batches.batches import Graph
 
 
 def pace(ms: float) -> None:

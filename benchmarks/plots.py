@@ -1,7 +1,9 @@
-"""Pictures of results, one per benchmark, beside their JSON. Drawn by matplotlib, which `make bench` installs."""
+"""Pictures of results, one per benchmark, beside their JSON.
+
+Drawn by matplotlib, which `make bench` installs. Where it is missing, a line says that there is no picture.
+"""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from common import RESULTS
@@ -9,21 +11,25 @@ from common import RESULTS
 Points = tuple[Sequence[Any], Sequence[float]]
 
 
-def lines(name: str, title: str, x_label: str, series: Mapping[str, Points], *, markers: bool = True) -> Path:
+def lines(name: str, title: str, x_label: str, series: Mapping[str, Points], *, markers: bool = True) -> None:
     """results/NAME.svg: a line per series of (xs, ys)."""
-    figure, axes = _figure(title)
+    axes = _axes(title)
+    if axes is None:
+        return
     for label, (xs, ys) in series.items():
         axes.plot(xs, ys, label=label, marker="o" if markers else None)
     axes.set_xlabel(x_label)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    return _saved(figure, name)
+    _save(axes, name)
 
 
-def bars(name: str, title: str, values: Mapping[str, float], marks: Mapping[str, float] | None = None) -> Path:
+def bars(name: str, title: str, values: Mapping[str, float], marks: Mapping[str, float] | None = None) -> None:
     """results/NAME.svg: a bar per value, and a red line across it where `marks` has one (what is possible at best)."""
-    figure, axes = _figure(title, height=1.2 + 0.3 * len(values))
+    axes = _axes(title, height=1.2 + 0.3 * len(values))
+    if axes is None:
+        return
     drawn = axes.barh(list(values), list(values.values()), color="#4878a8")
     axes.bar_label(drawn, fmt="%.3g", padding=4)
     axes.invert_yaxis()
@@ -32,22 +38,23 @@ def bars(name: str, title: str, values: Mapping[str, float], marks: Mapping[str,
     for label, value in (marks or {}).items():
         place = places.index(label)
         axes.plot([value, value], [place - 0.4, place + 0.4], color="#c03030", linewidth=2)
-    return _saved(figure, name)
+    _save(axes, name)
 
 
-def _figure(title: str, *, height: float = 4.0) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.add_subplot()
+def _axes(title: str, *, height: float = 4.0) -> Any:
+    """What is drawn on; None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        print("no picture: matplotlib isn't installed, `make bench` would install it")
+        return None
+    axes = Figure(figsize=(8, height), layout="constrained").add_subplot()
     axes.set_title(title, loc="left", fontsize=11)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure, axes
+    return axes
 
 
-def _saved(figure: Any, name: str) -> Path:
+def _save(axes: Any, name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.svg"
-    figure.savefig(path)
-    return path
+    axes.figure.savefig(RESULTS / f"{name}.svg")

@@ -1,7 +1,7 @@
 """Batches and gradients: next to the local model, through slow networks, and with an interactive client beside them.
 
-    python benchmarks/training.py [--repeats 5] [--parts local pipeline push together] [--delays 0 5 20 50]
-                                  [--servers 1 2 4] [--push-servers 4]
+    python benchmarks/training.py [--repeats 5] [--parts local pipeline depth push overlap together]
+                                  [--delays 0 5 20 50] [--servers 1 2 4] [--push-servers 4]
 
 local: a forward of 16x128 tokens and a step of prompt tuning, by two servers of one thread each and by the local model
 with one thread, in turn; what counts is the ratio. Each once with the head of a language model, which the client
@@ -10,8 +10,12 @@ has one thread as well, and then one per core.
 pipeline: tokens per second of forward and of forward and backward, over servers behind a delay (one way), the batch in
 1 micro-batch, which is relayed from server to server as a whole, and in more. The servers' blocks take a stated time
 (`paced_server.py`), 20 ms for 256 tokens on each of 4 servers, so that four servers are four even on two cores.
+depth: how many times as fast as one such server 2 and 4 are, which hold the same blocks together, by rows of the batch;
+in turn (the shape of EnergonAI's figure 11).
 push: seconds of a forward and of a forward and backward over such servers, passed on from server to server and relayed
 by the client, in turn.
+overlap: the same over a server of the first half and three of the second, each a third as fast: by all, and by the best
+route alone, in turn.
 together: time between tokens of an interactive client, alone and beside two clients that train.
 Writes results/training.json.
 """
@@ -43,7 +47,7 @@ from swarmllm import (
     ClientConfig,
     LocalSwarm,
 )
-from swarmllm.client import remote_autograd
+from swarmllm.client.batches import batch_runner
 
 ROWS, LENGTH = 16, 128
 TOKENS = ROWS * LENGTH
@@ -134,19 +138,19 @@ def with_all_threads(call: Callable[[], object]) -> Callable[[], None]:
 @contextlib.contextmanager
 def cut_into(num_micro_batches: int) -> Iterator[None]:
     """Batches of TOKENS go in so many micro-batches, all under way at once."""
-    per_hop, min_tokens = remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS
+    per_hop, min_tokens = batch_runner.MICRO_BATCHES_PER_HOP, batch_runner.MIN_TOKENS
     if num_micro_batches != DEFAULT:
-        remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS = ROWS, TOKENS // num_micro_batches
+        batch_runner.MICRO_BATCHES_PER_HOP, batch_runner.MIN_TOKENS = ROWS, TOKENS // num_micro_batches
     try:
         yield
     finally:
-        remote_autograd.MICRO_BATCHES_PER_HOP, remote_autograd.MIN_TOKENS = per_hop, min_tokens
+        batch_runner.MICRO_BATCHES_PER_HOP, batch_runner.MIN_TOKENS = per_hop, min_tokens
 
 
-def paced() -> dict[str, Any]:
-    """Options for servers whose blocks take a stated time."""
-    program = [sys.executable, str(Path(__file__).with_name("paced_server.py")), str(MS_PER_TOKEN_AND_BLOCK)]
-    return {"quant_type": "none", "num_threads": 1, "throughput": 100.0, "program": program}
+def paced(speed: float = 1.0) -> dict[str, Any]:
+    """Options for servers whose blocks take a stated time, or are so many times as fast."""
+    program = [sys.executable, str(Path(__file__).with_name("paced_server.py")), str(MS_PER_TOKEN_AND_BLOCK / speed)]
+    return {"quant_type": "none", "num_threads": 1, "throughput": 100.0 * speed, "program": program}
 
 
 def pipeline(path: Path, servers: list[int], delays: list[float], repeats: int) -> list[dict[str, Any]]:
@@ -199,6 +203,23 @@ def _pipeline_case(model: Any, num_servers: int, delay_ms: float, repeats: int) 
     return found
 
 
+def depth(path: Path, servers: list[int], repeats: int) -> list[dict[str, Any]]:
+    """How many times as fast as the first number of servers the others are, by rows."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        models = []
+        for num_servers in servers:
+            swarm = stack.enter_context(LocalSwarm(path, num_servers=num_servers, **paced()))
+            client = AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers)
+            models.append(stack.enter_context(client))
+        for rows in (1, 4, 16, 32):
+            for num_servers, model in zip(servers[1:], models[1:], strict=True):
+                times = _in_turn([model, models[0]], rows, repeats, f"{num_servers} servers", f"{servers[0]} server")
+                speeds = {f"{what} x": times[f"{what} x"] for what in ("forward", "forward+backward")}
+                found.append({"servers": num_servers, "batch": f"{rows} x {LENGTH}", **speeds})
+    return found
+
+
 def pushing(path: Path, num_servers: int, delays: list[float], repeats: int) -> list[dict[str, Any]]:
     """Seconds by batch and delay, with `ClientConfig.push` and without it, in turn."""
     results: list[dict[str, Any]] = []
@@ -220,6 +241,11 @@ def pushing(path: Path, num_servers: int, delays: list[float], repeats: int) -> 
 
 
 def _pushing_case(models: list[Any], rows: int, repeats: int) -> dict[str, Any]:
+    return {"batch": f"{rows} x {LENGTH}"} | _in_turn(models, rows, repeats, "pushed", "relayed")
+
+
+def _in_turn(models: list[Any], rows: int, repeats: int, name: str, other: str) -> dict[str, float]:
+    """Seconds of a forward, and with its backward, by two clients; and how many times as fast the first one is."""
     hidden = torch.randn(rows, LENGTH, models[0].config.hidden_size)
 
     def forward(model: Any) -> None:
@@ -229,15 +255,33 @@ def _pushing_case(models: list[Any], rows: int, repeats: int) -> dict[str, Any]:
     def both(model: Any) -> None:
         model.remote_blocks(hidden.clone().requires_grad_()).sum().backward()
 
-    result: dict[str, Any] = {"batch": f"{rows} x {LENGTH}"}
-    for name, work in (("forward", forward), ("forward+backward", both)):
+    result: dict[str, float] = {}
+    for what, work in (("forward", forward), ("forward+backward", both)):
         for model in models:
             work(model), work(model)  # warm-up: connections
         runs = [[seconds(partial(work, model)) for model in models] for _ in range(repeats)]
-        result[f"{name} pushed s"] = median(pushed for pushed, _ in runs)
-        result[f"{name} relayed s"] = median(relayed for _, relayed in runs)
-        result[f"{name} x"] = median(relayed / pushed for pushed, relayed in runs)
+        result[f"{what} {name} s"] = median(first for first, _ in runs)
+        result[f"{what} {other} s"] = median(second for _, second in runs)
+        result[f"{what} x"] = median(second / first for first, second in runs)
     return result
+
+
+def overlapping(path: Path, repeats: int) -> dict[str, float]:
+    """Forward, and forward and backward, where one server's successors are three that are a third as fast: over all of
+    them as they are found, and over the best route alone, in turn."""
+    with contextlib.ExitStack() as stack:
+        swarm = stack.enter_context(LocalSwarm(path, spans=[(0, 4)], **paced(0.6)))
+        for _ in range(3):
+            swarm.add_server((4, 8), **paced(0.2))
+        models = [
+            stack.enter_context(
+                AutoDistributedModel.from_pretrained(
+                    str(path), initial_peers=swarm.initial_peers, client_config=ClientConfig(max_parallel_routes=most)
+                )
+            )
+            for most in (4, 1)
+        ]
+        return _in_turn(models, 2 * ROWS, repeats, "flow", "one route")
 
 
 def together(path: Path, num_tokens: int = 60) -> dict[str, float]:
@@ -283,7 +327,7 @@ def _p95_ms(model: Any, num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures batches and gradients through a swarm.")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=["local", "pipeline", "push", "together"])
+    parser.add_argument("--parts", nargs="+", default=["local", "pipeline", "depth", "push", "overlap", "together"])
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--push-servers", type=int, default=4)
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
@@ -300,10 +344,16 @@ def main() -> None:
             path = save_random_model("64x8", Path(directory))
             results["pipeline"] = pipeline(path, args.servers, args.delays, args.repeats)
             print(table(list(results["pipeline"][0]), [list(row.values()) for row in results["pipeline"]]), flush=True)
+        if "depth" in args.parts:
+            results["depth"] = depth(save_random_model("64x8", Path(directory)), args.servers, args.repeats)
+            print(table(list(results["depth"][0]), [list(row.values()) for row in results["depth"]]), flush=True)
         if "push" in args.parts:
             path = save_random_model("64x12" if args.push_servers > 8 else "64x8", Path(directory))
             results["push"] = pushing(path, args.push_servers, args.delays, args.repeats)
             print(table(list(results["push"][0]), [list(row.values()) for row in results["push"]]), flush=True)
+        if "overlap" in args.parts:
+            results["overlap"] = overlapping(save_random_model("64x8", Path(directory)), args.repeats)
+            print(table(("what", "value"), list(results["overlap"].items())), flush=True)
         if "together" in args.parts:
             results["together"] = together(save_random_model("512x8", Path(directory)))
             print(table(("what", "value"), list(results["together"].items())), flush=True)

@@ -100,7 +100,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the unit tests that are over their budget; only says it, since a busy machine is no failure."""
+    """Shows why tests were run again, and names the unit tests over their budget: a busy machine is no failure."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"failed at first: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
     slow = [
         (report.duration, report.nodeid)
         for report in terminalreporter.getreports("passed")
@@ -133,11 +136,12 @@ def is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bool:
-    """Whether a test started this thread and should have ended it: tqdm's monitor serves the whole process.
+    """Whether a test started this thread and should have ended it.
 
-    Pools of a gateway that many tests share grow when they are used; they end with the thread of its web server.
+    tqdm's monitor and the kernels' threads serve the whole process. Pools of a gateway that many tests share grow when
+    they are used; they end with the thread of its web server.
     """
-    shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(("generate_", "uvloop_"))
+    shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(("generate_", "kernels_", "uvloop_"))
     return thread.is_alive() and thread not in before and not shared
 
 

@@ -5,11 +5,31 @@
     model.generate(...)
 
 The public names are imported when they are first used, so that `import swarmllm` costs next to nothing.
-`docs/architecture.md` follows a token through the files.
+`docs/architecture.md` follows a token through the files. Whoever is listed first may import those that come later:
+
+__main__         `swarmllm X`
+commands/        those that have no room of their own
+gateway/         an HTTP API and web pages
+demo/            a whole swarm on this machine
+client/          a model without its blocks
+server/          some blocks
+command_line     what commands share
+flags            the flag of one setting
+speculation/     guesses of tokens, sent ahead
+models/          models, cut into a client's part and blocks
+network/         everything between processes
+swarm/           pure decisions
+config           settings
+invite           one word that says how to join a swarm
+data_structures  plain values that all rooms share, above all what a server announces
+errors           every error that a user can meet
+version          the version of this package
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from swarmllm.version import __version__
 
 if TYPE_CHECKING:
     from swarmllm.client.distributed_model import (
@@ -26,8 +46,6 @@ if TYPE_CHECKING:
     from swarmllm.demo.embedded_model import embedded_model_path
     from swarmllm.demo.local_swarm import LocalSwarm
     from swarmllm.errors import SwarmError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AutoDistributedModel",

@@ -1,4 +1,4 @@
-"""The command `swarmllm X`: the same as `python -m swarmllm.X`, and a screen that lists what X can be.
+"""The command `swarmllm X`: the same as `python -m swarmllm X`, and a screen that lists what X can be.
 
 Imports the one module that is asked for, so that no command waits for the others' dependencies. A command module has
 `main(argv) -> int`, the exit status.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from swarmllm import __version__
+from swarmllm.version import __version__
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ COMMANDS = {
         "swarmllm server --model DIR_OR_HUB_ID --num_blocks 8 --initial_peers MADDR",
     ),
     "dht": Command(
-        "swarmllm.dht",
+        "swarmllm.commands.dht",
         "a peer that others start from; serves no blocks",
         "swarmllm dht --host_maddrs /ip4/0.0.0.0/tcp/31337",
     ),
     "generate": Command(
-        "swarmllm.generate",
+        "swarmllm.commands.generate",
         "text from a swarm, as it comes",
         'swarmllm generate --model DIR_OR_HUB_ID --initial_peers MADDR "Once upon a time"',
     ),
     "chat": Command(
-        "swarmllm.chat",
+        "swarmllm.commands.chat",
         "a conversation with a model of the swarm",
         "swarmllm chat --model DIR_OR_HUB_ID --initial_peers MADDR",
     ),
     "status": Command(
-        "swarmllm.status",
+        "swarmllm.commands.status",
         "who serves what, and what is missing",
         "swarmllm status --initial_peers MADDR",
     ),
@@ -53,12 +53,12 @@ COMMANDS = {
         "swarmllm gateway --model DIR_OR_HUB_ID --initial_peers MADDR",
     ),
     "adapters": Command(
-        "swarmllm.adapters",
+        "swarmllm.commands.adapters",
         "what others have trained and shared on the hub",
         "swarmllm adapters --base HUB_ID --task text-classification",
     ),
     "doctor": Command(
-        "swarmllm.doctor",
+        "swarmllm.commands.doctor.command",
         "checks this machine and network, and names what to mend",
         "swarmllm doctor --model DIR_OR_HUB_ID --initial_peers MADDR",
     ),

@@ -1,4 +1,4 @@
-"""What all commands share: flags in both spellings, settings from a file, logging, exit codes.
+"""What all commands share: flags made from settings, in both spellings; settings from a file; logging; exit codes.
 
 Exit codes: 0 done, 1 a failure, 2 unusable arguments, 130 interrupted. Errors of swarmllm are one sentence on standard
 error; anything else is a bug and shows its traceback.
@@ -6,6 +6,7 @@ error; anything else is a bug and shows its traceback.
 
 import argparse
 import asyncio
+import errno
 import io
 import itertools
 import logging
@@ -14,28 +15,23 @@ import signal
 import sys
 import tomllib
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import Field, fields
 from pathlib import Path, PurePath
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from swarmllm.config import ClientConfig, default_initial_peers, default_log_level
+from swarmllm.config import default_initial_peers, default_log_level
 from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.flags import argparse_options, flag_help, flag_names
 from swarmllm.invite import is_invite, unpack_invites
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-CLIENT_FLAGS = {
-    "allowed_servers": ("PEER_ID", "use these servers only"),
-    "blocked_servers": ("PEER_ID", "never use these servers"),
-    "verify_fraction": ("P", "share of steps that others compute again, to find liars; 0 to 1"),
-    "verify_tolerance": ("E", "relative error that this forgives; 0.5 lets servers with nf4 in"),
-    "speculation": ("HOW", "auto, off, ngram, or a small model that guesses the next tokens"),
-    "compression": ("HOW", "of hidden states on their way: auto, none or int8"),
-}
-"""Fields of ClientConfig for which every command with a client has flags: what stands for the value, what it does."""
+STDERR = 2
+"""The last of the file descriptors that every process should have."""
 
 HELP_COLUMNS = 100
 HELP_LINES = 40
@@ -47,6 +43,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=HELP_COLUMNS)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        values = f"{action.metavar} …" if action.nargs == "+" else self._format_args(action, action.dest.upper())
+        return f"{', '.join(action.option_strings)} {values}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,13 +65,40 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("--config", metavar="FILE", help="TOML file with flags as keys; flags given here win")
+        self._settings: list[tuple[argparse.Action, type, Field[Any]]] = []
+
+    def add_settings(
+        self, config_type: type, classes: Sequence[type], *groups: type, without: Sequence[str] = ()
+    ) -> None:
+        """A flag for each field of `config_type`, but those `without`; name, type and help are the field's own.
+
+        `classes` and `groups` are the classes that declare the fields, in the order of the screen. Each of `groups` has
+        a heading, its docstring.
+        """
+        known, hints = {one.name: one for one in fields(config_type)}, get_type_hints(config_type)
+        done = set(without)
+        for owner in (*classes, *groups):
+            title = (owner.__doc__ or "").partition(".")[0]
+            group = self.add_argument_group(title[:1].lower() + title[1:]) if owner in groups else self
+            for name in owner.__annotations__:
+                one = known.get(name)
+                if one is None or name in done or one.metadata.get("flag") is False:
+                    continue
+                done.add(name)
+                action = group.add_argument(*flag_names(one), dest=name, **argparse_options(one, hints[name]))
+                self._settings.append((action, owner, one))
 
     def format_help(self) -> str:
         """The screen of `--help`: without the last groups of flags if it would be too long with them."""
+        self._explain(at_length=False)
         groups, hidden = list(self._action_groups), 0
         while len((text := self._format_groups(groups, hidden)).splitlines()) > HELP_LINES and hidden < len(groups) - 2:
             hidden += 1
         return text
+
+    def _explain(self, *, at_length: bool) -> None:
+        for action, owner, one in self._settings:
+            action.help = flag_help(one, owner, at_length=at_length)
 
     def _format_groups(self, groups: list[Any], hidden: int) -> str:
         """The screen without the last `hidden` groups, which are named instead."""
@@ -83,7 +112,7 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
         if hidden:
-            titles = ", ".join(group.title for group in groups[len(shown) :])
+            titles = "; ".join(group.title for group in groups[len(shown) :])
             formatter.add_text(f"further flags, shown by --help_all: {titles}")
         formatter.add_text(self.epilog)
         return formatter.format_help()
@@ -93,14 +122,17 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: {message} (see --help)", file=sys.stderr)
         sys.exit(2)
 
-    def parse_settings(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The flags that were given, on top of those in `--config FILE`."""
-        argv = [_underscored(arg) for arg in argv]
+    def parse_settings(self, argv: Sequence[str] | None) -> dict[str, Any]:
+        """The flags that were given (None: on the command line), on top of those in `--config FILE`."""
+        argv = list(sys.argv[1:] if argv is None else argv)
+        end = argv.index("--") if "--" in argv else len(argv)  # what follows is text, whatever it begins with
+        argv = [*map(_underscored, argv[:end]), *argv[end:]]
         from_file: list[str] = []
-        for flag, path in itertools.pairwise(argv):
-            if flag == "--config":
-                from_file = self._flags_of(path)
+        given = {arg.partition("=")[0] for arg in argv}
+        for path in _values_of("--config", argv):
+            from_file = self._flags_of(path, given)
         if "--help_all" in argv:
+            self._explain(at_length=True)
             print(self._format_groups(list(self._action_groups), 0), end="")
             sys.exit(0)
         flags = [*from_file, *argv]
@@ -116,14 +148,14 @@ class Parser(argparse.ArgumentParser):
         candidates = words if "--initial_peers" in flags or words != list(flags) else default_initial_peers()
         _, invites = unpack_invites(filter(is_invite, candidates))
         models = {invite.model: None for invite in invites if invite.model is not None}
-        given = [value for flag, value in itertools.pairwise(flags) if flag == "--model"]
-        given += [flag.partition("=")[2] for flag in flags if flag.startswith("--model=")]
+        given = _values_of("--model", flags)
         for model in models:
             if given and PurePath(given[-1]).name != PurePath(model).name:
                 logger.warning("the invite is for %s, but --model says %s", model, given[-1])
         return ["--model", next(iter(models))] if models and not given else []
 
-    def _flags_of(self, path: str) -> list[str]:
+    def _flags_of(self, path: str, given: Collection[str]) -> list[str]:
+        """The flags in a file but those `given`: they win, also where several values would be taken together."""
         try:
             with Path(path).open("rb") as file:
                 table = tomllib.load(file)
@@ -131,12 +163,19 @@ class Parser(argparse.ArgumentParser):
             self.error(f"can't read --config {path}: {error}")
         flags: list[str] = []
         for key, value in table.items():
-            if value is False:
+            flag = _underscored(f"--{key}")
+            if value is False or flag in given:
                 continue
-            flags.append(_underscored(f"--{key}"))
+            flags.append(flag)
             if value is not True:
                 flags.extend(str(item) for item in (value if isinstance(value, list) else [value]))
         return flags
+
+
+def _values_of(name: str, flags: Sequence[str]) -> list[str]:
+    """What is given for a flag, as a word of its own or behind `=`."""
+    given = [value for flag, value in itertools.pairwise(flags) if flag == name]
+    return given + [flag.partition("=")[2] for flag in flags if flag.startswith(f"{name}=")]
 
 
 def _underscored(arg: str) -> str:
@@ -157,7 +196,7 @@ def set_up_logging(default_level: str = "INFO") -> None:
     logging.getLogger("swarmllm").setLevel(name)
     if name == "WARNING" and default_level == "WARNING":
         # Who waits for seconds wants to know for what, in commands that say nothing else as well.
-        logging.getLogger("swarmllm.network.discovery").setLevel(logging.INFO)
+        logging.getLogger("swarmllm.network.p2p.discovery").setLevel(logging.INFO)
     if name != "DEBUG":
         warnings.simplefilter("ignore")  # third parties' warnings mean nothing to whoever runs a command
 
@@ -165,11 +204,15 @@ def set_up_logging(default_level: str = "INFO") -> None:
 def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:
     """Run a synchronous command; the process's exit code."""
     try:
+        _open_standard_streams()
         set_up_logging(default_log_level)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # whatever a model writes, on whatever terminal
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # whatever is typed or a model writes, on whatever terminal
         with _ended_in_order():
-            return program() or 0
+            code = program() or 0
+            sys.stdout.flush()  # while a failure can still be told
+            return code
     except SwarmError as error:
         print(f"swarmllm: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -177,10 +220,24 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell's prompt begins a line of its own, not behind ^C
         return 130
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"swarmllm: can't write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
         # `swarmllm generate … | head`: the reader has had enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_standard_streams() -> None:
+    """Make /dev/null of those that were closed: libuv ends the process if something else gets their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 @contextmanager
@@ -246,7 +303,8 @@ def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
     """What `work` returns; None if `stop` is set before, and the work cancelled then."""
-    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    working = asyncio.create_task(work, name="what may be stopped")
+    stopped = asyncio.create_task(stop.wait(), name="wait for a signal")
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
@@ -254,32 +312,3 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result])
         for task in (working, stopped):
             task.cancel()
         await asyncio.gather(working, stopped, return_exceptions=True)
-
-
-def add_initial_peers_flags(parser: argparse._ActionsContainer, what: str = "any peers of the swarm") -> None:
-    """How a command finds the swarm."""
-    parser.add_argument(
-        "--initial_peers", nargs="+", metavar="MADDR", help=f"{what}, or an invite; none: look on the LAN"
-    )
-    parser.add_argument(
-        "--no_lan_discovery", dest="lan_discovery", action="store_false", help="neither look nor announce there"
-    )
-
-
-def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """How a command uses servers: flags named and typed as the fields of ClientConfig, which give their defaults."""
-    group, types = parser.add_argument_group("servers"), get_type_hints(ClientConfig)
-    for name, (metavar, what) in CLIENT_FLAGS.items():
-        takes_many = any("tuple" in str(kind) for kind in (types[name], *get_args(types[name])))
-        options: dict[str, Any] = {"nargs": "+"} if takes_many else {"type": types[name]}
-        group.add_argument(f"--{name}", metavar=metavar, help=what, **options)
-
-
-def add_network_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of every peer that others can reach, named as the fields of PeerConfig."""
-    add = parser.add_argument
-    add("--port", type=int, help="TCP port to listen on")
-    add("--host_maddrs", nargs="+", metavar="MADDR", help="addresses to listen on")
-    add("--announce_maddrs", nargs="+", metavar="MADDR", help="addresses to announce instead")
-    add("--identity_path", metavar="FILE", help="key that is this peer's id; created if missing")
-    add("--stop_on_stdin_eof", action="store_true", help=argparse.SUPPRESS)  # for programs that start peers

@@ -85,10 +85,17 @@ class BlockTraits(PeerModel):
     """Whether a prompt may be processed in several steps."""
     rollback: bool = True
     """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
+    skips_padding: Annotated[tuple[Literal["left", "right"], ...], Field(max_length=2)] = ()
+    """Sides of a text on which padding may be left out of a batch: what is computed of the text stays the same."""
 
 
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+DIGEST_CHARS = 4
+"""Characters that tell the weights of one block: 24 bits, 320 bytes for a server of 80 blocks. Two that differ look the
+same once in 16 million times."""
+MAX_DIGESTS = 512
+"""Blocks of one server whose weights it announces: 2 KB of a record that may have 8; servers of more announce none."""
 MAX_ROUND_TRIPS = 16
 """That one server announces: 1 KB of a record that may have 8."""
 
@@ -103,8 +110,8 @@ class ServerInfo(PeerModel):
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     state: Annotated[int, Field(ge=0, le=255)] = ServerState.ONLINE
     throughput: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
-    """Tokens per second through the whole span, forward batches: what it computes or what its network carries,
-    whichever is less."""
+    """Tokens per second through the whole span, forward batches: what it computes, or what its links to other servers
+    were seen to carry, whichever is less."""
     decode_ms_per_block: Milliseconds = 1.0
     """Milliseconds that one decode step spends per block at batch 1."""
     decode_ms_per_block_batch8: Milliseconds = 0.0
@@ -113,11 +120,18 @@ class ServerInfo(PeerModel):
     """What 1000 tokens in the KV cache add to a decode step, per block."""
     queue_ms: Milliseconds = 0.0
     """How long a step waits for its turn at present."""
+    wake_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
+    """What loading the blocks is going to take, which nobody has used for long; `queue_ms` has it already. 0 = they are
+    loaded."""
+    step_ms_p95: Milliseconds = 0.0
+    """Of the last decode steps, what 95 in 100 were ready within, waiting included; 0 = none yet."""
+    tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """Positions computed in sessions since the server began."""
+    failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """Steps and batches that failed here since then, whoever's fault it was."""
     speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
     """What a server with `--nice` leaves itself of its speed while its owner's programs need the machine; the speeds
     above are what is left. 0 = paused: to be used only if nobody else serves these blocks."""
-    network_mbps: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
-    """Megabits per second to other peers, measured; 0 = unknown."""
     round_trips: Annotated[
         tuple[tuple[Annotated[str, Field(max_length=64)], Milliseconds], ...], Field(max_length=MAX_ROUND_TRIPS)
     ] = ()
@@ -133,6 +147,12 @@ class ServerInfo(PeerModel):
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
     adapters: Annotated[tuple[Annotated[PeerText, Field(max_length=128)], ...], Field(max_length=64)] = ()
     traits: BlockTraits = BlockTraits()
+    weights: Annotated[str, Field(max_length=DIGEST_CHARS * MAX_DIGESTS, pattern=r"^[0-9A-Za-z_-]*$")] = ""
+    """What of the checkpoint its blocks are made of: `DIGEST_CHARS` characters for each; empty: not told."""
+    relays_for: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Peers that are reached through this server at present, as nobody can dial them."""
+    inner_states: bool = False
+    """Whether it answers what passes between its blocks, for clients that ask."""
     claim: tuple[BlockIndex, BlockIndex] | None = None
     """Blocks [start, end) that this server is about to move to; announced before it moves, so that only one does."""
 
@@ -147,6 +167,17 @@ class ServerInfo(PeerModel):
     def span(self) -> Span:
         return Span(self.start, self.end)
 
+    @property
+    def relayed(self) -> bool:
+        """Whether others can't dial this server, but only reach it through relays."""
+        return bool(self.addrs) and "/p2p-circuit" in self.addrs[0]
+
+    def digests(self) -> dict[int, str]:
+        """Block → what it is made of, as far as it is told."""
+        if len(self.weights) != DIGEST_CHARS * len(self.span):
+            return {}
+        return {block: self.weights[DIGEST_CHARS * index :][:DIGEST_CHARS] for index, block in enumerate(self.span)}
+
 
 class ServedBlocks(PeerModel):
     """What a server says of itself when it is greeted; its record may be anybody's invention."""
@@ -155,6 +186,8 @@ class ServedBlocks(PeerModel):
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     traits: BlockTraits | None = None
     """None: the blocks are still loading."""
+    asleep: bool = False
+    """Whether they have to be loaded again before a request is answered, since nobody has used them for long."""
 
     def confirms(self, server: ServerInfo) -> bool:
         """Whether this is what was announced."""
@@ -166,7 +199,7 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class Patch(PeerModel):
-    """One change that an adapter makes to one module of a block; `models/adapters` says what the kinds do."""
+    """One change that an adapter makes to one module of a block; `adapters/block_adapter` says what the kinds do."""
 
     block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
     path: Annotated[str, Field(max_length=128)]
@@ -184,6 +217,8 @@ class ModelRecord(PeerModel):
     name: Annotated[PeerText, Field(max_length=256)]
     fingerprint: Annotated[PeerText, Field(min_length=8, max_length=128)]
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    block_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 0
+    """Memory that the largest block takes with the default `quant_type`; 0 = not told."""
 
 
 @dataclass(frozen=True)

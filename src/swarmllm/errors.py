@@ -1,8 +1,8 @@
 """Every error that a user of swarmllm can meet.
 
 Each class says two things that the retry policy (`swarm/retry`) needs: whether trying again can help, and whether the
-peer is to blame. Foreign errors (hivemind, OS, transformers) are translated where they enter: `network/peer` and
-`network/protocol` for peers, `models/checkpoint` for weights.
+peer is to blame. Foreign errors (hivemind, OS, transformers) are translated where they enter: `p2p/peer` and
+`wire/protocol` for peers, `checkpoint/checkpoint` for weights.
 
     SwarmError
       ConfigurationError(ValueError)                 the caller's settings; never retried
@@ -79,6 +79,8 @@ class PeerError(SwarmError):
     retriable = True
     accused_by: str | None = None
     """The peer that says so of `peer_id`; None: this side has seen it itself, or `peer_id` hasn't named anybody."""
+    through_relay: bool = False
+    """Whether it was a stream through a relay that ended or fell silent: the relay may be what failed."""
 
     def __init__(self, message: str, peer_id: str | None = None) -> None:
         super().__init__(message)

@@ -4,16 +4,17 @@ It says that a block takes it MS_PER_BLOCK milliseconds, so that layouts have ro
 as long as it holds a number above 0, memory runs out in each computation, which counts it down.
 """
 
+import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import swarmllm.server.server as server
-from swarmllm.models.block_span import BlockSpan
+import swarmllm.server.span_loader as span_loader
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches import Graph
-from swarmllm.server.throughput import Throughput
+from swarmllm.server.batches.batches import Graph
+from swarmllm.server.measuring.throughput import Throughput
 
 OUT_OF_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -24,8 +25,8 @@ OUT_OF_MEMORY = (
 
 def misbehave(ms_per_block: float, failures: Path) -> None:
     """Patch the measurement, and the two places through which every computation goes."""
-    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block, packing="ragged")
-    server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
+    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
+    span_loader.measure_throughput = lambda *_, **__: claimed  # type: ignore[attr-defined]
     honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
 
     def forward(self: BlockSpan, *args: Any, **kwargs: Any) -> Any:
@@ -40,11 +41,18 @@ def misbehave(ms_per_block: float, failures: Path) -> None:
         if threading.current_thread().name != "swarmllm-device" or not failures.exists():
             return
         if left := int(failures.read_text()):
-            failures.write_text(str(left - 1))
+            write_failures(failures, left - 1)
             raise RuntimeError(OUT_OF_MEMORY)
 
     BlockSpan.forward = forward  # type: ignore[method-assign]
     Graph.gradients = gradients  # type: ignore[method-assign]
+
+
+def write_failures(failures: Path, number: int) -> None:
+    """At once, for whoever reads it meanwhile: the file is never empty."""
+    new = failures.with_suffix(f".{os.getpid()}")
+    new.write_text(str(number))
+    new.rename(failures)
 
 
 def program(ms_per_block: float, failures: Path) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import psutil
 import torch
 from chaos_plan import Blocks, Disturbance, covers
-from chaos_server import program
+from chaos_server import program, write_failures
 
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, SwarmError, embedded_model_path
 from swarmllm.data_structures import ServerState
@@ -130,7 +130,7 @@ class ChaosSwarm:
                 self._doomed.append(victim)  # it may notice, and leave
                 self._freeze(daemon_of(victim.pid))
             case Disturbance.OUT_OF_MEMORY:
-                self._failures[victim.peer_id].write_text(str(FAILURES))
+                write_failures(self._failures[victim.peer_id], FAILURES)
 
     def _freeze(self, process: psutil.Process) -> None:
         self._frozen.append(process)
@@ -196,7 +196,7 @@ class Guest:
     def leave(self, choice: random.Random) -> None:
         """Begin the step, and leave in its midst: the session, the model, or as a crash would."""
         self._thread.start()
-        wait(lambda: self._session._chain._pending or not self._thread.is_alive(), "step")
+        wait(lambda: self._session._chain._in_flight or not self._thread.is_alive(), "step")
         time.sleep(choice.uniform(0, 0.2))
         match choice.randrange(3):
             case 0:
@@ -204,7 +204,7 @@ class Guest:
             case 1:
                 self._model.close()
             case _:
-                daemon_pid = self._model.swarm._connected_peer.daemon_pid
+                daemon_pid = self._model.swarm.look_ups.peer.daemon_pid
                 os.kill(daemon_pid, signal.SIGKILL)
 
     def close(self) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-import swarmllm.server.server as server
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan
+import swarmllm.server.span_loader as span_loader
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches import Graph
-from swarmllm.server.scheduler import Scheduler, Work
-from swarmllm.server.throughput import Throughput
+from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.scheduler import Scheduler, Work
+from swarmllm.server.measuring.throughput import Throughput
 
 
 class Fault(Enum):
@@ -39,8 +39,8 @@ class Fault(Enum):
 def misbehave(fault: Fault, trigger: Path) -> None:
     """Patch the two places through which every computation goes, and boast, so that routes lead here."""
     ms_per_block = 1000.0 if fault is Fault.MODEST else 1e-3  # far more than pings on a busy machine differ by
-    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block, packing="ragged")
-    server.measure_throughput = lambda *_: claimed  # type: ignore[attr-defined]
+    claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
+    span_loader.measure_throughput = lambda *_, **__: claimed  # type: ignore[attr-defined]
     honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
 
     def forward(self: BlockSpan, inputs: BlockInputs, *args: object, **kwargs: object) -> torch.Tensor:

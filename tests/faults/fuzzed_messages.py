@@ -3,21 +3,24 @@
 Fields, types, sizes, tensors, order and ids are wrong; that of bytes and streams, `test_fuzzed_conversations` adds.
 """
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import psutil
 import torch
 from hostile import MALLORY, SERVER, open_header, step_header
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import TENSOR_NAMES
-from swarmllm.network.compression import pack
-from swarmllm.network.frames import FORMAT, MAGIC, PREFIX
-from swarmllm.network.protocol import MessageType
-from swarmllm.network.tensor_codec import DTYPES, encode_tensors
+from swarmllm.models.boundary.block_inputs import TENSOR_NAMES
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.network.wire.compression import compress
+from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX
+from swarmllm.network.wire.protocol import MessageType
+from swarmllm.network.wire.tensor_codec import DTYPES, encode_tensors
 
 Sent = tuple[MessageType, dict[str, Any], bytes]
 
@@ -115,10 +118,8 @@ class Conversation:
             *([adapter] if self.random.random() < 0.5 else []),
             (MessageType.FORWARD, forward | {"id": 15, "adapter": 5, "keep": True}, {"hidden_states": prompt}),
             (MessageType.BACKWARD, forward | {"id": 16, "forward": 15}, {"grad_outputs": prompt}),
-            (MessageType.PROBE, {}, {"hidden_states": prompt}),
             (MessageType.ATTACH, {"id": 11, "session": second, "token": second[::-1]}, {}),
             (MessageType.STEP, step_header(second, length, token), {"hidden_states": token}),
-            (MessageType.CLOSE, {"session": self.random.choice(self.sessions)}, {}),
             (MessageType.STEP, step_header(first, 0, prompt, epoch=2, rows=1), {"hidden_states": prompt}),
         ]
 
@@ -232,7 +233,7 @@ class Conversation:
         return kind, header, tensors
 
     def encode(self, kind: MessageType, header: dict[str, Any], tensors: dict[str, Tensor]) -> Sent:
-        packed = {name: pack(tensor) for name, tensor in tensors.items() if self.random.random() < 0.3}
+        packed = {name: compress(tensor) for name, tensor in tensors.items() if self.random.random() < 0.3}
         descriptors, chunks = encode_tensors({name: packed.get(name) or tensor for name, tensor in tensors.items()})
         payload = b"".join(chunks)
         if packed and self.random.random() < 0.1:
@@ -255,3 +256,10 @@ def wire(kind: MessageType, header: dict[str, Any], payload: bytes = b"", *, fla
     """One frame as it travels, whatever its size: `encode_message` sends nothing that is over a cap."""
     packed = msgpack.packb(header)
     return PREFIX.pack(MAGIC, FORMAT, kind, flags, len(packed), len(payload), len(payload)) + packed + payload
+
+
+def used_memory() -> int:
+    """Bytes that this process really uses, without what its allocator keeps for later."""
+    gc.collect()
+    return_free_memory()
+    return int(psutil.Process().memory_info().rss)

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,26 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import PeerUnreachableError, SwarmError
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.network import stream as stream_module
-from swarmllm.network.messages import Successor
-from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
-from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
-from swarmllm.server.dummy_inputs import dummy_inputs
-from swarmllm.server.executor import Executor
-from swarmllm.server.handler import StreamHandler
-from swarmllm.server.kv_cache import CacheBudget
-from swarmllm.server.links import Links
-from swarmllm.server.prefix_cache import PrefixCache
-from swarmllm.server.scheduler import Budget
-from swarmllm.server.served_adapters import ServedAdapters
-from swarmllm.server.session_table import SessionTable
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.messages import Successor
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
+from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.handler import StreamHandler
+from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.server.streams.serving import Serving
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
@@ -42,6 +48,12 @@ CACHE_TOKENS = 512
 
 def load_blocks(directory: Path, span: Span) -> BlockSpan:
     return load_block_span(open_checkpoint(str(directory)), span, dtype=torch.float32, progress=False)
+
+
+@cache
+def packer_of(blocks: BlockSpan) -> Packer:
+    """Looked at once: tests share their blocks."""
+    return Packer(blocks, right_ways(blocks))
 
 
 class Server:
@@ -61,18 +73,22 @@ class Server:
         self._stream_type = stream_type
         self.executor = Executor(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
         self.links = Links(self._dial, tasks)
-        self.handler = StreamHandler(
-            fingerprint=FINGERPRINT,
+        self.access = Access(allowed_clients)
+        self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
+        inputs = InputChecks(blocks)
+        self.budget = CacheBudget((blocks.cache_bytes_per_token + inputs.hidden_bytes) * cache_tokens)
+        self.packer = packer_of(blocks)
+        limits = self.access.limits
+        self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)
+        self.serving = self.access.serving = Serving(
+            blocks=blocks,
+            inputs=inputs,
             executor=self.executor,
-            links=self.links,
+            sessions=self.sessions,
+            limits=limits,
             max_batch_tokens=MAX_BATCH_TOKENS,
-            allowed_clients=allowed_clients,
             served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
         )
-        hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
-        self.budget = CacheBudget((blocks.cache_bytes_per_token + hidden_bytes) * cache_tokens)
-        self.sessions = SessionTable(blocks, hidden_bytes, self.executor, self.budget, pages)
-        self.handler.serve(blocks, self.sessions)
         self.ends: set[FrameStream] = set()
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}

@@ -3,14 +3,20 @@
     python hostile_peers.py '{"servers": [[PEER_ID, [MADDR, …]], …], "name": …, "fingerprint": …, "num_blocks": 8,
                               "hidden_size": 512}'
 
-They are at it from the line `on` on standard input to the line `off`, which is answered by a line of JSON: how often
-each kind has done what it does. The program ends with its input. `soak_run` starts it, for benchmarks/hostile_soak.py.
+They are at it from the line `on` on standard input (or `on KIND KIND …`, for some of them) to the line `off`, which is
+answered by a line of JSON: how often each kind has done what it does. The program ends with its input. `soak_run`
+starts it, for benchmarks/hostile_soak.py.
 """
 
 import asyncio
 import json
+import os
+import queue
 import secrets
+import shutil
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,16 +30,20 @@ from fuzzed_messages import Conversation, wire
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
-from swarmllm.network import dht_protocol
-from swarmllm.network.block_directory import BlockDirectory, servers_key
-from swarmllm.network.frames import FORMAT, MAGIC, PREFIX, MessageType
-from swarmllm.network.identity import SIGNATURE_BYTES, Identity
-from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import FrameStream, hello, welcome
-from swarmllm.network.record_validator import RecordValidator, key_digest
-from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.network.p2p import dht_protocol
+from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
+from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.record_validator import RecordValidator, key_digest
+from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX, MessageType
+from swarmllm.network.wire.protocol import FrameStream, hello, welcome
+from swarmllm.network.wire.tensor_codec import encode_tensors
 
 BOAST = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
+NICE = 10
+"""In earnest they would not share these cores. At 19, or scheduled as idle, starting and stopping took minutes."""
+LEAVING_S = 30.0
+"""For attacks to take back what they have announced, after which the next phase begins in any case."""
 MAX_LENGTH = 128
 """Of the sessions of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
 docs/security.md says."""
@@ -347,8 +357,9 @@ MEMBERS = (floods_a_key, is_a_ghost, is_silent_after_greeting, accuses_others)
 
 async def keep_at_it(mallory: Mallory, attack: Callable[[Mallory], Awaitable[None]]) -> None:
     """Whatever the servers do about it."""
+    task = asyncio.current_task()
     try:
-        while True:
+        while task is None or not task.cancelling():  # an error on the way out hides that somebody cancelled
             with suppress(SwarmError, OSError):
                 await attack(mallory)
             await asyncio.sleep(0.5)
@@ -356,46 +367,44 @@ async def keep_at_it(mallory: Mallory, attack: Callable[[Mallory], Awaitable[Non
         await mallory.leave()
 
 
-async def main(swarm: Swarm) -> None:
+async def main(swarm: Swarm, lines: "queue.SimpleQueue[str]") -> None:
     maddrs = [maddr for _, maddrs in swarm.servers for maddr in maddrs]
     mallories = {
         attack: Mallory(swarm, await Peer.create(initial_peers=maddrs, client_mode=attack in CLIENTS))
         for attack in CLIENTS + MEMBERS
     }
-    lines, running, before = asyncio.Queue[str](), list[asyncio.Task[None]](), Counter[str]()
-    loop = asyncio.get_running_loop()
-    reader = asyncio.create_task(read_lines(lines, loop))
+    running, before = list[asyncio.Task[None]](), Counter[str]()
     print("ready", flush=True)
-    try:
-        while line := await lines.get():
-            if line == "on":
-                running = [asyncio.create_task(keep_at_it(one, attack)) for attack, one in mallories.items()]
-            elif line == "off":
-                await stop(running)
-                counts = Counter({attack.__name__: one.count for attack, one in mallories.items()})
-                print(json.dumps(counts - before), flush=True)
-                before = counts
-    finally:
-        await stop(running)
-        reader.cancel()
-        for mallory in mallories.values():
-            await mallory.peer.close()
+    while True:
+        line, *kinds = (await asyncio.to_thread(lines.get)).split()
+        if line == "on":
+            chosen = {attack: one for attack, one in mallories.items() if not kinds or attack.__name__ in kinds}
+            running = [asyncio.create_task(keep_at_it(one, attack)) for attack, one in chosen.items()]
+        else:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=LEAVING_S)
+            counts = Counter({attack.__name__: one.count for attack, one in mallories.items()})
+            print(json.dumps(counts - before), flush=True)
+            before = counts
 
 
-async def read_lines(lines: asyncio.Queue[str], loop: asyncio.AbstractEventLoop) -> None:
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        lines.put_nowait(line.decode().strip())
-    lines.put_nowait("")
+def listen(lines: "queue.SimpleQueue[str]", directory: str) -> None:
+    """To standard input, and end the program with it, whatever that is at, or waits for.
 
-
-async def stop(running: list[asyncio.Task[None]]) -> None:
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    An orderly end would leave 14 swarms. Where the servers have gone, and these cores are busy with others, that took
+    longer than anybody waits, and whoever started this may have been killed. The daemons end with their connections.
+    """
+    for line in sys.stdin:
+        lines.put(line)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
+    os.nice(NICE)
     torch.set_num_threads(1)
-    asyncio.run(main(Swarm(**json.loads(sys.argv[1]))))
+    tempfile.tempdir = tempfile.mkdtemp(prefix="hostile-")  # of the daemons, too
+    told: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+    threading.Thread(target=listen, args=[told, tempfile.tempdir], daemon=True).start()
+    asyncio.run(main(Swarm(**json.loads(sys.argv[1])), told))

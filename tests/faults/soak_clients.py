@@ -3,6 +3,8 @@
 Run by `soak_run` in some processes of several clients each. What they report: when each token came, and after how long.
 """
 
+import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -68,15 +70,20 @@ def run_clients(
     ready: Any,
     reports: Any,
     end: Event,
+    pause_s: float,
 ) -> None:
-    """The clients of one process, by number, with their settings, until `end` is set. `texts`: prompts and answers."""
+    """The clients of one process, by number, with their settings, until `end` is set or who started it has ended.
+
+    `texts`: prompts and answers. After each text a client pauses.
+    """
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def run(number: int, config: Mapping[str, Any]) -> None:
         with AutoDistributedModel.from_pretrained(
             str(model), initial_peers=initial_peers, client_config=ClientConfig(**config)
         ) as swarm_model:
-            _generate(swarm_model, number, texts, ready, reports, end)
+            _generate(swarm_model, number, texts, ready, reports, end, pause_s)
 
     threads = [threading.Thread(target=run, args=one, name=f"client {one[0]}") for one in clients.items()]
     for thread in threads:
@@ -85,8 +92,21 @@ def run_clients(
         thread.join()
 
 
+def _end_with_parent() -> None:
+    """At once: a parent that was killed has set no event, and takes no reports."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
 def _generate(
-    model: Any, number: int, texts: Sequence[tuple[list[int], list[int]]], ready: Any, reports: Any, end: Event
+    model: Any,
+    number: int,
+    texts: Sequence[tuple[list[int], list[int]]],
+    ready: Any,
+    reports: Any,
+    end: Event,
+    pause_s: float,
 ) -> None:
     turn = number
     while not end.is_set():
@@ -103,3 +123,4 @@ def _generate(
         reports.put((streamer.tokens, Ended(number, time.monotonic(), got == expected, error, counts)))
         if turn == number + 2:
             ready.release()
+        end.wait(pause_s)

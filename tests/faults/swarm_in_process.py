@@ -11,28 +11,31 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from hostile import no_daemon_between
+from hostile import no_daemon_between, packer_of
 from torch import Tensor
 
 from swarmllm import ClientConfig
-from swarmllm.client.event_loop import EventLoop
-from swarmllm.client.inference_session import InferenceSession
-from swarmllm.client.remote_autograd import BatchRunner
-from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, ServerInfo, Span
 from swarmllm.errors import PeerUnreachableError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
-from swarmllm.server.dummy_inputs import dummy_inputs
-from swarmllm.server.executor import Executor
-from swarmllm.server.handler import StreamHandler
-from swarmllm.server.kv_cache import CacheBudget
-from swarmllm.server.links import Links
-from swarmllm.server.scheduler import Budget
-from swarmllm.server.served_adapters import ServedAdapters
-from swarmllm.server.session_table import SessionTable
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
+from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.handler import StreamHandler
+from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.server.streams.serving import Serving
 
 FINGERPRINT = "0123456789abcdef"
 CLIENT = "client".ljust(46, "x")
@@ -86,18 +89,21 @@ class Server:
         """Both ends of all of them."""
         self._swarm = swarm
         self.links = Links(self._dial, swarm)  # type: ignore[arg-type]
-        self.handler = StreamHandler(
-            fingerprint=FINGERPRINT,
-            executor=swarm.blocks.executor,
-            links=self.links,
+        self.access = Access(None)
+        self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
+        inputs = InputChecks(blocks)
+        budget = CacheBudget((blocks.cache_bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
+        executor, limits = swarm.blocks.executor, self.access.limits
+        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
+        self.serving = self.access.serving = Serving(
+            blocks=blocks,
+            inputs=inputs,
+            executor=executor,
+            sessions=self.sessions,
+            limits=limits,
             max_batch_tokens=self.info.max_batch_tokens,
-            allowed_clients=None,
             served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
         )
-        hidden_bytes = dummy_inputs(blocks, 1).hidden_states.nbytes
-        budget = CacheBudget((blocks.cache_bytes_per_token + hidden_bytes) * CACHE_TOKENS)
-        self.sessions = SessionTable(blocks, hidden_bytes, swarm.blocks.executor, budget)
-        self.handler.serve(blocks, self.sessions)
 
     @property
     def span(self) -> Span:
@@ -173,8 +179,8 @@ class InProcessSwarm:
         view = SwarmView(
             self._config, self.blocks.loop, name="model", fingerprint=FINGERPRINT, num_blocks=self.blocks.num_blocks
         )
-        self.blocks.loop.on_close.remove(view.close)
-        view._peer, view._directory = self, _Directory(self)  # type: ignore[assignment]
+        self.blocks.loop.on_close.remove(view.look_ups.close)
+        view.look_ups._peer, view.look_ups._directory = self, _Directory(self)  # type: ignore[assignment]
         return view
 
     async def _stop(self) -> None:
@@ -204,13 +210,13 @@ class InProcessSwarm:
 
     def first_route(self, route: Sequence[RouteHop]) -> None:
         """What the client finds when it looks for the first time; later it finds what is best."""
-        found = self.view.find_route
+        found = self.view.routes.find
 
         async def find_route(*_: Any) -> list[RouteHop]:
-            self.view.find_route = found  # type: ignore[method-assign]
+            self.view.routes.find = found  # type: ignore[method-assign]
             return list(route)
 
-        self.view.find_route = find_route  # type: ignore[method-assign]
+        self.view.routes.find = find_route  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ as a TaskGroup, a daemon and the DHT
 

@@ -3,6 +3,7 @@
 In process, with the real client.
 """
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from swarmllm.errors import (
     SessionLostError,
     error_from_code,
 )
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.protocol import Message, MessageType, send_error
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import Message, MessageType, send_error
 
 TWICE = [(0, 2), (2, 4), (4, 6)] * 2
 FIRST = [(0, 0, 2), (1, 2, 4), (2, 4, 6)]
@@ -64,6 +65,29 @@ def assert_steps_go_on(blocks: Blocks, swarm: InProcessSwarm) -> None:
         for length in (5, 1, 1):
             given = torch.randn(1, length, blocks.all.embedding_dim)
             torch.testing.assert_close(session.step(given), reference.step(given))
+
+
+def test_who_is_accused_and_gone_is_blamed(blocks: Blocks) -> None:
+    """Its neighbour was faster to say so than this client's own stream to break."""
+    with InProcessSwarm(blocks, TWICE, announced=SLOWER, min_gain_to_move=1, compression="none") as swarm:
+        swarm.first_route([swarm.hop(*hop) for hop in FIRST])
+        with swarm.session(max_length=64) as session:
+            session.step(torch.randn(1, 5, blocks.all.embedding_dim))
+            hops, victim = session._chain._hops, swarm.servers[1]
+
+            async def look() -> None:
+                accuser, accused = hops[0], hops[1]
+                accusation = PeerUnreachableError("it has hung up", victim.peer_id)
+                accusation.accused_by = accuser.peer_id
+                async with session._chain._busy:  # a step is under way, and about to be repaired
+                    assert hops.judged(accuser, accusation) is accusation
+                    victim.die()
+                    while accused.connection.error is None:  # noqa: ASYNC110 - no event tells
+                        await asyncio.sleep(0)
+                    await hops.look_after_accused(timeout_s=60)
+
+            blocks.loop.run(look())
+        assert swarm.view.blamed == {victim.peer_id}
 
 
 @pytest.mark.parametrize("names_step", [True, False])

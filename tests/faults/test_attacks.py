@@ -33,15 +33,16 @@ from swarm_models import save_llama
 
 from swarmllm.data_structures import ModelRecord, ServerInfo, Span
 from swarmllm.errors import ServerOverloadedError, SwarmError
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.block_directory import BlockDirectory, servers_key
-from swarmllm.network.frames import MAX_MESSAGE_BYTES, PREFIX, MessageType, encode_message
-from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import FrameStream, hello, welcome
-from swarmllm.network.record_validator import RecordValidator
-from swarmllm.server import peer_limits, session_table
-from swarmllm.server.executor import Priority
-from swarmllm.server.waiting_room import MESSAGE_BYTES
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.record_validator import RecordValidator
+from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES, PREFIX, MessageType, encode_message
+from swarmllm.network.wire.protocol import FrameStream, hello, welcome
+from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.peers import peer_limits
+from swarmllm.server.sessions import session_table
+from swarmllm.server.sessions.waiting_room import MESSAGE_BYTES
 
 SESSION, OTHER = "a" * 32, "b" * 32
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
@@ -98,7 +99,6 @@ async def test_someone_elses_session(blocks: BlockSpan) -> None:
                 await ask(thief, MessageType.STEP, step_header(session, 0, inputs), hidden_states=inputs),
             ]
             said.append([{**message.header, "session": ""} for message in answers])
-            await thief.send(MessageType.CLOSE, {"session": session})
         assert said[0] == said[1]
         assert {header["code"] for header in said[0]} == {"session_lost"}
         assert error_code(await ask(thief, MessageType.OPEN, open_header(SESSION, ALL))) == "remote_protocol"
@@ -122,13 +122,12 @@ async def test_a_wrong_token_looks_like_a_session_that_does_not_exist(blocks: Bl
 
 
 async def test_the_token_gives_no_more_than_a_predecessor_needs(blocks: BlockSpan) -> None:
-    """An attached peer may send steps, but can't link, close or replay the session."""
+    """An attached peer may send steps, but can't link or replay the session."""
     async with serving(blocks) as server:
         owner, other = await opened(server, peer_id=HONEST), await server.connect(MALLORY)
         await ask(other, MessageType.ATTACH, {"id": 1, "session": SESSION, "token": SESSION[::-1]})
         link = {"id": 1, "session": SESSION, "epoch": 9, "successor": None}
         assert error_code(await ask(other, MessageType.LINK, link)) == "session_lost"
-        await other.send(MessageType.CLOSE, {"session": SESSION})
         inputs = hidden_states()
         await send(other, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs)
         assert result(await answer(owner)).shape == inputs.shape  # the owner gets what comes out
@@ -173,12 +172,12 @@ async def test_stream_flood(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) 
         await honest.start()
         await honest.step()
         await hang_up(idle.pop())
-        await until(lambda: server.handler.limits.num_streams() == 5)
+        await until(lambda: server.access.limits.num_streams() == 5)
         greeted.append(await server.connect(MALLORY))
         for stream in (*idle, *greeted, late):
             await hang_up(stream)
         await honest.stop()
-        await until(lambda: server.handler.limits.num_streams() == 0)
+        await until(lambda: server.access.limits.num_streams() == 0)
 
 
 async def test_stream_flood_of_many_peers(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +193,12 @@ async def test_stream_flood_of_many_peers(blocks: BlockSpan, monkeypatch: pytest
 
 
 async def test_request_flood_waits_with_the_peer(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is above a peer's share isn't even read; others are served meanwhile."""
+    """What is above a peer's share isn't even read until there is room."""
     batch = hidden_states(64)
     monkeypatch.setattr(peer_limits, "MAX_BYTES_PER_PEER", 3 * batch.nbytes)
     async with serving(blocks) as server:
         held: list[int] = []
-        taken, room = server.handler.limits, server.handler.limits._bytes
+        taken, room = server.access.limits, server.access.limits._bytes
         take = taken.take
 
         async def watched(peer_id: str, num_bytes: int) -> None:
@@ -256,13 +255,13 @@ async def test_steps_that_wait_take_no_more_than_the_session_is_worth(blocks: Bl
         codes = [error_code(await answer(stream)) for _ in range(2)]
         assert codes == ["overloaded"] * 2
         waiting = 4 * (prompt.nbytes + MESSAGE_BYTES)  # the one that runs included
-        assert session._waiting.num_bytes == server.handler.limits._bytes[MALLORY] == waiting
+        assert session.waiting_room.num_bytes == server.access.limits._bytes[MALLORY] == waiting
         proceed.set()
         await busy
         for _ in range(4):
             assert result(await answer(stream)).shape == prompt.shape
-        await until(lambda: session._waiting.num_bytes == 0)
-        assert not server.handler.limits._bytes
+        await until(lambda: session.waiting_room.num_bytes == 0)
+        assert not server.access.limits._bytes
         await hang_up(stream)
 
 
@@ -278,7 +277,7 @@ async def test_errors_do_not_pile_up_for_a_peer_that_never_reads(blocks: BlockSp
         for _ in range(flood // 1000):
             stream._transport.write(wrong * 1000)
             await asyncio.sleep(0)
-        await until(lambda: served._reading_paused)
+        await until(lambda: served._inbox.is_paused)
         assert served._transport is not None
         assert served._transport.get_write_buffer_size() < 4 << 20
         honest = HonestClient(server)
@@ -301,7 +300,7 @@ async def test_headers_that_unpack_into_much_count_as_much(blocks: BlockSpan) ->
         assert stream._transport is not None
         for _ in range(100):
             stream._transport.write(wire)
-        await until(lambda: served._reading_paused)
+        await until(lambda: served._inbox.is_paused)
         assert rss() < before + (300 << 20)
         stream.abort()
 
@@ -397,11 +396,11 @@ async def test_idle_streams_cost_nobody_anything(blocks: BlockSpan) -> None:
 
 async def test_no_greeting(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever doesn't say HELLO is left after a while."""
-    monkeypatch.setattr("swarmllm.server.handler.welcome", impatient(welcome))
+    monkeypatch.setattr("swarmllm.server.streams.handler.welcome", impatient(welcome))
     async with serving(blocks) as server:
         stream = await server.connect(MALLORY, greet=False)
         await server.ended(stream)
-        assert server.handler.limits.num_streams() == 0
+        assert server.access.limits.num_streams() == 0
 
 
 def impatient(greet: Callable[..., Any]) -> Callable[..., Any]:
@@ -545,8 +544,8 @@ async def test_nothing_is_kept_of_a_session_that_has_ended(blocks: BlockSpan) ->
         inputs = hidden_states(8)
         result(await ask(stream, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs))
         (session,) = server.sessions
-        kept = [weakref.ref(session), weakref.ref(session.cache), weakref.ref(session._log)]
-        assert session._log.num_bytes
+        kept = [weakref.ref(session), weakref.ref(session.runner.cache), weakref.ref(session.runner.log)]
+        assert session.runner.log.num_bytes
         del session
         await hang_up(stream)
         await server.ended(stream)

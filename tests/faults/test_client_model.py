@@ -29,8 +29,8 @@ from mistakes import logged_mistakes
 from swarm_in_process import Blocks, InProcessSwarm, Server
 from torch import Tensor
 
-from swarmllm.client import swarm_view
-from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.client.view import routes
 from swarmllm.errors import (
     CorruptActivationsError,
     PeerUnreachableError,
@@ -40,9 +40,9 @@ from swarmllm.errors import (
     SwarmError,
     error_from_code,
 )
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.protocol import FrameStream, Message, MessageType, send_error
-from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, send_error
+from swarmllm.network.wire.tensor_codec import encode_tensors
 from swarmllm.swarm import retry
 
 NUM_BLOCKS = 6
@@ -123,13 +123,15 @@ class ClientModel(RuleBasedStateMachine):
     texts: "Bundle[Text]" = Bundle("texts")
 
     @initialize(
+        target=texts,
         others=st.lists(spans, min_size=1, max_size=4),
         hostile=st.lists(st.sampled_from([True, True, False]), min_size=4, max_size=4),
         push=st.booleans(),
         chunk_tokens=st.sampled_from([3, 1024]),
         verify_fraction=st.sampled_from([0.0, 0.0, 0.5]),
+        batch_size=st.integers(1, 3),
     )
-    def begin(self, others: list[Any], hostile: list[bool], **config: Any) -> None:
+    def begin(self, others: list[Any], hostile: list[bool], batch_size: int, **config: Any) -> Text:
         config = {"prefill_chunk_tokens": config.pop("chunk_tokens"), **config}
         layout = [*HONEST, *others]
         self.swarm = InProcessSwarm(
@@ -153,6 +155,14 @@ class ClientModel(RuleBasedStateMachine):
         """What becomes of the next result of a hostile server, in their order, one at a time."""
         self.swarm.on_message, self.swarm.on_send = self._on_message, self._on_send
         self.open_texts: list[Text] = []
+        text = self.open_session(batch_size)
+        text.step(4)
+        return text
+
+    def _go_on(self) -> None:
+        """What has happened to servers shows when somebody wants something of them."""
+        for text in self.open_texts:
+            self.step(text, 1)
 
     def _on_message(self, server: Server, message: Message) -> None:
         if message.type is MessageType.STEP and self.at_step:
@@ -199,6 +209,15 @@ class ClientModel(RuleBasedStateMachine):
         if text.given.shape[1]:
             text.select([row % text.given.shape[0] for row in rows])
 
+    @rule(text=texts, choices=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=3), min_size=1, max_size=2))
+    def search_beams(self, text: Text, choices: list[list[int]]) -> None:
+        """Rows chosen anew before each step, once or twice."""
+        for _ in range(2):
+            self.step(text, 1)
+            for rows in choices:
+                self.select_rows(text, rows)
+        self.step(text, 1)
+
     @rule(text=consumes(texts))
     def close_session(self, text: Text) -> None:
         self.open_texts.remove(text)
@@ -212,13 +231,15 @@ class ClientModel(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what happens to servers
 
-    @rule(number=server_numbers, later=st.booleans())
-    def die(self, number: int, later: bool) -> None:
+    @rule(number=server_numbers, later=st.booleans(), goes_on=st.booleans())
+    def die(self, number: int, later: bool, goes_on: bool) -> None:
         server = self._server(number)
         if later:
             self.at_step.append(lambda *_: server.die() if self._may_die(server) else None)
         elif self._may_die(server):
             self.swarm.kill(server)
+        if goes_on:
+            self._go_on()
 
     @precondition(lambda self: len(self.swarm.servers) < MAX_SERVERS)
     @rule(span=spans, lies=st.booleans(), speed=st.sampled_from([0.2, 1.0, 2.0]))
@@ -227,7 +248,7 @@ class ClientModel(RuleBasedStateMachine):
             server = self.swarm.join(span, decode_ms_per_block=speed)
             if lies:
                 self.hostile.add(server)
-            await self.swarm.view.refresh()
+            await self.swarm.view.look_ups.refresh()
 
         self.blocks.loop.run(join())
 
@@ -236,10 +257,11 @@ class ClientModel(RuleBasedStateMachine):
         """Sessions may move then."""
         server = self._server(number)
         server.info = server.info.model_copy(update={"decode_ms_per_block": speed})
-        self.blocks.loop.run(self.swarm.view.refresh())
+        self.blocks.loop.run(self.swarm.view.look_ups.refresh())
+        self._go_on()
 
-    @rule(number=server_numbers, stream=st.integers(0, 20), later=st.booleans())
-    def cut_stream(self, number: int, stream: int, later: bool) -> None:
+    @rule(number=server_numbers, stream=st.integers(0, 20), later=st.booleans(), goes_on=st.booleans())
+    def cut_stream(self, number: int, stream: int, later: bool, goes_on: bool) -> None:
         """Of a client or of another server."""
         server = self._server(number)
 
@@ -255,20 +277,26 @@ class ClientModel(RuleBasedStateMachine):
             self.at_step.append(cut)
         else:
             self.blocks.loop.run(cut_now())
+        if goes_on:
+            self._go_on()
 
     # ------------------------------------------------------------------ what hostile servers say
 
-    @rule(header=nonsense)
-    def answer_nonsense(self, header: dict[str, Any]) -> None:
+    @rule(header=nonsense, goes_on=st.booleans())
+    def answer_nonsense(self, header: dict[str, Any], goes_on: bool) -> None:
         self.lies.append(lambda said: (said[0], said[1] | header, said[2]))
+        if goes_on:
+            self._go_on()
 
-    @rule(tensor=false_tensors)
-    def answer_other_tensors(self, tensor: Tensor) -> None:
+    @rule(tensor=false_tensors, goes_on=st.booleans())
+    def answer_other_tensors(self, tensor: Tensor, goes_on: bool) -> None:
         def lie(said: Any) -> Any:
             descriptors, chunks = encode_tensors({"hidden_states": tensor})
             return said[0], said[1] | {"tensors": descriptors}, chunks
 
         self.lies.append(lie)
+        if goes_on:
+            self._go_on()
 
     @rule(code=codes, number=server_numbers)
     def blame_another(self, code: str, number: int) -> None:
@@ -323,7 +351,7 @@ class ClientModel(RuleBasedStateMachine):
 
 @pytest.fixture
 def model(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ClientModel]]:
-    monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
+    monkeypatch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
     monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(retry, "MAX_BACKOFF_S", 0.01)
     monkeypatch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.05)

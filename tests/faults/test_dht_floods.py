@@ -8,13 +8,13 @@ import msgpack
 import pytest
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
-from swarmllm.network import dht_protocol, record_store
-from swarmllm.network.block_directory import BlockDirectory, servers_key
-from swarmllm.network.dht_protocol import node_id_of
-from swarmllm.network.identity import SIGNATURE_BYTES, Identity
-from swarmllm.network.peer import Peer
-from swarmllm.network.record_store import RECORD_OVERHEAD_BYTES, StoredRecord
-from swarmllm.network.record_validator import RecordValidator, key_digest
+from swarmllm.network.p2p import dht_protocol, record_store
+from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
+from swarmllm.network.p2p.dht_protocol import node_id_of
+from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.record_store import RECORD_OVERHEAD_BYTES, StoredRecord
+from swarmllm.network.p2p.record_validator import RecordValidator, key_digest
 
 FINGERPRINT = "abcdefgh"
 KEY = servers_key(FINGERPRINT)

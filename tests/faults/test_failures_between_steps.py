@@ -11,15 +11,15 @@ import pytest
 import torch
 from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference
 
-from swarmllm.client.hop import Hop
-from swarmllm.client.inference_session import InferenceSession
-from swarmllm.client.open_route import OpenRoute
+from swarmllm.client.session.hop import Hop
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.protocol import Message, MessageType
-from swarmllm.server.prefix_cache import PrefixCache
-from swarmllm.server.sessions import Session
-from swarmllm.server.shared_prefix import SharedPrefix
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import Message, MessageType
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session import Session
+from swarmllm.server.sessions.shared_prefix import SharedPrefix
 
 STEP_TIMEOUT_S = 60.0
 
@@ -86,7 +86,7 @@ def test_a_server_that_dies_while_others_are_linked(
         if hop.span.start == 0 and not died.is_set():
             died.set()
             chain = session._chain
-            while chain._broken is None:
+            while chain._in_flight._failure is None:
                 last_server(swarm, chain._hops).die()
                 await asyncio.sleep(0.01)  # until its predecessor or its own stream has told
         return position
@@ -129,8 +129,8 @@ def test_a_server_that_dies_during_a_move_that_fails(
         reference = Reference(blocks.all)
         assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
         monkeypatch.setattr(OpenRoute, "exchange", exchange)
-        monkeypatch.setattr(swarm.view, "better_route", lambda *_: session.route)
-        swarm.view.news += 1
+        monkeypatch.setattr(swarm.view.routes, "better", lambda *_: session.route)
+        swarm.view.look_ups.news += 1
         given = torch.randn(1, 1, blocks.all.embedding_dim)
         assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
     assert swarm.view.counts[PeerTimeoutError.code] == 0

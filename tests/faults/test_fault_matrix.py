@@ -124,7 +124,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("work", "fault", "place"), list(cases()))
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_nothing_is_lost(
     work: Callable[[Any, Callable[[], object]], Tensor],
     fault: Fault,

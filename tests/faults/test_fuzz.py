@@ -5,23 +5,21 @@ seed, which a failure names.
 """
 
 import asyncio
-import gc
 import random
 from contextlib import suppress
 
-import psutil
 import pytest
 import torch
-from fuzzed_messages import NUMBERS, Conversation
+from fuzzed_messages import NUMBERS, Conversation, used_memory
 from hostile import MALLORY, HonestClient, Server, hang_up, load_blocks, serving
 from swarm_models import save_llama
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SwarmError
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network import stream as stream_module
-from swarmllm.network.frames import FrameDecoder, MessageType, encode_message
-from swarmllm.network.protocol import FrameStream
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.frames import FrameDecoder, MessageType, encode_message
+from swarmllm.network.wire.protocol import FrameStream
 
 MEMORY_SLACK_BYTES = 48 << 20
 """Allocators don't give everything back; a leak of a hundred thousand messages would be larger."""
@@ -48,7 +46,6 @@ def _no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def fuzz_handler(blocks: BlockSpan, count: int, seed: int) -> None:
     """Send at least `count` messages, on as many streams as it takes."""
-    process = psutil.Process()
     async with serving(blocks) as server:
         honest = HonestClient(server)
         await honest.start()
@@ -64,15 +61,13 @@ async def fuzz_handler(blocks: BlockSpan, count: int, seed: int) -> None:
                 raise
             assert not server.failures, (seed, server.failures)
             if not memory and sent > count // 4:  # caches of the allocator and of torch are full by now
-                gc.collect()
-                memory = process.memory_info().rss
-        gc.collect()
-        assert process.memory_info().rss < memory + MEMORY_SLACK_BYTES
+                memory = used_memory()
+        assert used_memory() < memory + MEMORY_SLACK_BYTES
         assert [session.id for session in server.sessions] == stolen
         assert server.budget.leased_bytes == leased
         assert server.executor.num_calls == 0
         assert len(asyncio.all_tasks()) <= tasks + 2, "more than the link to itself and its reader"
-        assert server.handler.limits.num_streams() == 2
+        assert server.access.limits.num_streams() == 2
         assert len(server.links) == 1
         await honest.step()
         await honest.stop()
@@ -106,9 +101,11 @@ async def test_malformed_messages_hurt_nobody(blocks: BlockSpan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-async def test_a_hundred_thousand_malformed_messages_hurt_nobody(blocks: BlockSpan) -> None:
-    await fuzz_handler(blocks, 100_000, seed=1_000_000)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(5))
+async def test_a_hundred_thousand_malformed_messages_hurt_nobody(blocks: BlockSpan, part: int) -> None:
+    """In parts, each of which leaves a slow machine at a high load time enough."""
+    await fuzz_handler(blocks, 20_000, seed=1_000_000 * (part + 1))
 
 
 # ---------------------------------------------------------------------- the frame decoder

@@ -20,18 +20,18 @@ from mistakes import logged_mistakes
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
 from swarmllm import ClientConfig
-from swarmllm.client import swarm_view
-from swarmllm.client.inference_session import InferenceSession
-from swarmllm.client.remote_autograd import BatchRunner
-from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.client.view import routes
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import Patch
 from swarmllm.errors import SwarmError
-from swarmllm.models.adapters import BlockAdapter
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network import stream as stream_module
-from swarmllm.network.frames import FORMAT, MAGIC, PREFIX, MessageType
-from swarmllm.network.protocol import FrameStream, Message
-from swarmllm.network.tensor_codec import decode_tensors
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX, MessageType
+from swarmllm.network.wire.protocol import FrameStream, Message
+from swarmllm.network.wire.tensor_codec import decode_tensors
 from swarmllm.swarm import retry
 
 HIDDEN = 64
@@ -209,7 +209,7 @@ class Victim:
 
     async def _close(self) -> None:
         self._batches.close()
-        await self._view.verified.close()
+        await self._view.look_ups.verified.close()
 
     def _open(self) -> InferenceSession:
         if self._session is None or self._random.random() < 0.1:
@@ -309,8 +309,8 @@ def fuzz(blocks: Blocks, count: int, seed: int, mistakes: list[str]) -> None:
             return (
                 [server.sessions.budget.leased_bytes for server in swarm.servers] == leased
                 and len(blocks.loop._tasks) <= num_tasks
-                and not any(server.handler.pushes._waiting for server in swarm.servers)
-                and not any(server.handler.limits._bytes for server in swarm.servers)
+                and not any(server.serving.pushes._waiting for server in swarm.servers)
+                and not any(server.access.limits._bytes for server in swarm.servers)
                 and not blocks.executor.num_calls
             )
 
@@ -338,8 +338,8 @@ def fuzz(blocks: Blocks, count: int, seed: int, mistakes: list[str]) -> None:
 @pytest.fixture(autouse=True)
 def mistakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(stream_module, "LINGER_S", 0.0)  # these streams are socket pairs, that nobody resets
-    monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
-    monkeypatch.setattr(swarm_view, "FIRST_PINGS_PATIENCE_S", 0.01)
+    monkeypatch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
+    monkeypatch.setattr(routes, "FIRST_PINGS_TIMEOUT_S", 0.01)
     monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(retry, "MAX_BACKOFF_S", 0.01)
     monkeypatch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.01)

@@ -8,26 +8,35 @@ message, `test_fuzzed_answers` what hostile servers say.
 """
 
 import asyncio
-import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from random import Random
 
-import psutil
 import pytest
 import torch
-from fuzzed_messages import ODD_VALUES, Conversation, wire
-from hostile import FINGERPRINT, MALLORY, SERVER, HonestClient, Server, hang_up, load_blocks, serving
+from fuzzed_messages import ODD_VALUES, Conversation, used_memory, wire
+from hostile import (
+    FINGERPRINT,
+    MALLORY,
+    SERVER,
+    HonestClient,
+    Server,
+    hang_up,
+    load_blocks,
+    serving,
+    step_header,
+)
 from mistakes import logged_mistakes
 from swarm_models import save_llama
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import SwarmError
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network import stream as stream_module
-from swarmllm.network.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, MessageType
-from swarmllm.network.protocol import FrameStream, hello
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, MessageType
+from swarmllm.network.wire.protocol import FrameStream, hello
+from swarmllm.network.wire.tensor_codec import encode_tensors
 
 EVE = "12D3KooWEveEveEveEveEveEveEveEveEveEveEveEveEveEveEv"
 CALLERS = (MALLORY, MALLORY, EVE, SERVER)
@@ -145,9 +154,23 @@ def in_frames(kind: MessageType, header: dict[str, object], payload: bytes, rand
             data += PREFIX.pack(MAGIC, FORMAT, MessageType.CONTINUE, 0, 0, end - start, total)
         data += payload[start:end]
         if random.random() < 0.3:
-            between = random.choice((MessageType.PING, MessageType.PING, MessageType.PONG, MessageType.CLOSE))
+            between = random.choice((MessageType.PING, MessageType.PING, MessageType.PONG, MessageType.LINK))
             data += wire(between, {"n": number})
     return data
+
+
+def theft(random: Random, hidden_size: int) -> tuple[bytes, bytes]:
+    """What only the owner and the predecessor of a session may ask, after a token that is none."""
+    about: dict[str, object] = {"id": 1, "session": HONEST_SESSION}
+    attach = wire(MessageType.ATTACH, about | {"token": random.choice((HONEST_SESSION, "0" * 32))})
+    match random.randrange(3):
+        case 0 | 1:
+            hidden = torch.ones(1, 1, hidden_size)
+            descriptors, chunks = encode_tensors({"hidden_states": hidden})
+            header = step_header(HONEST_SESSION, 0, hidden) | {"tensors": descriptors}
+            return attach, wire(MessageType.STEP, header, b"".join(chunks))
+        case _:
+            return attach, wire(MessageType.LINK, about | {"epoch": 1 << 24, "successor": None})
 
 
 async def play(server: Server, seed: int) -> int:
@@ -158,6 +181,14 @@ async def play(server: Server, seed: int) -> int:
     for caller in callers:
         count += await caller.greet()
         caller.listen()
+    if random.random() < 0.3:
+        thief = random.choice(callers)
+        for part in theft(random, server.blocks.embedding_dim):
+            thief.waiting += part
+            while thief.waiting:
+                thief.write_some()
+            for _ in range(20):  # turns of the event loop, for the server to answer in: what comes before is refused
+                await asyncio.sleep(0)
     messages = conversation.messages()
     if random.random() < 0.3:
         messages += Conversation(seed, [HONEST_SESSION]).messages()  # all of it once more
@@ -181,24 +212,21 @@ async def play(server: Server, seed: int) -> int:
 
 async def check_nothing_left(server: Server, leased: int) -> None:
     """Of any game."""
-    handler = server.handler
+    limits = server.access.limits
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
-            handler.limits._bytes
-            or handler._intake.num_bytes
-            or handler.limits.num_streams() > 2
-            or server.executor.num_calls
+            limits._bytes or server.handler._intake.num_bytes or limits.num_streams() > 2 or server.executor.num_calls
         ):
             await asyncio.sleep(0.001)
     assert [session.id for session in server.sessions] == [HONEST_SESSION]
     assert server.budget.leased_bytes == leased
-    assert not handler.pushes._waiting
+    assert not server.serving.pushes._waiting
 
 
 async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) -> None:
     """At least that many messages, in as many games as it takes."""
-    process, memory, sent, game = psutil.Process(), 0, 0, 0
+    memory, sent, game = 0, 0, 0
     async with serving(blocks) as server:
         honest = HonestClient(server)
         await honest.start()
@@ -216,11 +244,9 @@ async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) ->
                 error.add_note(f"seed {seed + game}")
                 raise
             if not memory and sent > count // 4:  # caches of the allocator and of torch are full by now
-                gc.collect()
-                memory = process.memory_info().rss
+                memory = used_memory()
         await honest.step()
-        gc.collect()
-        assert process.memory_info().rss < memory + MEMORY_SLACK_BYTES
+        assert used_memory() < memory + MEMORY_SLACK_BYTES
         assert len(asyncio.all_tasks()) <= tasks + 2, "more than the link to itself and its reader"
         await honest.stop()
     assert not mistakes

@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, Span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.network.block_directory import BlockDirectory
-from swarmllm.network.peer import Peer
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.network.p2p.block_directory import BlockDirectory
+from swarmllm.network.p2p.peer import Peer
 
 
 @contextmanager
 def ghost(checkpoint: Path, initial_peers: list[str], **announced: Any) -> Iterator[None]:
     """A member of the DHT that says it serves everything, and serves no streams; in a thread of its own."""
     opened = open_checkpoint(str(checkpoint))
-    record = ModelRecord(name=opened.public_name, fingerprint=opened.fingerprint, num_blocks=opened.num_blocks)
+    record = ModelRecord(name=opened.public_name, fingerprint=fingerprint(opened), num_blocks=opened.num_blocks)
     ready, leave = threading.Event(), threading.Event()
 
     async def haunt() -> None:
@@ -42,7 +43,7 @@ def ghost(checkpoint: Path, initial_peers: list[str], **announced: Any) -> Itera
         thread.join()
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_ghost_placement(llama: Path, local: PreTrainedModel) -> None:
     """Its record fills a gap with a throughput of 1e8: a new server comes to where no honest one is all the same."""
     boast = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}

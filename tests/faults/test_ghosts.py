@@ -12,8 +12,8 @@ from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
 from swarmllm.data_structures import BlockTraits, ServerInfo, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerUnreachableError
-from swarmllm.network.protocol import MessageType
-from swarmllm.network.verified_peers import AGAIN_S, _Verdict
+from swarmllm.network.p2p.verified_peers import AGAIN_S, _Verdict
+from swarmllm.network.wire.protocol import MessageType
 
 NUM_BLOCKS, HIDDEN = 6, 64
 SEDUCTIVE: dict[str, Any] = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
@@ -97,10 +97,10 @@ def test_who_lives_is_found_behind_the_dead(blocks: Blocks) -> None:
         (hop,) = session.route
         (other,) = (server for server in swarm.servers if server.peer_id != hop.server.peer_id)
         swarm.ghosts = [ghost(number) for number in range(20)]
-        blocks.loop.run(view.refresh())
+        blocks.loop.run(view.look_ups.refresh())
         for peer_id in (*(one.peer_id for one in swarm.ghosts), other.peer_id, other.peer_id):
             view.health.report(PeerUnreachableError("gone", peer_id), time.monotonic())
-            view.verified._verdicts[peer_id] = _Verdict(None, time.monotonic() - AGAIN_S)
+            view.look_ups.verified._verdicts[peer_id] = _Verdict(None, time.monotonic() - AGAIN_S)
         view.health._avoid_until[other.peer_id] += 1
         swarm.kill(swarm.server(hop.server.peer_id))
         torch.testing.assert_close(session.step(given), reference.step(given))
@@ -110,7 +110,7 @@ def test_ghosts_that_come_later_interrupt_no_session(blocks: Blocks) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=0, update_period_s=0.001, ping_period_s=0.001) as swarm:
         check_session(swarm)
         swarm.ghosts = [ghost(number) for number in range(40)]
-        blocks.loop.run(swarm.view.refresh())
+        blocks.loop.run(swarm.view.look_ups.refresh())
         for _ in range(5):
             check_session(swarm)
         assert not swarm.view.blamed
@@ -129,7 +129,7 @@ def test_a_boast_takes_no_batches_from_others(blocks: Blocks) -> None:
     announced = [{"throughput": 1e9}, {"throughput": 100.0}, {"throughput": 100.0}]
     with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced) as swarm:
         for server in swarm.servers:
-            blocks.loop.run(swarm.view.verified.greet(server.info))
-        routes = blocks.loop.run(swarm.view.parallel_routes(Span(0, 6), 128, 3))
+            blocks.loop.run(swarm.view.look_ups.verified.greet(server.info))
+        routes = blocks.loop.run(swarm.view.routes.parallel(Span(0, 6), 128, 3))
         assert len(routes) == 2 + 1
         assert min(share for _, share in routes) > 1 / 20

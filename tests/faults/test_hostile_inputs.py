@@ -26,13 +26,14 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ServerOutOfMemoryError
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.compression import THREAD_BYTES, pack
-from swarmllm.network.frames import SMALL_BYTES
-from swarmllm.network.protocol import FrameStream, Message, MessageType
-from swarmllm.server import peer_limits, session_table
-from swarmllm.server.executor import Priority
-from swarmllm.server.input_checks import InputChecks
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire.compression import THREAD_BYTES, compress
+from swarmllm.network.wire.frames import SMALL_BYTES
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.peers import peer_limits
+from swarmllm.server.sessions import session_table
+from swarmllm.server.streams.input_checks import InputChecks
 
 SESSION, OTHER = "a" * 32, "b" * 32
 SPAN = Span(0, 2)
@@ -143,6 +144,24 @@ async def test_index_out_of_table(models: dict[str, BlockSpan], kind: str, lowes
         await hang_up(stream)
 
 
+async def test_ids_outside_the_vocabulary(blocks: BlockSpan) -> None:
+    """They are indices, too, for blocks that look something up by them."""
+    async with serving(blocks) as server:
+        stream = await opened(server)
+        inputs = hidden_states(blocks, 2)
+        highest = blocks.vocab_size - 1
+        for wrong in (-1, highest + 1, 1 << 40):
+            ids = torch.tensor([[0, wrong]])
+            for refused in (
+                await step(stream, 0, inputs, input_ids=ids),
+                await ask(stream, MessageType.FORWARD, batch_header(inputs), hidden_states=inputs, input_ids=ids),
+            ):
+                assert error_code(refused) == "remote_protocol"
+                assert f"input_ids must lie in [0, {highest + 1})" in refused.header["message"]
+        result(await step(stream, 0, inputs, input_ids=torch.tensor([[0, highest]])))
+        await hang_up(stream)
+
+
 async def test_positions_that_nothing_looks_up_are_free(blocks: BlockSpan) -> None:
     """Rotary models go on beyond the length that they were made for, as they do without a swarm."""
     async with serving(blocks, cache_tokens=2 * POSITIONS) as server:
@@ -160,7 +179,7 @@ async def test_texts_longer_than_the_table(models: dict[str, BlockSpan], kind: s
     async with serving(models[kind], cache_tokens=2 * POSITIONS) as server:
         stream = await opened(server, max_length=1 << 20)
         (session,) = server.sessions
-        assert session.max_length == POSITIONS
+        assert session.runner.size.max_length == POSITIONS
         long = hidden_states(models[kind], POSITIONS + 1)
         assert error_code(await step(stream, 0, long)) == "length_exceeded"
         result(await step(stream, 0, long[:, :POSITIONS], epoch=1))
@@ -182,7 +201,7 @@ async def test_queued_steps(blocks: BlockSpan, name: str) -> None:
         message = await step(stream, 0, inputs, **{name: ballast})
         assert error_code(message) == "cache_full"
         assert server.budget.leased_bytes == leased
-        assert not server.handler.limits._bytes
+        assert not server.access.limits._bytes
         # What there is room for may wait, and counts as long as it does.
         proceed = threading.Event()
         busy = asyncio.create_task(server.executor.run(proceed.wait, Priority.DECODE))
@@ -193,14 +212,14 @@ async def test_queued_steps(blocks: BlockSpan, name: str) -> None:
             while server.executor.num_calls < 2:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.001)
         assert server.budget.leased_bytes > leased + 8 * 2048 - 1024
-        assert server.handler.limits._bytes[MALLORY] > 8 * 2048
+        assert server.access.limits._bytes[MALLORY] > 8 * 2048
         proceed.set()
         await busy
         await stream.receive()
         await hang_up(stream)
         await server.ended(stream)
         assert server.budget.leased_bytes == 0
-        assert not server.handler.limits._bytes
+        assert not server.access.limits._bytes
 
 
 async def test_queued_steps_are_the_peers_share(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +244,12 @@ async def test_queued_steps_are_the_peers_share(blocks: BlockSpan, monkeypatch: 
             await hang_up(stream)
             await server.ended(stream)
         assert server.budget.leased_bytes == 0
-        assert not server.handler.limits._bytes
+        assert not server.access.limits._bytes
 
 
-async def test_packed_tensors_are_unpacked_off_the_loop(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compressed_tensors_are_decompressed_off_the_loop(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large prompt, and what comes behind it on its stream waits for it."""
     threads: list[str] = []
     read = InputChecks.read
@@ -242,7 +263,7 @@ async def test_packed_tensors_are_unpacked_off_the_loop(blocks: BlockSpan, monke
     async with serving(blocks, cache_tokens=2 * length) as server:
         stream = await opened(server, max_length=length + 1)
         large, small = hidden_states(blocks, length), hidden_states(blocks, 1)
-        for position, tensor in ((0, pack(large)), (length, small)):
+        for position, tensor in ((0, compress(large)), (length, small)):
             header = step_header(SESSION, position, large if position == 0 else small)
             await send(stream, MessageType.STEP, header, hidden_states=tensor)
         assert result(await stream.receive()).shape == large.shape
@@ -321,7 +342,7 @@ async def test_rows_are_as_many_as_are_leased(blocks: BlockSpan, fails: str, mon
 
         with monkeypatch.context() as patch:
             if fails == "select":
-                patch.setattr(type(session.cache), "select_batch", lacks)
+                patch.setattr(type(session.runner.cache), "select_batch", lacks)
                 header = step_header(SESSION, 17, one[:, :1], rows=1, batch_index=[3])
                 message = await ask(stream, MessageType.STEP, header, hidden_states=one[:, :1])
             elif fails == "ones":
@@ -336,9 +357,9 @@ async def test_rows_are_as_many_as_are_leased(blocks: BlockSpan, fails: str, mon
                 await hang_up(predecessor)
         assert message.type is MessageType.ERROR
         assert server.budget.leased_bytes == whole
-        if session.cache.position:
-            rows = next(tensor.shape[0] for _, tensor in session.cache._tensors())
-            assert rows == session.batch_size == 8
+        if session.runner.cache.position:
+            rows = next(tensor.shape[0] for _, tensor in session.runner.cache._tensors())
+            assert rows == session.runner.batch_size == 8
             result(await step(stream, 17, eight[:, :1], epoch=1))
         else:
             assert fails == "select"

@@ -23,10 +23,11 @@ from hostile import (
 from swarm_models import save_llama
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network import frames, stream
-from swarmllm.network.protocol import FrameStream, Message, MessageType
-from swarmllm.server import peer_limits, pushes
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire import frames
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.batches import pushes
+from swarmllm.server.peers import peer_limits
 
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
 HIDDEN, LENGTH = 16, 4
@@ -69,13 +70,13 @@ async def waiting(server: Server, source: str = MALLORY, **fields: Any) -> Frame
     """A client whose request waits for what `source` pushes."""
     stream = await server.connect(HONEST)
     await send(stream, MessageType.FORWARD, request(SECOND, source=source, **fields))
-    await until(lambda: server.handler.pushes._waiting)
+    await until(lambda: server.serving.pushes._waiting)
     return stream
 
 
 async def assert_nothing_is_left(server: Server) -> None:
-    kept = server.handler.pushes
-    await until(lambda: not (server.handler.limits._bytes or kept._waiting or kept._early))
+    kept = server.serving.pushes
+    await until(lambda: not (server.access.limits._bytes or kept._waiting or kept._early))
 
 
 @pytest.mark.parametrize("lean", [False, True])
@@ -92,7 +93,7 @@ async def test_what_is_passed_on(blocks: BlockSpan, lean: bool, early: bool) -> 
         assert first.header["pushed"]
         assert bool(first.header["tensors"]) is not lean
         if early:
-            await until(lambda: server.handler.pushes._early)
+            await until(lambda: server.serving.pushes._early)
             await send(other, MessageType.FORWARD, request(SECOND, source=SERVER))
         assert torch.equal(result(await answer(other)), expected)
         await assert_nothing_is_left(server)
@@ -162,7 +163,7 @@ async def test_tensors_do_not_come_twice(blocks: BlockSpan) -> None:
             "remote_protocol"
         )
         await send(client, MessageType.FORWARD, header)
-        await until(lambda: server.handler.pushes._waiting)
+        await until(lambda: server.serving.pushes._waiting)
         assert error_code(await ask(client, MessageType.FORWARD, header | {"id": 2})) == "remote_protocol"
         await push(mallory, hidden_states())
         result(await answer(client))
@@ -180,7 +181,7 @@ async def test_flood_of_what_nobody_waits_for(blocks: BlockSpan, monkeypatch: py
             await push(mallory, hidden_states(), token=f"{number:032x}")
         assert [error_code(await answer(mallory)) for _ in range(3)] == ["overloaded"] * 3
         await push(other, hidden_states())
-        await until(lambda: (SERVER, TOKEN) in server.handler.pushes._early)
+        await until(lambda: (SERVER, TOKEN) in server.serving.pushes._early)
         await assert_nothing_is_left(server)
         await hang_up(mallory)
         await hang_up(other)
@@ -198,7 +199,7 @@ async def test_bytes_that_nobody_waits_for(blocks: BlockSpan, monkeypatch: pytes
         assert error_code(await answer(mallory)) == "overloaded"
         await push(accomplice, large)
         assert error_code(await answer(accomplice)) == "overloaded"
-        server.handler.pushes.clear()
+        server.serving.pushes.clear()
         await hang_up(mallory)
         await hang_up(accomplice)
 
@@ -208,10 +209,10 @@ async def test_what_is_pushed_counts_as_the_clients(blocks: BlockSpan, monkeypat
     async with serving(blocks) as server:
         client, source = await waiting(server), await server.connect(MALLORY)
         monkeypatch.setattr(peer_limits, "MAX_BYTES_PER_PEER", 3 * inputs.nbytes)
-        await server.handler.limits.take(HONEST, 3 * inputs.nbytes)
+        await server.access.limits.take(HONEST, 3 * inputs.nbytes)
         await push(source, inputs)
         assert error_code(await answer(client)) == "session_lost"
-        server.handler.limits.give_back(HONEST, 3 * inputs.nbytes)
+        server.access.limits.give_back(HONEST, 3 * inputs.nbytes)
         await assert_nothing_is_left(server)
         await hang_up(client)
         await hang_up(source)
@@ -243,7 +244,7 @@ async def test_a_request_does_not_wait_for_ever(blocks: BlockSpan, monkeypatch: 
 async def test_nobody_waits_on_a_server_that_leaves(blocks: BlockSpan) -> None:
     async with serving(blocks) as server:
         client = await waiting(server)
-        await server.handler.retire(1.0)
+        await server.access.retire(1.0)
         assert error_code(await answer(client)) == "blocks_not_served"
         await hang_up(client)
 
@@ -274,8 +275,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_push(blocks: BlockSpan, mo
         await whole(self, kind, *args, **options)
 
     async with serving(blocks) as server:
-        for module in (frames, stream):
-            monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+        monkeypatch.setattr(frames, "CHUNK_BYTES", 64)
         monkeypatch.setattr(FrameStream, "send", slowly)
         client = await server.connect(HONEST)
         await send(client, MessageType.FORWARD, request(FIRST, target=SERVER), hidden_states=hidden_states())
@@ -283,6 +283,6 @@ async def test_a_client_that_leaves_in_the_midst_of_a_push(blocks: BlockSpan, mo
         await hang_up(client)
         await server.ended(client)
         link.resume_writing()
-        await until(lambda: (SERVER, TOKEN) in server.handler.pushes._early)
+        await until(lambda: (SERVER, TOKEN) in server.serving.pushes._early)
         assert len(server.links) == 1
-        server.handler.pushes.clear()
+        server.serving.pushes.clear()

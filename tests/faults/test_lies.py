@@ -9,14 +9,14 @@ import torch
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 from torch import Tensor
 
-from swarmllm.client import swarm_view
-from swarmllm.client.tolerances import BY_DTYPE, BY_QUANT_TYPE, honest_error, is_checkable
+from swarmllm.client.view import routes
+from swarmllm.client.view.tolerances import BY_DTYPE, BY_QUANT_TYPE, honest_error, is_checkable
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.protocol import Message, MessageType
-from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import Message, MessageType
+from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.swarm import retry
 
 Lie = Callable[[Tensor], Tensor]
@@ -27,7 +27,7 @@ CHECKED = {"verify_fraction": 1.0, "min_gain_to_move": 1, "max_parallel_routes":
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
+    monkeypatch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
     monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
 
 
@@ -94,7 +94,7 @@ def test_no_announcement_makes_a_lie_pass(blocks: Blocks, work: Callable[[InProc
         with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced, **CHECKED) as swarm:
             liar = swarm.servers[0]
             liar.info = liar.info.model_copy(update=coarse)
-            blocks.loop.run(swarm.view.refresh())
+            blocks.loop.run(swarm.view.look_ups.refresh())
             Liar(swarm, 0, lambda hidden: hidden * 1.4, *BOTH)
             work(swarm)
             assert liar.peer_id not in {server.peer_id for server in swarm.view.servers()}

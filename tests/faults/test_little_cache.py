@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_in_process import CACHE_TOKENS, Blocks, InProcessSwarm, Reference
 
-from swarmllm.client import swarm_view
+from swarmllm.client.view import routes
 from swarmllm.errors import CacheFullError
 from swarmllm.swarm import retry
 
@@ -17,7 +17,7 @@ from swarmllm.swarm import retry
 def _soon() -> Iterator[None]:
     """Who is refused tries again as often as ever, but without the pauses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
+        patch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
         patch.setattr(retry, "FIRST_BACKOFF_S", 0.001)
         patch.setattr(retry, "FULL_SERVER_PAUSE_S", 0.01)
         yield

@@ -31,10 +31,10 @@ from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.protocol import FrameStream, Message, MessageType
-from swarmllm.server.prefix_cache import PAGE_TOKENS, PrefixCache
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, PrefixCache
 
 SESSION, OTHER = "a" * 32, "b" * 32
 LENGTH = PAGE_TOKENS + 40
@@ -96,7 +96,7 @@ async def client_of(server: Server, peer_id: str, session: str) -> AsyncIterator
     yield client
     async with asyncio.timeout(120):
         # A page is kept after the answer has gone out. Whoever hangs up before, ends that.
-        while any(one._waiting.num_bytes for one in server.sessions):  # noqa: ASYNC110 - nobody tells
+        while any(one.waiting_room.num_bytes for one in server.sessions):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
     await client.close()
 
@@ -183,12 +183,12 @@ async def _answered_rightly(blocks: BlockSpan, steps: list[Any]) -> None:
         async with client_of(server, MALLORY, SESSION) as mallory:
             (session,) = server.sessions
             for position, goes_on, length, own, chosen, ones in steps:
-                start = session.cache.position if goes_on else min(position, session.cache.position)
+                start = session.runner.cache.position if goes_on else min(position, session.runner.cache.position)
                 if start >= LENGTH:
                     continue
                 hidden = texts[own][:, start : start + length]
-                num_rows = session.batch_size if chosen is None else len(chosen)
+                num_rows = session.runner.batch_size if chosen is None else len(chosen)
                 mask = None if ones is None else torch.full((num_rows, start + hidden.shape[1]), ones)
-                rows = {"rows": session.rows + (chosen is not None), "batch_index": chosen}
+                rows = {"rows": session.runner.num_choices + (chosen is not None), "batch_index": chosen}
                 await mallory.step(start, hidden.expand(num_rows, -1, -1).contiguous(), mask, **rows)
         await assert_victim_is_served(server, texts[0], pages)

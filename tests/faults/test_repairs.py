@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client import swarm_view
+from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, Span
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.network.protocol import Message, MessageType
-from swarmllm.server.batches import Graph
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import Message, MessageType
+from swarmllm.server.batches.batches import Graph
 from swarmllm.swarm import retry
 
 NUM_BLOCKS = 6
@@ -171,7 +171,7 @@ class Dials:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for missing blocks looks again at once."""
-    monkeypatch.setattr(swarm_view, "RETRY_LOOKUP_S", 0.01)
+    monkeypatch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
     monkeypatch.setattr(retry, "LOOK_AGAIN_S", 0.01)
 
 
@@ -213,7 +213,7 @@ def test_a_repair_takes_whom_it_knows_while_the_dht_is_silent(blocks: Blocks, is
         if is_banned:
             (other,) = set(swarm.servers) - {used}
             swarm.view.report(PeerUnreachableError("gone", other.peer_id))
-        swarm.view._directory.servers = no_answer  # type: ignore[method-assign]
+        swarm.view.look_ups._directory.servers = no_answer  # type: ignore[method-assign]
         swarm.kill(used)
         given = hidden_states(1, 1)
         torch.testing.assert_close(session.step(given), reference.step(given))
@@ -288,16 +288,16 @@ def test_on_real_servers(llama: Path, local: PreTrainedModel, case: str) -> None
         connected(llama, swarm.initial_peers, min_gain_to_move=1, speculation="off") as model,
     ):
         infos = {server.peer_id: server for server in model.swarm.servers()}
-        found, first = model.swarm.find_route, [infos[swarm.servers[number].peer_id] for number, _, _ in route]
+        found, first = model.swarm.routes.find, [infos[swarm.servers[number].peer_id] for number, _, _ in route]
 
         async def find_route(*_: Any) -> list[RouteHop]:
-            model.swarm.find_route = found
+            model.swarm.routes.find = found
             return [RouteHop(server, Span(start, end)) for server, (_, start, end) in zip(first, route, strict=True)]
 
-        model.swarm.find_route = find_route
+        model.swarm.routes.find = find_route
         ids = prompt()
         kill = at_token(3, swarm.servers[victim].kill)
         generated = generate_seeded(model, ids, max_new_tokens=8, logits_processor=kill)
         assert model.swarm.counts["repairs"] >= 1
-        assert model.swarm.blamed == {swarm.servers[victim].peer_id}
+        assert model.swarm.health.blamed(now=0.0) == {swarm.servers[victim].peer_id}
     assert generated.tolist() == generate_seeded(local, ids, max_new_tokens=8).tolist()

@@ -38,11 +38,11 @@ from swarm_models import save_llama
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.protocol import FrameStream, Message, MessageType
-from swarmllm.server.prefix_cache import PrefixCache
-from swarmllm.server.waiting_room import BESIDE_BYTES, INPUTS_FACTOR
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_size import BESIDE_BYTES, INPUTS_FACTOR
 
 T = TypeVar("T")
 
@@ -245,7 +245,7 @@ class Sessions(RuleBasedStateMachine):
             assert (code, good) == ("remote_protocol", False), message.header
 
     def _leases(self, one: Known) -> int:
-        return self.server.sessions.get(one.id).lease.num_bytes
+        return self.server.sessions.get(one.id).runner.lease.num_bytes
 
     @rule(which=WHICH, kind=st.sampled_from(["position", "shape", "mask", "session", "rows"]))
     def step_wrongly(self, which: int, kind: str) -> None:
@@ -308,31 +308,16 @@ class Sessions(RuleBasedStateMachine):
 
         hidden = self._text(0, one.num_rows)[:, one.length : one.length + 1]
         header = step_header(one.id, one.length, hidden, epoch=self.epoch, rows=one.rows)
-        self.blocks.forward_many = lacks  # type: ignore[method-assign]
+        self.server.packer.run = lacks  # type: ignore[method-assign]
         try:
             message = await ask(one.stream, MessageType.STEP, header, hidden_states=hidden)
         finally:
-            del self.blocks.forward_many  # type: ignore[method-assign]
+            del self.server.packer.run  # type: ignore[method-assign]
         self.epoch += 1
         assert error_code(message) == "out_of_memory"
         one.seen = hidden[:, :0]
 
     # ------------------------------------------------------------------ how they end
-
-    @precondition(lambda self: self.alive)
-    @rule(which=WHICH, midst=SELDOM)
-    def close(self, which: int, midst: bool) -> None:
-        self.run(self._close(self._one(which), midst))
-
-    async def _close(self, one: Known, midst: bool) -> None:
-        """In the midst of a step its answer may come all the same; the stream goes with it, so that nobody reads it."""
-        if midst:
-            await self._send_step(one)
-        await one.stream.send(MessageType.CLOSE, {"session": one.id})
-        self.alive.remove(one)
-        await self._until(lambda: one.id not in {session.id for session in self.server.sessions})
-        if midst or one.next or one.is_next:  # who it was linked with is told, at some time
-            await self._leave(one.peer)
 
     @rule(peer=PEER, seldom=SELDOM, midst=st.booleans())
     def leave(self, peer: int, seldom: bool, midst: bool) -> None:
@@ -378,16 +363,16 @@ class Sessions(RuleBasedStateMachine):
 
     async def _check(self) -> None:
         server = self.server
-        await self._until(lambda: not server.handler.limits._bytes)
+        await self._until(lambda: not server.access.limits._bytes)
         sessions = {session.id: session for session in server.sessions}
         assert sessions.keys() == {one.id for one in self.alive}
         for one in self.alive:
-            session = sessions[one.id]
+            runner = sessions[one.id].runner
             # After a replay the cache may be longer; the next step rolls it back.
-            assert min(session.cache.position, session._log.length) == one.length
-            assert session.lease.num_bytes >= self._row_bytes(one.span, one.max_length) * session.batch_size
-            assert session.cache.num_bytes <= session.lease.num_bytes + 2 * 128 * 2 * session.cache.used_bytes()[0]
-        assert server.budget.leased_bytes == sum(session.lease.num_bytes for session in sessions.values())
+            assert min(runner.cache.position, runner.log.length) == one.length
+            assert runner.lease.num_bytes >= self._row_bytes(one.span, one.max_length) * runner.batch_size
+            assert runner.cache.num_bytes <= runner.lease.num_bytes + 2 * 128 * 2 * runner.cache.used_bytes()[0]
+        assert server.budget.leased_bytes == sum(session.runner.lease.num_bytes for session in sessions.values())
         assert not server.failures
         assert not self.unhandled
 
@@ -403,8 +388,8 @@ class Sessions(RuleBasedStateMachine):
         assert len(self.server.sessions) == self.server.budget.leased_bytes == 0
         await self.server.links.close()
         await self._until(lambda: not self.tasks)
-        assert not self.server.handler.limits._bytes
-        await self._until(lambda: not self.server.handler.limits.num_streams())
+        assert not self.server.access.limits._bytes
+        await self._until(lambda: not self.server.access.limits.num_streams())
         assert self.server.handler._intake.num_bytes == 0
         await self.server.close()
         assert not self.server.failures

@@ -9,12 +9,12 @@ from fault_tools import Doom, Faulty, at_token
 from swarm_models import connected, generate_seeded, prompt
 from transformers import PreTrainedModel
 
-from swarmllm.decoding.pace import PLAIN, Pace, Plan
+from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
 NUM_TOKENS = 24
 
 
-class FixedPace(Pace):
+class FixedPlanner(Planner):
     """Always runs ahead."""
 
     latency_pays = True
@@ -28,7 +28,7 @@ def ahead(llama: Path, swarm: Faulty) -> Iterator[Any]:
     """Its draft model is the model itself, so that there are always steps under way."""
     living = [server.peer_id for server in swarm.living]
     with connected(llama, swarm.initial_peers, allowed_servers=living, speculation=str(llama)) as model:
-        model.speculator.pace = FixedPace()
+        model.speculator.planner = FixedPlanner()
         yield model
 
 
@@ -46,7 +46,7 @@ def test_death_while_steps_are_under_way(
 
         def strike() -> None:
             under_way.append(len(session._chain._ahead))
-            doom(swarm.on_route(session.route, place), lambda: session._chain._pending)
+            doom(swarm.on_route(session.route, place), lambda: session._chain._in_flight)
 
         generated = generate_seeded(ahead, prompt(), **options, logits_processor=at_token(8, strike))
         assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does

@@ -83,6 +83,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("work", [generate, logits])
+@pytest.mark.rotates(3)
 def test_a_liar_is_caught_and_nothing_wrong_comes_out(
     work: Callable[[Any], Any],
     checkpoint: Path,
@@ -106,6 +107,7 @@ def test_a_liar_is_caught_and_nothing_wrong_comes_out(
 
 
 @pytest.mark.parametrize("work", [generate, logits])
+@pytest.mark.rotates(3)
 def test_without_checks_the_lie_passes(
     work: Callable[[Any], Any], checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm, liar: LocalServer
 ) -> None:

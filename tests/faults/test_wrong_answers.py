@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 from torch import Tensor
 
-from swarmllm.network import compression
-from swarmllm.network.protocol import MessageType
-from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.network.wire import compression
+from swarmllm.network.wire.protocol import MessageType
+from swarmllm.network.wire.tensor_codec import encode_tensors
 
 HIDDEN = 64
 CHUNK_TOKENS = 4

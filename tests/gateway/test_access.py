@@ -276,7 +276,7 @@ def test_the_openapi_document_describes_what_is_served(gateway: RunningGateway) 
             assert status in (200, 400), path
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_the_command(swarm: LocalSwarm) -> None:
     arguments = ["--model", embedded_model_path(), "--initial_peers", *swarm.initial_peers, "--port", "0"]
     process = subprocess.Popen(

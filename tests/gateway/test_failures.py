@@ -118,6 +118,6 @@ def test_a_dead_client_shows(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(swarm_watch, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
             assert gateway.http.get("/health").json()["status"] == "dead"
         assert gateway.http.get("/health").status_code == 200
-        gateway.gateway.model.close()
+        gateway.gateway.models.close()
         answer = gateway.http.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "dead")

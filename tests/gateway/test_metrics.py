@@ -22,6 +22,7 @@ def test_servers_count_what_they_do(gateway: RunningGateway, swarm: LocalSwarm) 
         assert done["swarmllm_server_sent_bytes_total"] > 0
         assert now["swarmllm_server_blocks"] == 4
         assert now["swarmllm_server_cache_bytes"] > 0
+        assert now["swarmllm_relay_reservations"] == now["swarmllm_relay_bytes_total"] == 0
 
 
 def test_the_gateway_counts_what_it_answers(gateway: RunningGateway, swarm: LocalSwarm) -> None:

@@ -66,6 +66,18 @@ def test_a_seed_gives_the_same_text_whatever_happens_beside_it(gateway: RunningG
     assert len({text for texts in alone.values() for text in texts}) == 6
 
 
+def test_a_temperature_next_to_0_takes_the_likeliest_token(
+    gateway: RunningGateway, greedy: Any, tokenizer: Any
+) -> None:
+    for temperature in (1e-6, 1e-40, 1e-310):
+        answer = gateway.http.post(
+            "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "temperature": temperature}
+        )
+        assert answer.json()["choices"][0]["text"] == greedy(
+            tokenizer(PROMPT).input_ids, 1
+        )  # the next ones are equally likely
+
+
 def test_32_requests_at_once(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
     starts = ["Once", "The fox", "A red hen", "In the house"] * 8
     expected = {start: greedy(tokenizer(start).input_ids, 12) for start in set(starts)}
@@ -178,6 +190,8 @@ def test_models(gateway: RunningGateway) -> None:
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [999_999_999]}, 400, "tokens"),
         ({"prompt": PROMPT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": PROMPT, "logit_bias": {"9" * 5000: 1}}, 400, "is not a token id"),
+        ({"prompt": [PROMPT] * 33}, 400, "at most 32 items"),
         ({"prompt": PROMPT, "suffix": "end"}, 400, "suffix"),
         ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not served here"),
         ({"prompt": PROMPT, "stop": [""]}, 400, "stop"),

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from test_parts import big_swarm
 from web_gateway import RunningGateway, local_swarm, running_gateway
 
+from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -321,3 +322,30 @@ def test_the_picture_of_500_servers_and_126_blocks(page: Page, gateway: RunningG
     page.get_by_label("Filter servers").fill("")
     page.get_by_role("button", name="Tokens/s").click()
     expect(page.locator("th[aria-sort]")).to_contain_text("Tokens/s")
+
+
+def test_a_choice_of_models(page: Page, swarm: LocalSwarm) -> None:
+    """The same model twice, under two names, is enough for the page."""
+    models, names = (embedded_model_path(),) * 2, ("first", "second")
+    with running_gateway(swarm.initial_peers, model=models, served_name=names) as gateway:
+        page.goto(f"{gateway.url}/")
+        choice = page.get_by_role("combobox", name="Model")
+        expect(choice).to_have_value("first")
+        expect(page.locator("#model")).to_have_class("only-read")
+        choice.select_option("second")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            say(page, "What is the sun?")
+        assert (asked.value.post_data_json or {})["model"] == "second"
+        expect(page.locator(DONE)).to_have_count(1)
+        page.reload()
+        expect(choice).to_have_value("second")
+        assert Axe().run(page).response["violations"] == []
+
+        page.locator("#health").click()
+        expect(page).to_have_url(f"{gateway.url}/swarm?model=second")
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("second")
+        expect(page).to_have_title("second · swarm")
+        page.get_by_role("combobox", name="Model").select_option("first")
+        expect(page).to_have_title("first · swarm")
+        page.goto(f"{gateway.url}/swarm?model=gone")
+        expect(page).to_have_title("first · swarm")

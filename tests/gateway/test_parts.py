@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmllm.data_structures import ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
 from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.text import TextRow
@@ -97,6 +97,14 @@ def test_the_picture_tells_what_changed() -> None:
     assert [one["state"] for one in shown["servers"]] == ["unreachable", "online", "joining"]
     assert shown["route"] == []
     assert [event["kind"] for event in shown["events"]] == ["unreachable", "left", "joined", "moved"]
+
+
+def test_blocks_of_the_gateway_itself_are_not_missing() -> None:
+    picture = SwarmPicture("m", "f", 8, [Span(2, 5), Span(6, 7)])
+    picture.update(SwarmSnapshot(8, (server(1, 1, 4), server(2, 6, 8))), {}, 1.0)
+    assert picture.missing_blocks() == picture.as_json()["missing_blocks"] == [4]
+    picture.update(SwarmSnapshot(8, (server(1, 1, 5), server(2, 6, 8))), {}, 2.0)
+    assert [hop["blocks"] for hop in picture.as_json()["route"]] == [[2, 5], [6, 7]]
 
 
 def big_swarm(num_servers: int = 500, num_blocks: int = 126) -> SwarmSnapshot:

@@ -15,7 +15,7 @@ from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
-from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 
 TIMEOUT_S = 120.0
@@ -64,9 +64,9 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
             **settings,
         }
     )
-    model = LanguageModel.open(config)
+    models = ModelChoice.open(config)
     try:
-        gateway = Gateway(model, config)
+        gateway = Gateway(models, config)
         server = web_server(gateway)
         thread = threading.Thread(target=server.run, name="gateway under test")
         thread.start()
@@ -80,7 +80,7 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
     finally:
-        model.close()
+        models.close()
     # Its own alone: pools of gateways that other tests share grow at any time.
     pool = gateway.engine._threads._threads
     wait_until(lambda: not any(one.is_alive() for one in pool), "the gateway's threads ended")

@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.packing import SessionCall
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 
@@ -80,6 +84,21 @@ def test_packed_steps_are_those_of_each_session_alone(directory: Path) -> None:
             alone.append(blocks.forward(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, other))
             caches.append(cache)
     calls = [SessionCall(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, cache) for seed, cache in enumerate(caches)]
-    for expected, found in zip(alone, blocks.forward_many(calls), strict=True):
+    for expected, found in zip(alone, Packer(blocks, right_ways(blocks)).run(calls), strict=True):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_a_client_follow_its_model(directory: Path) -> None:
+    """Moved to the GPU when they have been used on the CPU; what comes and goes stays where it was."""
+    here = LocalSpan(load(directory, "cpu", torch.float32))
+    given = inputs(12, torch.float32, "cpu")
+    expected = here.forward(given)
+    nn.ModuleList(here.modules().values()).to("cuda")
+    for cache in (None, here.new_cache(record_past=False)):
+        found = here.forward(given, cache=cache)
+        assert found.device.type == "cpu"
+        assert relative_error(found, expected) < TOLERANCE["none"]
+    moved = here.forward(inputs(12, torch.float32, "cuda"))
+    assert moved.device.type == "cuda"
+    assert relative_error(moved, expected) < TOLERANCE["none"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.models.architecture import cache_argument, decoder_stack
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.client_shell import embed, head
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.shell.client_shell import embed, head
 
 Check = Callable[[PreTrainedModel, InProcessSwarm], str | None]
 PROMPT = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))

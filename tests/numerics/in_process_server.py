@@ -14,21 +14,26 @@ from typing import Any
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan
-from swarmllm.network.frames import Message
-from swarmllm.network.messages import Successor
-from swarmllm.network.protocol import MessageType, hello, raise_error
-from swarmllm.network.stream import FrameStream
-from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
-from swarmllm.server.executor import Executor
-from swarmllm.server.handler import StreamHandler
-from swarmllm.server.kv_cache import CacheBudget
-from swarmllm.server.links import Links
-from swarmllm.server.prefix_cache import PrefixCache
-from swarmllm.server.scheduler import Budget
-from swarmllm.server.served_adapters import ServedAdapters
-from swarmllm.server.session_table import SessionTable
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.network.wire.frames import Message
+from swarmllm.network.wire.messages import Successor
+from swarmllm.network.wire.protocol import MessageType, hello, raise_error
+from swarmllm.network.wire.stream import FrameStream
+from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.handler import StreamHandler
+from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.server.streams.serving import Serving
 
 CLIENT = "client".ljust(46, "c")
 
@@ -41,16 +46,19 @@ class InProcessServer:
         self.executor = Executor(Budget(decoding_s=0.0), name=peer_id)  # no small pieces beside those that have ended
         self.budget, self.pages = CacheBudget(1 << 34), PrefixCache(1 << 30)
         self.links = Links(lambda target: swarm.dial(target.peer_id, caller=peer_id), swarm.tasks)
-        self.handler = StreamHandler(
-            fingerprint="",
+        access = Access(None)
+        self.handler = StreamHandler(access, self.links, fingerprint="")
+        packer = Packer(blocks, right_ways(blocks))
+        self.table = SessionTable(packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
+        access.serving = Serving(
+            blocks=blocks,
+            inputs=InputChecks(blocks),
             executor=self.executor,
-            links=self.links,
+            sessions=self.table,
+            limits=access.limits,
             max_batch_tokens=1 << 20,
-            allowed_clients=None,
             served_adapters=ServedAdapters([], None, token=None, cache_dir=None),  # type: ignore[arg-type]
         )
-        self.table = SessionTable(blocks, 1 << 10, self.executor, self.budget, self.pages)
-        self.handler.serve(blocks, self.table)
 
 
 class InProcessServers:
@@ -106,10 +114,6 @@ class InProcessServers:
         header = {"session": name, "token": name, "start": span.start, "end": span.end}
         await self.ask(stream, MessageType.OPEN, header | {"batch_size": batch_size, "max_length": max_length})
         return name
-
-    async def close_session(self, stream: FrameStream, name: str) -> None:
-        """Say that it is needed no longer."""
-        await stream.send(MessageType.CLOSE, {"session": name})
 
     async def link(self, stream: FrameStream, session: str, successor: FrameStream, name: str) -> None:
         """Send what `session` computes to the session of that name at the server of `successor`."""

@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swarmllm.client.inner_gradients import pieces_with_gradient
+from swarmllm.client.local_blocks import NONE_HERE
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedModelError
-from swarmllm.models.activation_log import ActivationLog
-from swarmllm.models.adapters import checked
+from swarmllm.models.adapters.block_adapter import checked
 from swarmllm.models.architecture import Task, task_class
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.client_shell import load_client_shell
-from swarmllm.models.remote_cache import RemoteCache
-from swarmllm.models.span_cache import RollbackUnsupportedError
-from swarmllm.server.batches import Graph
+from swarmllm.models.boundary.activation_log import ActivationLog
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.span_cache import RollbackUnsupportedError
+from swarmllm.server.batches.batches import Graph
 
 Route = list[tuple[BlockSpan, Span]]
 
@@ -32,12 +36,39 @@ Route = list[tuple[BlockSpan, Span]]
 def over_the_wire(inputs: BlockInputs, server: BlockSpan, span: Span) -> BlockInputs:
     copies = {name: tensor.detach().clone() for name, tensor in inputs.tensors().items()}
     arrived = BlockInputs.from_tensors(copies, batch_size=inputs.batch_size, seq_len=inputs.seq_len)
+    if (inner := inputs.inner) is not None:
+        arrived.inner = InnerStates(inner.outputs, attentions=inner.attentions, num_heads=inner.num_heads)
     part = None if inputs.adapter is None else inputs.adapter.part(span)
     if part is None:
         return arrived
     hidden_size = inputs.hidden_states.shape[-1]
     adapter = checked(part.patches, part.flat(), server.slots, hidden_size, server.key_value_shapes)
     return replace(arrived, adapter=adapter)
+
+
+def run_hop(server: BlockSpan, span: Span, inputs: BlockInputs, cache: Any = None) -> Tensor:
+    """The outputs of one hop, and what the client wanted to see of its inside, as a server answers both."""
+    arrived = over_the_wire(inputs, server, span)
+    past = 0 if cache is None else cache.length
+    if inputs.inner is None:
+        return server.forward(arrived, span, cache)
+    with torch.inference_mode():
+        output = server.forward(arrived, span, cache)
+    assert arrived.inner is not None
+    blocks, described, tensors = arrived.inner.as_answer(span)
+    copies = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}
+    inputs.inner.take(
+        blocks,
+        described,
+        copies,
+        span=span,
+        like=inputs.hidden_states,
+        batch_axis=server.traits.batch_axis,
+        end=past + inputs.seq_len + inputs.num_prefix,
+        mask=inputs.attention_mask,
+        peer_id="server",
+    )
+    return output
 
 
 class InProcessSession:
@@ -81,7 +112,7 @@ class InProcessSession:
 
     def fork(self) -> "InProcessSession":
         twin = InProcessSession(self.route)
-        for _, past in self._log.replay(1 << 24):
+        for _, past in self._log.calls():
             twin.remember(past)
         return twin
 
@@ -92,7 +123,7 @@ class InProcessSession:
         if self.closed:
             raise SessionClosedError("the session has been closed")
         if self._remembered:
-            past = list(self._log.replay(1 << 24))
+            past = self._log.calls()
             self._remembered = False
             for _, one in past:
                 self._step(one)
@@ -100,7 +131,8 @@ class InProcessSession:
         if position and inputs.batch_size != self._log.batch_size:
             raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
         output = self._step(inputs)
-        self._log.append(position, inputs.detached())
+        own = {name: tensor.clone() for name, tensor in inputs.detached().tensors().items()}
+        self._log.append(position, inputs.detached().with_tensors(own))
         return output
 
     def _forget(self) -> None:
@@ -112,7 +144,7 @@ class InProcessSession:
         hidden = inputs.hidden_states
         for (server, span), cache in zip(self.route, self.caches, strict=True):
             inputs = inputs.with_hidden(hidden)
-            output = server.forward(over_the_wire(inputs, server, span), span, cache)
+            output = run_hop(server, span, inputs, cache)
             hidden = torch.empty(output.shape, dtype=output.dtype).copy_(output)
         return hidden
 
@@ -126,7 +158,9 @@ class _Remote(torch.autograd.Function):
     ) -> Tensor:
         server, span = hop
         ctx.hop, ctx.inputs, ctx.shapes = hop, inputs, [tensor.shape for tensor in trained]
-        return server.forward(over_the_wire(inputs, server, span), span).clone()
+        with torch.no_grad():
+            output = run_hop(server, span, inputs)
+        return torch.empty(output.shape, dtype=output.dtype).copy_(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -152,7 +186,12 @@ class InProcessRunner:
         hidden = inputs.hidden_states
         for server, span in self.route:
             inputs = inputs.with_hidden(hidden)
-            hidden = _Remote.apply((server, span), inputs, hidden, inputs.inputs_embeds, *inputs.trained)
+            for piece in pieces_with_gradient(inputs, span, NONE_HERE, server.traits):
+                wanted = inputs if piece is span else replace(inputs, inner=None)
+                hidden = _Remote.apply((server, piece), wanted, hidden, inputs.inputs_embeds, *inputs.trained)
+                inputs = inputs.with_hidden(hidden)
+                if inputs.inner is not None and piece is not span and piece.end - 1 in inputs.inner.outputs:
+                    inputs.inner.found[piece.end - 1] = hidden
         return hidden
 
     def longest_row(self) -> int:
@@ -198,7 +237,6 @@ class InProcessSwarm:
             dtype="auto",
             runner=self.runner,
             traits=self.traits,
-            num_blocks=blocks,
             progress=False,
         )
 

@@ -11,9 +11,9 @@ import psutil
 import torch
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_span import load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
+from swarmllm.models.span.loading import load_block_span
 
 OVERHEAD_BYTES = 40_000_000
 """Measured: up to 25 MB, of any model: threads, kernels' workspaces, modules without weights."""

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import SwarmError
-from swarmllm.models.adapter_files import CONFIG, WEIGHTS
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.server.served_adapters import ServedAdapters
+from swarmllm.models.adapters.adapter_files import CONFIG, WEIGHTS
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.server.adapters.served_adapters import ServedAdapters
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

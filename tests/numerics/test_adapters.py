@@ -11,14 +11,15 @@ from torch import Tensor
 
 from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import BlocksNotServedError, RemoteProtocolError, ServerOverloadedError
-from swarmllm.models.adapters import BlockAdapter, checked
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.server import adapters as adapter_store
-from swarmllm.server import batches
-from swarmllm.server.adapters import AdapterStore
-from swarmllm.server.batches import Batch, Graph, Turns, forward, gradients, record
+from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.server.adapters import uploaded_adapters as adapter_store
+from swarmllm.server.adapters.uploaded_adapters import AdapterStore
+from swarmllm.server.batches import batches
+from swarmllm.server.batches.batches import Batch, Graph, Turns, forward, gradients, record
 
 T = TypeVar("T")
 

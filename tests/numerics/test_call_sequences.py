@@ -5,6 +5,7 @@ must give the same numbers, or, for what a client can't do at all, one sentence.
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, SessionClosedError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack
-from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.shell.remote_cache import RemoteCache
 
 QUICK = ["llama", "gpt2", "mistral", "qwen3_next"]
 MORE = [
@@ -57,6 +58,9 @@ class Held:
     """`[rows, length]`; the last one that was given, or ones."""
     masked: bool = False
     """Whether positions were hidden at some time."""
+    cropped: bool = False
+    """Whether positions were forgotten. What is hidden from all has looked at everything, also at what came later and
+    is gone now: its keys are made again without that, so it must stay hidden."""
 
 
 @dataclass
@@ -98,7 +102,7 @@ def forward(pair: Pair, data: st.DataObject, held: Held | None) -> None:
     masks = data.draw(st.sampled_from(["omitted", "given", "padded"]), "mask")
     if masks == "padded" and held is None and length > 2:
         mask[0, : length // 2] = 0
-    if masks != "omitted":
+    if masks != "omitted" or (held is not None and held.masked and held.cropped):
         options["attention_mask"] = mask
     if data.draw(st.booleans(), "positions"):
         options["position_ids"] = torch.arange(past, past + length).expand(rows, -1)
@@ -184,6 +188,7 @@ def change(pair: Pair, data: st.DataObject, held: Held) -> None:
     if kind == "crop":
         length = data.draw(st.integers(1, length), "crop to")
         change_of = lambda cache: cache.crop(length - held.ids.shape[1])  # noqa: E731
+        held.cropped = True
     elif kind == "reset":
         pair.held.remove(held)
         held.remote.reset()
@@ -216,7 +221,7 @@ def duplicate(pair: Pair, data: st.DataObject, held: Held) -> None:
         return
     remote = twin(held.remote)
     if twin is copy.deepcopy:
-        pair.held.append(Held(local, remote, held.ids, held.mask, held.masked))
+        pair.held.append(Held(local, remote, held.ids, held.mask, held.masked, held.cropped))
     else:
         held.remote = remote
 
@@ -260,8 +265,9 @@ def generate(pair: Pair, data: st.DataObject, held: Held | None) -> None:
 
 def refused(pair: Pair, data: st.DataObject, held: Held | None) -> None:
     """What no client can do, with or without a past; nothing happens then."""
-    impossible: list[dict[str, Any]] = [{pair.name: DynamicCache()}, {"output_hidden_states": True}]
-    if pair.name != "cache_params":  # of models without attention, which take no note of the wish
+    impossible: list[dict[str, Any]] = [{pair.name: DynamicCache()}]
+    # Models without attention take no note of the wish; those that only know eager attention grant it.
+    if pair.name != "cache_params" and pair.remote.config._attn_implementation != "eager":
         impossible.append({"output_attentions": True})
     wrong = data.draw(st.sampled_from(impossible))
     with pytest.raises(ConfigurationError), torch.no_grad():
@@ -309,6 +315,38 @@ def test_the_usual_loop(models: tuple[Any, Any, str], use_cache: bool | None, wi
                 output = model(next_id, use_cache=use_cache, **{name: output[name]})
         texts.append(ids.tolist())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_copy_of_what_contrary_masks_have_seen(models: tuple[Any, Any, str], in_place: bool) -> None:
+    """Each step is computed again with what it was given, whatever has become of that since."""
+    found = []
+    local, client, name = models
+    takes_positions = "position_ids" in inspect.signature(local.forward).parameters
+    for model in (local.eval(), client.eval()):
+        ids, logits = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(5)), []
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        positions, cache = torch.arange(9).expand(2, -1).clone(), None
+        with torch.no_grad():
+            for step, part in enumerate(ids.split((9, 1, 1, 1), dim=1)):
+                given = {"attention_mask": mask[:, : 9 + step]} if step != 1 else {}
+                if takes_positions:
+                    given["position_ids"] = positions if step == 0 else positions[:, -1:]
+                if cache is not None:
+                    cache = copy.deepcopy(cache)
+                    given[name] = cache
+                output = model(part, use_cache=True, **given)
+                cache = output[name]
+                logits.append(output.logits)
+                if in_place:
+                    positions += 1
+                    mask[1, step] = 0
+                else:
+                    positions = positions + 1
+        found.append(logits)
+    for wanted, got in zip(*found, strict=True):
+        close(got, wanted)
 
 
 def test_an_encoder_has_no_use_for_a_cache(tmp_path: Path) -> None:

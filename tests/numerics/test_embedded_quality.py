@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
-from swarmllm.network.compression import pack
+from swarmllm.network.wire.compression import compress
 
 MAX_PERPLEXITY = 2.05  # docs/embedded-model.md records the measured one
 PROMPTS = ["Once upon a time", "One morning, Mia", "The little fox", "Once upon a time, there was a clever owl"]
@@ -80,9 +80,9 @@ def test_held_out_perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def _in_8_bits(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    packed = pack(args[0])
+    packed = compress(args[0])
     assert packed is not None
-    return packed.unpack(), *args[1:]
+    return packed.decompress(), *args[1:]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

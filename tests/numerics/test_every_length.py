@@ -10,9 +10,10 @@ from in_process_server import InProcessServers, in_process_servers
 from tiny_models import NUM_BLOCKS, save_tiny
 
 from swarmllm.data_structures import BlockTraits, Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
 
 LONGEST = 1100
 AT_BOUNDARIES = (1, 2, 16, 17, 63, 64, 65, 128, 129, 130, 193)

@@ -10,11 +10,14 @@ from tiny_models import tiny_config
 from transformers import AutoModel, AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.server import packing_speed, throughput
-from swarmllm.server.dummy_inputs import dummy_inputs
-from swarmllm.server.throughput import measure_throughput
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.server.measuring import packing_speed, throughput
+from swarmllm.server.measuring.throughput import measure_throughput
 
 POSITIONS = (1, 2, 8, 16, 64, 128)
 DECODERS = ("gpt2", "opt", "gptj", "gpt_neo", "mpt", "llama")
@@ -41,10 +44,9 @@ def test_a_server_starts(model_type: str, positions: int, tmp_path: Path, monkey
     for module in (throughput, packing_speed):
         monkeypatch.setattr(module, "BUDGET_S", 1e9)  # nothing is left out, however busy the machine is
     monkeypatch.setattr(throughput, "CONTEXT_BUDGET_S", 1e9)
-    monkeypatch.setattr(packing_speed, "HOPELESS", 1e9)
     blocks = load(model_type, positions, tmp_path)
     assert blocks.max_positions == positions
-    measured = measure_throughput(blocks)
+    measured = measure_throughput(Packer(blocks, right_ways(blocks)))
     assert measured.forward_tokens_per_s > 0
     with torch.inference_mode():
-        assert blocks.forward(dummy_inputs(blocks, positions)).isfinite().all()
+        assert blocks.forward(random_inputs(blocks, positions)).isfinite().all()

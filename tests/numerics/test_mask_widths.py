@@ -13,12 +13,12 @@ from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarmllm.client.user_inputs import block_inputs
+from swarmllm.client.session.user_inputs import block_inputs
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task
-from swarmllm.models.block_inputs import check_mask
-from swarmllm.models.client_shell import embed
+from swarmllm.models.boundary.block_inputs import check_mask
+from swarmllm.models.shell.client_shell import embed
 
 SENTENCE = r"attention_mask must be \[\d, \d+\] or \[\d, 1, \d, \d+\]"
 

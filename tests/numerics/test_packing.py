@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,16 @@ from torch import Tensor
 from swarmllm import embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.packing import NEVER, Packing, SessionCall
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
-from swarmllm.models.span_cache import RollbackUnsupportedError, SpanCache
-from swarmllm.server.packing_speed import measure_packing
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import NEVER, RAGGED_ALONE_FROM, Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.server.measuring.packing_speed import measure_packing
 
 RELATIVE = 1e-5
 """Largest error in float32, relative to the largest output."""
@@ -43,6 +47,11 @@ def load(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> 
     return load_block_span(open_checkpoint(str(directory)), Span(0, NUM_BLOCKS), dtype=dtype, progress=False)
 
 
+@lru_cache(4)
+def packer_of(blocks: BlockSpan) -> Packer:
+    return Packer(blocks, right_ways(blocks))
+
+
 def some_inputs(blocks: BlockSpan, rows: int, seq_len: int, random: torch.Generator) -> BlockInputs:
     """Random ones, whatever the blocks need."""
     ids = torch.randint(3, 100, (rows, seq_len), generator=random)
@@ -55,10 +64,11 @@ def some_inputs(blocks: BlockSpan, rows: int, seq_len: int, random: torch.Genera
 
 
 class Sessions:
-    """The same sessions twice: run by `forward_many`, and alone."""
+    """The same sessions twice: run by a packer, and alone."""
 
     def __init__(self, blocks: BlockSpan, rows: Sequence[int] = ROWS, span: Span | None = None) -> None:
         self.blocks, self.rows, self.span = blocks, rows, span or blocks.span
+        self.packer = packer_of(blocks)
         self.random = torch.Generator().manual_seed(1)
         self.packed = [blocks.new_cache(self.span) for _ in rows]
         self.alone = [blocks.new_cache(self.span) for _ in rows]
@@ -71,7 +81,7 @@ class Sessions:
                 inputs = some_inputs(self.blocks, rows, length, self.random)
                 wanted.append(self.blocks.forward(inputs, self.span, alone))
                 calls.append(SessionCall(inputs, self.span, packed))
-        return max(map(relative_error, self.blocks.forward_many(calls), wanted))
+        return max(map(relative_error, self.packer.run(calls), wanted))
 
 
 def relative_error(got: Tensor | Exception, want: Tensor) -> float:
@@ -83,33 +93,33 @@ def relative_error(got: Tensor | Exception, want: Tensor) -> float:
 
 
 @contextmanager
-def packs_counted(blocks: BlockSpan) -> Iterator[list[int]]:
+def packs_counted(packer: Packer) -> Iterator[list[int]]:
     """How many calls ran together each time."""
     sizes: list[int] = []
-    run_packed = blocks.packer.run_packed
+    run = packer.forward.run
 
     def counting(calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
-        outputs = run_packed(calls, way)
+        outputs = run(calls, way)
         sizes.append(len(calls))
         return outputs
 
-    blocks.packer.run_packed = counting  # type: ignore[method-assign]
+    packer.forward.run = counting  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        del blocks.packer.run_packed  # type: ignore[method-assign]
+        del packer.forward.run  # type: ignore[method-assign]
 
 
 def check(model_type: str, directory: Path) -> Packing:
     """Run some steps; each session gets what it gets alone. Returns the way that the span has chosen."""
     blocks = load(model_type, directory)
     sessions = Sessions(blocks)
-    with packs_counted(blocks) as sizes:
+    with packs_counted(sessions.packer) as sizes:
         errors = [sessions.step(lengths) for lengths in STEPS]
     assert max(errors) <= RELATIVE, errors
     expected = {Packing.RAGGED: [3, 4, 4, 4], Packing.PADDED: [2, 4, 4], Packing.ONE_BY_ONE: []}
-    assert sizes == expected[blocks.packer.way], "what could run together did"
-    return blocks.packer.way
+    assert sizes == expected[sessions.packer.way], "what could run together did"
+    return sessions.packer.way
 
 
 @pytest.mark.parametrize(
@@ -142,7 +152,7 @@ def test_every_architecture_together_as_alone(tmp_path: Path) -> None:
             blocks = load(model_type, directory)
             if blocks.keeps_cache:
                 ways[model_type] = check(model_type, directory)
-                assert measure_packing(blocks, decode_ms_per_block=0.5)[0] in blocks.packer.ways
+                assert measure_packing(packer_of(blocks), decode_ms_per_block=0.5) in packer_of(blocks).ways
         except UnsupportedModelError:
             continue  # what can't be split at all is the sweep's business
     assert {name for name, way in ways.items() if way == Packing.ONE_BY_ONE} == set(FALL_BACK)
@@ -162,8 +172,8 @@ def test_a_call_alone_is_computed_as_ever(llama: BlockSpan) -> None:
 def test_parts_of_the_span_at_once(llama: BlockSpan) -> None:
     inputs = some_inputs(llama, 1, 3, torch.Generator().manual_seed(1))
     spans = [Span(0, 2), Span(1, 4), Span(0, 2), Span(1, 4), Span(2, 3)]
-    with packs_counted(llama) as sizes:
-        outputs = llama.forward_many([SessionCall(inputs, span, llama.new_cache(span)) for span in spans])
+    with packs_counted(packer_of(llama)) as sizes:
+        outputs = packer_of(llama).run([SessionCall(inputs, span, llama.new_cache(span)) for span in spans])
     assert sizes == [2, 2]
     for span, output in zip(spans, outputs, strict=True):
         assert relative_error(output, llama.forward(inputs, span, llama.new_cache(span))) <= RELATIVE
@@ -197,7 +207,7 @@ def test_one_bad_call_hurts_no_other(model_type: str, tmp_path: Path) -> None:
     for prompt, cache in zip(prompts, caches, strict=True):
         blocks.forward(prompt, None, cache)
     spoil_block(caches[1], NUM_BLOCKS - 1)
-    outcomes = blocks.forward_many(
+    outcomes = packer_of(blocks).run(
         [SessionCall(token, blocks.span, cache) for token, cache in zip(tokens, caches, strict=True)]
     )
     assert isinstance(outcomes[1], Exception)
@@ -221,8 +231,8 @@ def test_unusual_calls_run_alone_beside_the_others(llama: BlockSpan) -> None:
     left_padded = replace(some_inputs(llama, 2, 4, random), attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
     shifted = replace(plain[0], position_ids=torch.tensor([[7, 8, 9, 30]]))
     many = [*plain, left_padded, shifted]
-    with packs_counted(llama) as sizes:
-        outcomes = llama.forward_many([SessionCall(inputs, llama.span, llama.new_cache()) for inputs in many])
+    with packs_counted(packer_of(llama)) as sizes:
+        outcomes = packer_of(llama).run([SessionCall(inputs, llama.span, llama.new_cache()) for inputs in many])
     assert sizes == [3], "positions of its own fit into a row, padding doesn't"
     for inputs, outcome in zip(many, outcomes, strict=True):
         assert relative_error(outcome, llama.forward(inputs, None, llama.new_cache())) <= RELATIVE
@@ -248,7 +258,7 @@ def test_outputs_own_their_memory(llama: BlockSpan) -> None:
         SessionCall(some_inputs(llama, rows, 2, sessions.random), llama.span, cache)
         for rows, cache in zip(sessions.rows, sessions.packed, strict=True)
     ]
-    for output in llama.forward_many(calls):
+    for output in packer_of(llama).run(calls):
         assert isinstance(output, Tensor)
         assert output.untyped_storage().nbytes() == output.nbytes
 
@@ -261,7 +271,7 @@ def test_frequencies_that_depend_on_the_batch_are_not_mixed(tmp_path: Path) -> N
     local.config.save_pretrained(tmp_path)
     blocks = load("llama", tmp_path)
     sessions = Sessions(blocks)
-    with packs_counted(blocks) as sizes:
+    with packs_counted(sessions.packer) as sizes:
         assert sessions.step((4, 3, 12, 2)) <= RELATIVE
     assert sizes == [3]
 
@@ -269,7 +279,7 @@ def test_frequencies_that_depend_on_the_batch_are_not_mixed(tmp_path: Path) -> N
 def test_short_floats(tmp_path: Path) -> None:
     """In bfloat16 the same up to rounding: 16 eps of the largest output."""
     sessions = Sessions(load("qwen2", tmp_path, torch.bfloat16))
-    assert sessions.blocks.packer.way == Packing.RAGGED
+    assert sessions.packer.way == Packing.RAGGED
     assert max(sessions.step(lengths) for lengths in STEPS) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
@@ -277,10 +287,9 @@ def test_short_floats(tmp_path: Path) -> None:
 def test_a_long_session_alone_in_short_floats(model_type: str, tmp_path: Path) -> None:
     """It may run as if it had company, from some length on: the same up to rounding, also after what can't."""
     blocks = load(model_type, tmp_path, torch.bfloat16)
-    blocks.packer.exact_alone = False
-    blocks.packer.use(Packing.RAGGED, ragged_alone_from=12)
     sessions = Sessions(blocks, rows=(2,))
-    with packs_counted(blocks) as sizes:
+    sessions.packer.way, sessions.packer.ragged_alone_from = Packing.RAGGED, 12
+    with packs_counted(sessions.packer) as sizes:
         errors = [sessions.step([length]) for length in (7, 1, 20, 1, 3, 1)]
         for cache in (sessions.packed[0], sessions.alone[0]):
             with suppress(RollbackUnsupportedError):
@@ -294,14 +303,13 @@ def test_a_long_session_alone_that_fails_is_tried_as_ever(tmp_path: Path) -> Non
     blocks = load("qwen2", tmp_path, torch.bfloat16)
     sessions = Sessions(blocks, rows=(1,))
     sessions.step([5])
-    blocks.packer.exact_alone = False
-    blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
+    sessions.packer.way, sessions.packer.ragged_alone_from = Packing.RAGGED, 1
 
     def fail(*_: object) -> list[Tensor]:
         sessions.packed[0].layers[0].keys = None
         raise RuntimeError("not this way")
 
-    blocks.packer.run_packed = fail  # type: ignore[method-assign]
+    sessions.packer.forward.run = fail  # type: ignore[method-assign]
     assert sessions.step([1]) == 0.0
 
 
@@ -310,25 +318,26 @@ def test_weights_as_they_are_stored_compute_alone_what_transformers_computes(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     blocks = load("llama", tmp_path, dtype)
-    blocks.packer.use(Packing.RAGGED, ragged_alone_from=1)
-    assert blocks.packer.ragged_alone_from == NEVER
     sessions = Sessions(blocks, rows=(1,))
+    sessions.packer.use(Packing.RAGGED)
+    assert sessions.packer.ragged_alone_from == NEVER
     assert [sessions.step([length]) for length in (5, 1, 1)] == [0.0, 0.0, 0.0]
 
 
 def test_quantized_weights_in_short_floats_need_not_be_exact() -> None:
     checkpoint = open_checkpoint(str(embedded_model_path()))
-    for dtype, alone_from in ((torch.bfloat16, 5), (torch.float32, NEVER)):
+    for dtype, alone_from in ((torch.bfloat16, RAGGED_ALONE_FROM), (torch.float32, NEVER)):
         blocks = load_block_span(checkpoint, Span(0, 1), dtype=dtype, quantization=Quantization("int8"), progress=False)
         assert blocks.is_quantized
-        blocks.packer.use(Packing.RAGGED, ragged_alone_from=5)
-        assert blocks.packer.ragged_alone_from == alone_from
+        packer = packer_of(blocks)
+        packer.use(Packing.RAGGED)
+        assert packer.ragged_alone_from == alone_from
 
 
 def test_a_way_that_is_wrong_here_is_not_used_whatever_was_measured_elsewhere(tmp_path: Path) -> None:
-    packer = load("bloom", tmp_path).packer
+    packer = packer_of(load("bloom", tmp_path))
     assert packer.ways == (Packing.PADDED, Packing.ONE_BY_ONE)
-    packer.use(Packing.RAGGED, ragged_alone_from=1)
+    packer.use(Packing.RAGGED)
     assert (packer.way, packer.ragged_alone_from) == (Packing.PADDED, NEVER)
     packer.use(Packing.ONE_BY_ONE)
     assert packer.way == Packing.ONE_BY_ONE
@@ -341,9 +350,7 @@ def test_a_way_that_is_wrong_here_is_not_used_whatever_was_measured_elsewhere(tm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measurement_runs_and_leaves_nothing_behind(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     blocks = load(model_type, tmp_path, dtype)
-    way, alone_from = measure_packing(blocks, decode_ms_per_block=0.5)
-    assert way in blocks.packer.ways
-    assert alone_from == 0, "these weights are as they are stored"
+    assert measure_packing(packer_of(blocks), decode_ms_per_block=0.5) in packer_of(blocks).ways
     if blocks.keeps_cache:
         sessions = Sessions(blocks)
         limit = RELATIVE if dtype == torch.float32 else 16 * torch.finfo(dtype).eps

@@ -2,25 +2,32 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from tests.numerics.loading_memory import OVERHEAD_BYTES, measure
 from tests.numerics.tiny_models import save_tiny
-from tests.selection import sampled
+from tests.selection import COMMIT, part_of, sampled, turn_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers import MixtralForCausalLM as Mixtral
 
 from swarmllm.data_structures import Span
 from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization import FULL_PRECISION, QUANT_TYPES, Quantization, QuantizedWeight
+from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.nf4 import Nf4
+from swarmllm.models.quantization.packed import Int8
+from swarmllm.models.quantization.rules import BITS
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
 
-EVERYTHING = {quant_type: Quantization(quant_type, smallest=0) for quant_type in ("int8", "nf4")}
+EVERYTHING = {quant_type: Quantization(quant_type, smallest=0) for quant_type in QUANT_TYPES if quant_type != "none"}
 """Tiny models have tiny weights."""
 ARCHITECTURES = {
     "llama": "the usual",
@@ -96,14 +103,20 @@ def _dequantized(blocks: BlockSpan, like: BlockSpan) -> BlockSpan:
     return like
 
 
+def _one_of_few_bits(model_type: str) -> str:
+    """Another for each architecture, and for each commit."""
+    return list(BITS)[(part_of(model_type, len(BITS)) + turn_of(COMMIT, len(BITS))) % len(BITS)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 6))
+@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 8))
 def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     full = load_block_span(checkpoint, Span(0, 4), dtype=dtype, progress=False)
     tolerance = TOLERANCES[dtype]
-    for quantization in EVERYTHING.values():
+    for quant_type in ("int8", "nf4", _one_of_few_bits(model_type)):
+        quantization = EVERYTHING[quant_type]
         blocks = load_block_span(checkpoint, Span(0, 4), dtype=dtype, quantization=quantization, progress=False)
         reference = _dequantized(blocks, full)
         assert blocks.traits == reference.traits
@@ -117,7 +130,7 @@ def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dty
         assert _error(gradients, wanted_gradients) <= tolerance
 
 
-@pytest.mark.parametrize(("quant_type", "limit"), [("int8", 0.03), ("nf4", 0.4)])
+@pytest.mark.parametrize(("quant_type", "limit"), [("int8", 0.03), ("int6", 0.1), ("int4", 0.4), ("nf4", 0.4)])
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_loses_little(model_type: str, quant_type: str, limit: float, tmp_path: Path) -> None:
     """Outputs and gradients of a dense model and of one with experts, next to full precision; random weights."""
@@ -127,6 +140,13 @@ def test_loses_little(model_type: str, quant_type: str, limit: float, tmp_path: 
     blocks = load_block_span(checkpoint, Span(0, 4), quantization=EVERYTHING[quant_type], progress=False)
     pairs = list(zip(_forward_and_gradients(blocks), _forward_and_gradients(full), strict=True))
     assert all(0 < _error(got, wanted) < limit for got, wanted in pairs)
+
+
+def test_a_transposed_weight_is_packed_like_any_other() -> None:
+    """As gpt2 stores them; in float32 nothing copies them into another order on the way."""
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    packed = [Nf4.quantize(one, tiled=False).dequantize() for one in (weight.mT, weight.mT.contiguous())]
+    assert torch.equal(*packed)
 
 
 def test_routers_norms_and_small_weights_stay(tmp_path: Path) -> None:
@@ -143,34 +163,55 @@ def test_routers_norms_and_small_weights_stay(tmp_path: Path) -> None:
 def test_bytes_are_known_beforehand(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    for quantization in (FULL_PRECISION, *EVERYTHING.values()):
-        blocks = load_block_span(
-            checkpoint, Span(0, 4), dtype=torch.bfloat16, quantization=quantization, progress=False
-        )
+    kinds = {"int8", "nf4", _one_of_few_bits(model_type)}
+    for quantization in (FULL_PRECISION, *(EVERYTHING[kind] for kind in kinds)):
+        dtype = torch.float32 if quantization.quant_type in BITS else torch.bfloat16  # it keeps no scales in float32
+        blocks = load_block_span(checkpoint, Span(0, 4), dtype=dtype, quantization=quantization, progress=False)
         in_blocks = [*blocks.slots.parameters(), *blocks.slots.buffers()]
-        rotary = {id(tensor) for name, tensor in blocks.slots.named_buffers() if not name.endswith(("codes", "scale"))}
+        of_weights = ("codes", "scale", "least")
+        rotary = {id(tensor) for name, tensor in blocks.slots.named_buffers() if not name.endswith(of_weights)}
         held = sum(tensor.nbytes for tensor in in_blocks if id(tensor) not in rotary)
-        assert sum(checkpoint.block_bytes(torch.bfloat16, quantization)) == held
+        assert sum(block_bytes(checkpoint, dtype, quantization)) == held
+
+
+def test_rows_that_are_no_groups_get_8_bits(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)  # 64 columns, but 96 of the last matrix
+    blocks = load_block_span(
+        open_checkpoint(str(tmp_path)), Span(0, 1), quantization=EVERYTHING["q3.5"], progress=False
+    )
+    modules = blocks.slots.named_modules()
+    packed = {name: module.packed for name, module in modules if isinstance(module, QuantizedWeight)}
+    assert {type(one) for name, one in packed.items() if "down_proj" in name} == {Int8}
+    assert {type(one) for name, one in packed.items() if "down_proj" not in name} == {KBit}
 
 
 # Perplexity of the trained model
 
 
 @torch.no_grad()
-def _perplexity(quantization: Quantization, dtype: torch.dtype, texts: list[str]) -> float:
+def _log_probabilities(quantization: Quantization, dtype: torch.dtype, texts: list[Tensor]) -> list[Tensor]:
+    """Of each next token, `[seq, vocabulary]` in float32, for texts `[1, seq]`."""
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(path)
     blocks = load_block_span(open_checkpoint(path), Span(0, 8), dtype=dtype, quantization=quantization, progress=False)
-    loss, count = 0.0, 0
-    for text in texts:
-        ids = tokenizer(text, return_tensors="pt").input_ids
+    found = []
+    for ids in texts:
         hidden = model.model.embed_tokens(ids)
         hidden = blocks.forward(BlockInputs(hidden_states=hidden, batch_size=1, seq_len=ids.shape[1]))
-        logits = model.lm_head(model.model.norm(hidden)).float()
-        loss += float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
-        count += ids.shape[1] - 1
-    return math.exp(loss / count)
+        found.append(model.lm_head(model.model.norm(hidden))[0, :-1].float().log_softmax(-1))
+    return found
+
+
+def _texts(share: int) -> list[Tensor]:
+    """Token ids of one in `share` of the held-out texts."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    return [tokenizer(text, return_tensors="pt").input_ids for text in embedded_heldout_texts()[::share]]
+
+
+def _perplexity(quantization: Quantization, dtype: torch.dtype, texts: list[Tensor]) -> float:
+    found = _log_probabilities(quantization, dtype, texts)
+    of_tokens = [one.gather(1, ids[0, 1:, None]) for one, ids in zip(found, texts, strict=True)]
+    return math.exp(-float(torch.cat(of_tokens).mean()))
 
 
 @pytest.mark.parametrize(
@@ -181,15 +222,29 @@ def _perplexity(quantization: Quantization, dtype: torch.dtype, texts: list[str]
     ],
 )
 def test_perplexity_of_the_embedded_model(dtype: torch.dtype, share: int) -> None:
-    texts = embedded_heldout_texts()[::share]
+    texts = _texts(share)
     full = _perplexity(FULL_PRECISION, dtype, texts)
     assert _perplexity(Quantization("int8"), dtype, texts) == pytest.approx(full, rel=0.01)
     assert _perplexity(Quantization("nf4"), dtype, texts) == pytest.approx(full, rel=0.05)
 
 
+@pytest.mark.slow
+def test_more_bits_change_the_embedded_model_less() -> None:
+    texts = _texts(10)
+    full = torch.cat(_log_probabilities(FULL_PRECISION, torch.float32, texts))
+    divergences = []
+    for quant_type in (*BITS, "int8"):
+        found = torch.cat(_log_probabilities(Quantization(quant_type), torch.float32, texts))
+        divergences.append(float((full.exp() * (full - found)).sum(-1).mean()))
+    assert all(less < 0.7 * more for more, less in pairwise(divergences))
+    assert divergences[0] < 0.2
+
+
 # Memory while loading
 
 SHARD_BYTES = 30_000_000
+SHARES = {"int8": 0.55, "nf4": 0.32, "int4": 0.3, "q3.5": 0.27}
+"""Of the memory of bfloat16, at most."""
 LARGE = {
     "llama": LlamaConfig(
         vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16
@@ -205,15 +260,15 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("case", sampled(["llama-int8", "llama-nf4", "mixtral-int8", "mixtral-nf4"], 16))
+@pytest.mark.parametrize("case", sampled([f"{name}-{kind}" for name in LARGE for kind in SHARES], 16))
 def test_loading_never_holds_more_than_one_shard_beyond_the_result(case: str, tmp_path: Path) -> None:
     name, quant_type = case.split("-")
-    share = {"int8": 0.55, "nf4": 0.32}[quant_type]
+    share = SHARES[quant_type]
     tiny = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(tiny).save_pretrained(tmp_path / "tiny")
     model = (LlamaForCausalLM if name == "llama" else Mixtral)(LARGE[name]).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "large", max_shard_size=SHARD_BYTES)
-    full = sum(open_checkpoint(str(tmp_path / "large")).block_bytes())
+    full = sum(block_bytes(open_checkpoint(str(tmp_path / "large"))))
     assert full > 150_000_000
     num_blocks = LARGE[name].num_hidden_layers
     used = measure(tmp_path / "large", tmp_path / "tiny", torch.bfloat16, quant_type, num_blocks)

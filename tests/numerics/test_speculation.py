@@ -28,14 +28,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from swarmllm.data_structures import Span
-from swarmllm.decoding.drafts import NGramDrafter
-from swarmllm.decoding.pace import PLAIN, Pace, Plan
-from swarmllm.decoding.speculation import Speculation
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.client_shell import load_client_shell
-from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.speculation.drafters import NGramDrafter
+from swarmllm.speculation.planner import PLAIN, Plan, Planner
+from swarmllm.speculation.sampling_loop import Speculation
 
 VOCABULARY = 12
 
@@ -80,7 +80,7 @@ class AheadRunner(InProcessRunner):
         return AheadSession(self.route)
 
 
-class FixedPace(Pace):
+class FixedPlanner(Planner):
     """The same plan whatever was seen."""
 
     fixed = Plan(2, 3)
@@ -107,7 +107,7 @@ class Speculating:
     """Stands for the client's mixin."""
 
     drafter: type = NGramDrafter
-    pace = FixedPace()
+    planner = FixedPlanner()
     session: AheadSession
 
     def _sample(
@@ -121,7 +121,7 @@ class Speculating:
         **model_kwargs: Any,
     ) -> Any:
         self.session = model_kwargs["past_key_values"].session
-        speculation = Speculation(self, "past_key_values", self.session, self.drafter(), self.pace)
+        speculation = Speculation(self, "past_key_values", self.session, self.drafter(), self.planner)
         return speculation.run(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
@@ -168,7 +168,6 @@ def ahead(directory: Path) -> Iterator[Any]:
         dtype="auto",
         runner=AheadRunner(list(zip(blocks, spans, strict=True))),
         traits=blocks[0].traits,
-        num_blocks=4,
         progress=False,
     )
 
@@ -202,7 +201,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "drafter", "plan"), CASES)
 def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter: type, plan: Plan) -> None:
-    ahead.drafter, ahead.pace.fixed = drafter, plan
+    ahead.drafter, ahead.planner.fixed = drafter, plan
     expected, generated = generate(local, **OPTIONS[kind]), generate(ahead, **OPTIONS[kind])
 
     assert generated.tolist() == expected.tolist()
@@ -211,7 +210,7 @@ def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter:
 
 
 def test_guesses_do_run_ahead(ahead: Any) -> None:
-    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    ahead.drafter, ahead.planner.fixed = NGramDrafter, Plan(2, 3)
     generate(ahead)
     assert ahead.session.most_under_way == 3
     assert ahead.session.num_abandoned > 0
@@ -237,7 +236,7 @@ class Seen(LogitsProcessor, BaseStreamer):
 
 
 def test_processors_and_streamers_see_the_same(ahead: Any, local: PreTrainedModel) -> None:
-    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    ahead.drafter, ahead.planner.fixed = NGramDrafter, Plan(2, 3)
     plain, fast = Seen(), Seen()
     for model, seen in ((local, plain), (ahead, fast)):
         generate(model, logits_processor=LogitsProcessorList([seen]), streamer=seen)
@@ -245,7 +244,7 @@ def test_processors_and_streamers_see_the_same(ahead: Any, local: PreTrainedMode
 
 
 def test_scores_and_logits(ahead: Any, local: PreTrainedModel) -> None:
-    ahead.drafter, ahead.pace.fixed = NGramDrafter, Plan(2, 3)
+    ahead.drafter, ahead.planner.fixed = NGramDrafter, Plan(2, 3)
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.7}
     expected, got = generate(local, **options, do_sample=True), generate(ahead, **options, do_sample=True)
     assert got.sequences.tolist() == expected.sequences.tolist()
@@ -310,21 +309,21 @@ def test_samples_follow_the_distribution(drafter: type) -> None:
     """Chi-square of the transitions in 24 000 sampled tokens against the table that they were drawn from."""
     num_texts, num_tokens = 40, 600
     table = 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    pace, seen, right = FixedPace(), torch.zeros(VOCABULARY, VOCABULARY), 0.0
-    pace.fixed = Plan(2, 2)
+    planner, seen, right = FixedPlanner(), torch.zeros(VOCABULARY, VOCABULARY), 0.0
+    planner.fixed = Plan(2, 2)
     config = GenerationConfig(do_sample=True, max_length=num_tokens + 1)
     stop = StoppingCriteriaList([MaxLengthCriteria(num_tokens + 1)])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2026)
         for first in range(num_texts):
             session = EchoSession()
-            speculation = Speculation(MarkovChain(table), "past_key_values", session, drafter(), pace)
+            speculation = Speculation(MarkovChain(table), "past_key_values", session, drafter(), planner)
             cache = RemoteCache(MarkovChain.config, session, 1)
             prompt = torch.tensor([[first % VOCABULARY]])
             text = speculation.run(prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache})[0]
             assert len(text) == num_tokens + 1
             seen.index_put_((text[:-1], text[1:]), torch.tensor(1.0), accumulate=True)
-            right += sum(accepted.right for accepted in pace._accepted.values())
+            right += sum(accepted.right for accepted in planner._accepted.values())
     expected = seen.sum(1, keepdim=True) * torch.softmax(table, dim=-1)
     assert expected.min() > 5, "cells must not be too rare for the test"
     statistic = float(((seen - expected) ** 2 / expected).sum())

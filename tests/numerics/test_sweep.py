@@ -12,10 +12,14 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.architecture import check_supported
-from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
+from swarmllm.models.span import probes
+from swarmllm.models.span.block_kinds import kind_of
+from swarmllm.models.span.loading import load_block_span
 
 ENCODER_DECODERS = frozenset(
     {
@@ -43,7 +47,7 @@ ROUNDS_DIFFERENTLY = {
 ARCHITECTURES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS)
 
 
-@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 10))
+@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 12))
 def test_exact(model_type: str, tmp_path: Path) -> None:
     local = save_tiny(model_type, tmp_path)
     swarm = InProcessSwarm(tmp_path, tolerance=ROUNDS_DIFFERENTLY.get(model_type, 0.0))
@@ -77,3 +81,18 @@ def _named(model_type: str) -> object:
     config = AutoConfig.for_model("llama")
     config.model_type = model_type
     return config
+
+
+@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 24))
+def test_one_block_answers_for_its_kind(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found with one block of each kind is what is found with each block by itself."""
+    save_tiny(model_type, tmp_path)
+    found = []
+    for kinds in (kind_of, lambda _, block_idx: block_idx):
+        monkeypatch.setattr(probes, "kind_of", kinds)
+        try:
+            checkpoint = open_checkpoint(str(tmp_path))
+            found.append(load_block_span(checkpoint, Span(0, checkpoint.num_blocks), progress=False).traits)
+        except UnsupportedModelError as error:
+            found.append(str(error))
+    assert found[0] == found[1]

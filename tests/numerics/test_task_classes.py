@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 
 from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import Task, causal_lm_class, check_supported, find_blocks, task_class, task_of
-from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.architecture import Task, check_supported, find_blocks, task_class, task_of
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
 
 ENCODER_DECODERS = frozenset({"bart", "bigbird_pegasus", "mbart", "mvp", "plbart"})
@@ -173,7 +173,7 @@ def test_a_new_head_is_the_one_that_transformers_would_make(tmp_path: Path) -> N
     config = tiny_config("llama")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        causal_lm_class(config)(config).save_pretrained(tmp_path, max_shard_size="60KB")
+        task_class(config, Task.CAUSAL_LM)(config).save_pretrained(tmp_path, max_shard_size="60KB")
         torch.manual_seed(4)
         local = task_class(config, Task.SEQUENCE_CLASSIFICATION).from_pretrained(tmp_path, dtype="auto")
         torch.manual_seed(4)
@@ -200,7 +200,7 @@ def test_encoders_do_not_generate(tmp_path: Path) -> None:
     config = tiny_config("bert")
     check_supported(config)
     with pytest.raises(UnsupportedModelError, match=r"encoder.*AutoDistributedModelForSequenceClassification"):
-        causal_lm_class(config)
+        task_class(config, Task.CAUSAL_LM)
     with pytest.raises(UnsupportedModelError, match="no sequence classification model for olmoe"):
         task_class(tiny_config("olmoe"), Task.SEQUENCE_CLASSIFICATION)
     save_tiny("bert", Task.SEQUENCE_CLASSIFICATION, tmp_path)

@@ -131,7 +131,7 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
 
 
 @pytest.mark.parametrize("name", ON_BLOCKS)
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_what_cannot_reach_the_servers(name: str, shared: Any, expected: Tensor) -> None:
     operation, sentence = ON_BLOCKS[name]
     names = [name for name, _ in shared.named_modules()]
@@ -166,6 +166,7 @@ HARMLESS: dict[str, Operation] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.rotates(3)
 def test_what_changes_no_result(name: str, shared: Any, expected: Tensor) -> None:
     HARMLESS[name](shared)
     assert torch.equal(shared(IDS, use_cache=False).logits, expected)
@@ -266,7 +267,7 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", EQUAL)
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_configs_that_are_the_local_ones(name: str, llama: Path) -> None:
     remote, local = (tuned(model, EQUAL[name]) for model in (InProcessSwarm(llama).client, load_local(llama)))
     wanted = results(local.train())
@@ -299,7 +300,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_configs_that_servers_cannot_compute(name: str, llama: Path, expected: Tensor) -> None:
     config, sentence = REFUSED[name]
     client: Any = InProcessSwarm(llama).client
@@ -344,7 +345,7 @@ AFTER: dict[str, Operation] = {
 
 
 @pytest.mark.parametrize("name", AFTER)
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_operations_that_are_the_local_ones(name: str, llama: Path) -> None:
     found = []
     for model in (InProcessSwarm(llama).client, load_local(llama)):
@@ -405,6 +406,7 @@ REFUSED_AFTER: dict[str, tuple[Operation, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_AFTER)
+@pytest.mark.rotates(3)
 def test_operations_that_servers_cannot_follow(name: str, llama: Path) -> None:
     operation, sentence = REFUSED_AFTER[name]
     adapted = tuned(InProcessSwarm(llama).client, lora(target_modules=["k_proj", "q_proj", "down_proj"])).eval()

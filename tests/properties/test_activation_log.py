@@ -9,28 +9,38 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.activation_log import ActivationLog
-from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.boundary.activation_log import ActivationLog
+from swarmllm.models.boundary.block_inputs import BlockInputs
 
 MAX_TOKENS = 6
 
 
 @dataclass
 class Naive:
-    """One entry per position: hidden states, positions and mask of all rows, always up to date."""
+    """One entry per position: hidden states, position and mask of all rows, always up to date."""
 
     hidden: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
-    mask: Tensor = field(default_factory=lambda: torch.ones(0, 0, dtype=torch.int64))
+    seen: list[Tensor] = field(default_factory=list)
+    """What each position attends to, up to itself."""
 
     def rollback(self, position: int) -> None:
-        del self.hidden[position:], self.positions[position:]
-        self.mask = self.mask[:, :position]
+        del self.hidden[position:], self.positions[position:], self.seen[position:]
 
     def select(self, rows: list[int]) -> None:
         self.hidden = [column[rows] for column in self.hidden]
         self.positions = [column[rows] for column in self.positions]
-        self.mask = self.mask[rows]
+        self.seen = [column[rows] for column in self.seen]
+
+
+def attended(inputs: BlockInputs, start: int, position: int) -> Tensor:
+    """`[batch, position + 1]`: what the call, which begins at `start`, lets one of its positions attend to."""
+    mask = inputs.attention_mask
+    if mask is None:
+        return torch.ones(inputs.batch_size, position + 1, dtype=torch.bool)
+    assert mask.shape[-1] == start + inputs.seq_len
+    row = mask if mask.ndim == 2 else mask[:, 0, position - start]
+    return row[:, : position + 1].bool()
 
 
 class LogAgainstNaive(RuleBasedStateMachine):
@@ -53,12 +63,13 @@ class LogAgainstNaive(RuleBasedStateMachine):
         position = data.draw(st.integers(0, self.length), label="position")
         rows = self.rows if position else batch
         self.naive.rollback(position)
-        if not position:
-            self.naive.mask = torch.ones(rows, 0, dtype=torch.int64)
         numbers = torch.arange(self.counter, self.counter + rows * seq_len, dtype=torch.float32).view(rows, seq_len)
         self.counter += rows * seq_len
-        padding = data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows), label="mask")
-        self.naive.mask = torch.cat([self.naive.mask, torch.tensor(padding)[:, None].expand(rows, seq_len)], dim=1)
+        mask = self.mask(data, rows, position, seq_len)
+        seen = torch.ones(rows, position + seq_len) if mask is None else mask
+        if seen.ndim == 2:
+            seen = seen[:, None, None].expand(-1, 1, seq_len, -1).tril(position)
+        self.naive.seen += [seen[:, 0, column, : position + column + 1] for column in range(seq_len)]
         positions = torch.arange(position, position + seq_len)[None] + 100 * torch.arange(rows)[:, None]
         self.naive.hidden += list(numbers.T)
         self.naive.positions += list(positions.T)
@@ -68,10 +79,23 @@ class LogAgainstNaive(RuleBasedStateMachine):
                 hidden_states=numbers[:, :, None],
                 batch_size=rows,
                 seq_len=seq_len,
-                attention_mask=self.naive.mask,
+                attention_mask=mask,
                 position_ids=positions,
             ),
         )
+
+    def mask(self, data: st.DataObject, rows: int, position: int, seq_len: int) -> Tensor | None:
+        """None, the mask of the step before continued, or any other one."""
+        kind = data.draw(st.sampled_from(["none", "continued", "new", "four axes"]), label="mask")
+        if kind == "none":
+            return None
+        width = position + seq_len
+        shape = (rows, 1, seq_len, width) if kind == "four axes" else (rows, width)
+        mask = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows)))
+        mask = mask.view(-1, *[1] * (len(shape) - 1)).repeat(1, *shape[1:])
+        if kind == "continued" and position:
+            mask[:, :position] = self.naive.seen[-1]
+        return mask
 
     @rule(data=st.data())
     def rollback(self, data: st.DataObject) -> None:
@@ -101,7 +125,8 @@ class LogAgainstNaive(RuleBasedStateMachine):
             assert piece.seq_len == 1 or piece.seq_len * piece.batch_size <= MAX_TOKENS
             assert torch.equal(piece.hidden_states[:, :, 0], torch.stack(self.naive.hidden[start:end], dim=1))
             assert torch.equal(piece.position_ids, torch.stack(self.naive.positions[start:end], dim=1))
-            assert torch.equal(piece.attention_mask, self.naive.mask[:, :end])
+            for position in range(start, end):
+                assert torch.equal(attended(piece, start, position), self.naive.seen[position].bool())
             expected = end
         assert expected == self.length
 

@@ -8,18 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm import embedded_model_path
-from swarmllm.config import RECORD_PERIODS, ServerConfig
-from swarmllm.data_structures import MAX_ADDRS, MAX_TTL_S, BlockTraits, ServerInfo
+from swarmllm.config import RECORD_PERIODS
+from swarmllm.data_structures import MAX_ADDRS, MAX_TTL_S, BlockTraits, ServerInfo, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.network.block_directory import VALUE_OVERHEAD_BYTES
-from swarmllm.network.daemon import best_addrs
-from swarmllm.network.record_validator import MAX_VALUE_BYTES
-from swarmllm.server import server as server_module
-from swarmllm.server.throughput_cache import Throughput
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.quantization import resolve_quantization
+from swarmllm.network.p2p.addresses import best_addrs
+from swarmllm.network.p2p.block_directory import VALUE_OVERHEAD_BYTES
+from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES
+from swarmllm.server.device.memory import CacheRoom
+from swarmllm.server.device.niceness import Niceness
+from swarmllm.server.measuring.throughput import Throughput
+from swarmllm.server.own_record import OwnRecord
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.settings import ServerConfig
+from swarmllm.server.span_loader import Loaded
 
 PEER_ID = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
-MEASURED = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0, packing="one by one")
+MEASURED = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0)
 BRIDGES = [f"/ip4/172.{number}.0.1/tcp/31337" for number in range(17, 32)]
 OUTSIDE, LAN, OWN = "/ip4/93.184.216.34/tcp/31337", "/ip4/192.168.1.10/tcp/31337", "/ip4/127.0.0.1/tcp/31337"
 
@@ -52,14 +59,28 @@ def checkpoint() -> Checkpoint:
     return open_checkpoint(str(embedded_model_path()))
 
 
-def announced(config: ServerConfig, checkpoint: Checkpoint, addrs: tuple[str, ...]) -> ServerInfo:
+def announced(
+    config: ServerConfig, checkpoint: Checkpoint, addrs: tuple[str, ...], mbps: float | None = None
+) -> ServerInfo:
     """As a server describes itself that has loaded its blocks."""
-    peer: Any = SimpleNamespace(peer_id=PEER_ID, addrs=addrs)
-    server = server_module._Server(config, checkpoint, peer, SimpleNamespace())  # type: ignore[arg-type]
-    server._blocks = SimpleNamespace(traits=BlockTraits())  # type: ignore[assignment]
-    server._throughput = MEASURED
-    server._budget = server_module.CacheBudget(server._bytes_per_token * config.attn_cache_tokens)
-    return server._describe()
+    peer: Any = SimpleNamespace(peer_id=PEER_ID, addrs=addrs, relay=None)
+    loader: Any = SimpleNamespace(
+        dtype=resolve_dtype(checkpoint, config.dtype),
+        quantization=resolve_quantization(config.quant_type),
+        adapters=SimpleNamespace(names=()),
+        executor=SimpleNamespace(
+            thread=SimpleNamespace(load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5)
+        ),
+    )
+    links: Any = SimpleNamespace(mbps=lambda _: mbps)
+    successors: Any = SimpleNamespace(announced=())
+    record = OwnRecord(config, peer, loader, Niceness(), links, successors, Span(0, checkpoint.num_blocks))
+    blocks: Any = SimpleNamespace(traits=BlockTraits(), cache_bytes_per_token=1, digests="Ab_-" * checkpoint.num_blocks)
+    inputs: Any = SimpleNamespace(hidden_bytes=1000)
+    room = CacheRoom(1001 * config.attn_cache_tokens, 0)
+    record.loaded = Loaded(SimpleNamespace(blocks=blocks), inputs, MEASURED, room)  # type: ignore[arg-type]
+    record.budget = CacheBudget(room.sessions)
+    return record.describe()
 
 
 @given(settings=settings, found=addresses)
@@ -74,6 +95,12 @@ def test_whatever_is_accepted_makes_a_valid_record(
     ServerInfo.model_validate_json(text)
     assert len(text.encode()) <= MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES
     assert RECORD_PERIODS * config.update_period <= MAX_TTL_S
+
+
+@pytest.mark.parametrize(("mbps", "tokens_per_s"), [(None, 1.0), (100.0, 1.0), (0.004, 0.5)])
+def test_a_batch_is_no_faster_than_the_network(checkpoint: Checkpoint, mbps: float | None, tokens_per_s: float) -> None:
+    config = ServerConfig(model="m", new_swarm=True)
+    assert announced(config, checkpoint, (), mbps).throughput == tokens_per_s
 
 
 @given(order=st.permutations([*BRIDGES, OUTSIDE, LAN, OWN]))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.network.frames import (
+from swarmllm.network.wire.frames import (
     CHUNK_BYTES,
     FORMAT,
     LARGE_TYPES,

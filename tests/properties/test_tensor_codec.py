@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.network.tensor_codec import DTYPES, decode_tensors, encode_tensors
+from swarmllm.network.wire.tensor_codec import DTYPES, decode_tensors, encode_tensors
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 names = st.text(max_size=20)

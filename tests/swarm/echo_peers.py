@@ -3,8 +3,8 @@
 from collections.abc import Awaitable
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
-from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import FrameStream, hello, welcome
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 
 FINGERPRINT = "abcdefgh"
 MODEL = ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=4)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from swarmllm.demo.local_swarm import LocalServer
-from swarmllm.network.messages import ErrorHeader, parse
-from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import FrameStream, Message, MessageType, hello
-from swarmllm.network.tensor_codec import encode_tensors
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.messages import ErrorHeader, parse
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
+from swarmllm.network.wire.tensor_codec import encode_tensors
 
 HIDDEN = 64
 

@@ -1,5 +1,7 @@
 """Wrong models, wrong swarms, too much of everything: a sentence in bounded time, and the swarm goes on."""
 
+import copy
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from swarmllm.errors import (
     SwarmError,
     WeightsMismatchError,
 )
-from swarmllm.network.identity import Identity
+from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.__main__ import main as server_main
 from swarmllm.swarm import retry
 
@@ -186,6 +188,30 @@ def test_an_empty_text(model: Any, use_cache: bool) -> None:
 def test_quantization_is_the_servers(llama: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} .*--quant_type"):
         AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: {"load_in_8bit": True}})
+
+
+@pytest.mark.parametrize("name", ["config", "state_dict", "output_loading_info"])
+def test_arguments_for_a_whole_model(llama: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} can't be given here"):
+        AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: None})
+
+
+def test_a_model_stays_in_its_process(model: Any, local: PreTrainedModel) -> None:
+    with pytest.raises(ConfigurationError, match=r"pickled.*save_pretrained"):
+        pickle.dumps(model)
+    with pytest.raises(ConfigurationError, match=r"copied deeply.*save_pretrained"):
+        copy.deepcopy(model)
+    assert_same_tokens(copy.copy(model), local, prompt(), max_new_tokens=3)
+
+
+def test_lengths_and_positions_are_whole_numbers(model: Any) -> None:
+    for numbers in ({"max_length": 8.5}, {"max_length": 8, "batch_size": 1.0}):
+        with pytest.raises(TypeError, match="integer"):
+            model.inference_session(**numbers)
+    with model.inference_session(max_length=torch.tensor(8)) as session:
+        session.step(model.embed(prompt(length=4)))
+        with pytest.raises(TypeError, match="integer"):
+            session.position = 1.5
 
 
 def test_some_dead_initial_peers_do_not_matter(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:

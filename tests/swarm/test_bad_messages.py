@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import PeerError
-from swarmllm.network.frames import CHUNK_BYTES, FORMAT, MAGIC, PREFIX
-from swarmllm.network.identity import Identity
-from swarmllm.network.protocol import MessageType
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.wire.frames import CHUNK_BYTES, FORMAT, MAGIC, PREFIX
+from swarmllm.network.wire.protocol import MessageType
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
@@ -318,7 +318,6 @@ async def test_somebody_elses_session(peers: RawPeers, server: LocalServer, raw:
     assert await thief.error() == "session_lost"
     await thief.say(MessageType.REPLAY, session=session, epoch=9, length=1, replay_hops=1)
     assert await thief.error() == "session_lost"
-    await thief.say(MessageType.CLOSE, session=session)
     await thief.say(MessageType.ATTACH, session=session, token="0" * 32)
     assert await thief.error() == "session_lost"
     await thief.open(session=session)

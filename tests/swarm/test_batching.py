@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
-from swarmllm.network.protocol import MessageType
+from swarmllm.network.wire.protocol import MessageType
 
 LENGTHS = (5, 130, 17, 300, 60, 9)
 NEW_TOKENS = 12

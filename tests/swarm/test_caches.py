@@ -14,7 +14,7 @@ from tests.numerics.test_call_sequences import Pair, run_sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarmllm.client import inference_session
+from swarmllm.client.session import inference_session
 from swarmllm.errors import SessionClosedError, SessionLengthExceededError
 from swarmllm.models.architecture import find_blocks
 
@@ -74,7 +74,7 @@ def test_sessions_grow_with_their_text(
     model: Any, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     monkeypatch.setattr(inference_session, "DEFAULT_MAX_LENGTH", 12)
-    monkeypatch.setattr("swarmllm.models.client_shell.SOFT_PROMPT_ROOM", 0)
+    monkeypatch.setattr("swarmllm.models.shell.client_shell.SOFT_PROMPT_ROOM", 0)
     expected = generate_seeded(local, prompt(), max_new_tokens=50)
     if begin == "generate":
         output = model.generate(prompt(), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)

@@ -41,7 +41,7 @@ def servers(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     settings = directory / "server.toml"
     settings.write_text(
         f'model = "{MODEL}"\nnum-blocks = 5\nhost_maddrs = ["{LOCAL_HOST}"]\npublic_name = "from a file"\n'
-        'dtype = "float32"\nquant_type = "none"\nnum_threads = 1\n'
+        'dtype = "float32"\nquant_type = "none"\nnum_threads = 1\nupdate_period = 4\n'
     )
     with ExitStack() as stack:
         file = ["--config", settings]
@@ -125,6 +125,25 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     expected, _ = generate_locally(local, PROMPT, max_new_tokens=40, do_sample=True, top_p=0.9)
     assert sampled.result().stdout == expected + "\n"
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
+
+
+def test_status_says_what_servers_have_done(bootstrap: str, servers: list[str]) -> None:
+    """Health as each announces it, some seconds after somebody used them."""
+    ids = "7,8,9"
+    command(
+        "generate", "--model", MODEL, "--dtype", "float32", "--max_new_tokens", 5, "--initial_peers", bootstrap, ids
+    )
+    for _ in range(60):
+        done = command("status", "--json", "--initial_peers", bootstrap)
+        (model,) = json.loads(done.stdout)["models"]
+        if all(server["tokens_served"] >= 5 for server in model["servers"]):
+            break
+    for server in model["servers"]:
+        assert server["tokens_served"] >= 5
+        assert server["failures_seen"] == 0
+        assert 0 < server["step_ms_p95"] < 60_000
+    header = command("status", "--initial_peers", bootstrap).stdout
+    assert all(column in header for column in ("p95 ms", "served", "failed"))
 
 
 def test_chat(bootstrap: str, servers: list[str], local: Any) -> None:

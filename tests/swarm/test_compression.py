@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.network.link_rate import LinkRate
-from swarmllm.network.stream import traffic
+from swarmllm.network.wire.link_rate import LinkRate
+from swarmllm.network.wire.stream import traffic
 
 BATCH = (8, 128)
 

@@ -9,7 +9,7 @@ from swarm_models import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from swarmllm.client.generation import Conversation
+from swarmllm.client.text_generation import Conversation
 from swarmllm.errors import SessionLengthExceededError
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}

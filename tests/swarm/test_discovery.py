@@ -16,8 +16,8 @@ from commands import JOIN
 
 from swarmllm import embedded_model_path
 from swarmllm.errors import ConfigurationError, MissingBlocksError
-from swarmllm.network import discovery
-from swarmllm.network.discovery import (
+from swarmllm.network.p2p import discovery
+from swarmllm.network.p2p.discovery import (
     MAX_ADDRESSES,
     SERVICE,
     LanAnnouncement,
@@ -26,9 +26,9 @@ from swarmllm.network.discovery import (
     find_swarm,
     lan_addresses,
 )
-from swarmllm.network.identity import Identity
+from swarmllm.network.p2p.identity import Identity
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(3)
 
 LOOPBACK = ["127.0.0.1"]
 OURS, THEIRS = "a" * 32, "b" * 32
@@ -197,8 +197,9 @@ def test_two_machines_find_each_other_without_addresses(two_machines: tuple[str,
             status = at_second("status", "--json")
             assert status.returncode == 0, status.stderr
             (swarm,) = json.loads(status.stdout)["models"]
-            assert swarm["missing_blocks"] == []
-            assert len(swarm["servers"]) == 2
+            logs = first_log.read_text() + second_log.read_text() + status.stderr
+            assert swarm["missing_blocks"] == [], logs
+            assert len(swarm["servers"]) == 2, logs
             story = at_second("generate", "--model", model, "--max_new_tokens", "5", "Once upon a time")
             assert story.returncode == 0, story.stderr
             assert story.stdout.startswith("Once upon a time")

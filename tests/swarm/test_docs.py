@@ -46,6 +46,21 @@ def test_commands_of_the_documents_exist(repo_root: Path) -> None:
     assert seen > 10
 
 
+def test_tests_that_the_documents_name_exist(repo_root: Path) -> None:
+    """docs/security.md names one for whatever it says, in short by `file::test` or `file`."""
+    text = pages(repo_root)["security.md"].partition("## One hostile peer of each kind")[0]
+    short = dict(re.findall(r"`(\w+)`\s=\s`(tests/\S+\.py)`", text))
+    assert len(short) > 20
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    named = [re.findall(r"`([\w/]+(?:\.py)?)(?:::(\w+))?`", row.split(" | ")[-1]) for row in rows]
+    assert sum(map(len, named)) > 100
+    for row, tests in zip(rows, named, strict=True):
+        assert tests or row.startswith(("| what |", "| attack |")), row
+        for file, test in tests:
+            source = (repo_root / short.get(file, file)).read_text()
+            assert not test or f"def {test}(" in source, f"{file}::{test}"
+
+
 def test_python_of_the_documents_compiles(repo_root: Path) -> None:
     for page, text in pages(repo_root).items():
         for block in python_blocks(text):

@@ -12,7 +12,7 @@ from tests.selection import sampled
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, embedded_model_path
+from swarmllm import AutoDistributedModel, ClientConfig, DistributedModelForCausalLM, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import Span
 
 MODES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = [
     "gemma3_text",  # always: two kinds of attention
-    *sampled(["mixtral", "bloom", "gpt2", "qwen3_next", "llama", "qwen3", "gemma2", "falcon", "gpt_oss"], 5),
+    *sampled(["mixtral", "bloom", "gpt2", "qwen3_next", "llama", "qwen3", "gemma2", "falcon", "gpt_oss"], 9),
 ]
 
 
@@ -81,7 +81,7 @@ def embedded_client(swarm: LocalSwarm, spans: list[tuple[int, int]]) -> Any:
     [(2, 50), *(pytest.param(chain, 200, marks=pytest.mark.slow) for chain in (2, 1, 4, 8))],
     indirect=["chain_model"],
 )
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_a_story_over_1_to_8_servers(chain_model: Any, embedded: PreTrainedModel, num_tokens: int, mode: str) -> None:
     text = AutoTokenizer.from_pretrained(embedded_model_path())("Once upon a time", return_tensors="pt").input_ids
     options = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens, **MODES[mode]}
@@ -139,7 +139,7 @@ def relaying(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_relaying_through_the_client(relaying: Any, local: PreTrainedModel, mode: str) -> None:
     assert_same_tokens(relaying, local, prompt(1, 300), max_new_tokens=20, **MODES[mode])
 
@@ -170,7 +170,7 @@ LENGTHS = (1, 17, 65, 130, 257, 1000)
 
 
 @pytest.mark.parametrize("chunk", [128, pytest.param(65, marks=pytest.mark.slow)])
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_prompts_of_many_lengths(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, chunk: int) -> None:
     """Every length is tried in one process, in numerics/test_every_length."""
     with connected(llama, swarm.initial_peers, prefill_chunk_tokens=chunk) as model:
@@ -203,3 +203,10 @@ def test_a_server_of_its_own_choice_completes_the_swarm(llama: Path, local: PreT
         assert chosen.span == Span(6, 8)
         with connected(llama, swarm.initial_peers) as model:
             assert_same_tokens(model, local, prompt(), max_new_tokens=5)
+
+
+def test_the_class_of_all_causal_models_opens_one(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
+    with DistributedModelForCausalLM.from_pretrained(str(llama), initial_peers=swarm.initial_peers) as model:
+        assert isinstance(model, type(local))
+        assert isinstance(model, DistributedModelForCausalLM)
+        assert_same_tokens(model, local, prompt(), max_new_tokens=8)

@@ -8,7 +8,7 @@ from commands import Running, command, sentence
 from web_gateway import running_gateway
 
 from swarmllm import embedded_model_path
-from swarmllm.network.identity import Identity
+from swarmllm.network.p2p.identity import Identity
 
 LOOPBACK = ("--host_maddrs", "/ip4/127.0.0.1/tcp/0")
 INVITE = "swarmllm: invite others with --initial_peers "

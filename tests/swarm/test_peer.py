@@ -17,7 +17,8 @@ from echo_peers import FINGERPRINT, MODEL, echo, greeted, info, polite_echo
 from pytest_asyncio import fixture as in_loop
 from tests.left_tasks import no_task_left_behind
 
-from swarmllm.doctor import DoctorConfig, Verdict, check_swarm
+from swarmllm.commands.doctor.findings import DoctorConfig, Verdict
+from swarmllm.commands.doctor.network import check_swarm
 from swarmllm.errors import (
     ConfigurationError,
     PeerTimeoutError,
@@ -25,13 +26,13 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SwarmError,
 )
-from swarmllm.network import dht as dht_module
-from swarmllm.network._hivemind import DHTLocalStorage
-from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, servers_key
-from swarmllm.network.identity import Identity, verify
-from swarmllm.network.peer import STREAM_PROTOCOL, Peer
-from swarmllm.network.protocol import FrameStream, MessageType, hello, welcome
-from swarmllm.network.record_validator import SIGNATURE_BYTES, RecordValidator
+from swarmllm.network.p2p import dht as dht_module
+from swarmllm.network.p2p._hivemind import DHTLocalStorage
+from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, servers_key
+from swarmllm.network.p2p.identity import Identity, verify
+from swarmllm.network.p2p.peer import STREAM_PROTOCOL, Peer
+from swarmllm.network.p2p.record_validator import SIGNATURE_BYTES, RecordValidator
+from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, welcome
 
 SOMEBODY = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
 
@@ -166,12 +167,12 @@ async def test_64_mib_both_ways_while_pings_go_through(server: Peer, client: Pee
     stream = await greeted(client.open_stream(server.peer_id))
     stream.start_keepalive(interval_s=0.05, misses=100)
     payload = os.urandom(1 << 20) * 64
-    pings = stream._ping_idx
+    pings = stream.liveness.num_pings
     await stream.send(MessageType.FORWARD, {"id": 1}, [payload])
     message = await stream.receive()
     assert message.payload == payload
-    assert stream._ping_idx > pings
-    assert stream.round_trip_s is not None
+    assert stream.liveness.num_pings > pings
+    assert stream.liveness.round_trip_s is not None
 
 
 async def test_a_message_over_the_cap_ends_its_stream_only(server: Peer, client: Peer) -> None:
@@ -215,14 +216,14 @@ async def test_a_handler_that_fails_harms_no_other_stream(
 ) -> None:
 
     async def serve(stream: FrameStream) -> None:
-        if (await stream.receive()).type is MessageType.CLOSE:
+        if (await stream.receive()).type is MessageType.LINK:
             raise ZeroDivisionError("a bug")
         await echo(stream)
 
     await server.serve_streams(serve)
     good, bad = await client.open_stream(server.peer_id), await client.open_stream(server.peer_id)
     await good.send(MessageType.OPEN, {})
-    await bad.send(MessageType.CLOSE, {})
+    await bad.send(MessageType.LINK, {})
     with pytest.raises(PeerUnreachableError):
         await bad.receive()
     await good.send(MessageType.STEP, {"id": 1})
@@ -254,6 +255,7 @@ async def test_another_peer_at_the_address_is_not_taken_for_the_right_one(server
 # Faults
 
 
+@pytest.mark.rotates(3)
 async def test_a_stopped_daemon_is_noticed_by_its_silence(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server, client_mode=True)
@@ -268,6 +270,7 @@ async def test_a_stopped_daemon_is_noticed_by_its_silence(new_peer: NewPeer) -> 
         os.kill(server.daemon_pid, signal.SIGCONT)
 
 
+@pytest.mark.rotates(3)
 async def test_a_killed_daemon_ends_everything_that_needs_it(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server, client_mode=True)
@@ -288,6 +291,7 @@ async def test_a_killed_daemon_ends_everything_that_needs_it(new_peer: NewPeer) 
             await use
 
 
+@pytest.mark.rotates(3)
 async def test_a_stopped_daemon_does_not_outlive_close(new_peer: NewPeer) -> None:
     peer = await new_peer()
     pid = peer.daemon_pid
@@ -308,6 +312,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
             await (await starting).close()
 
 
+@pytest.mark.rotates(3)
 async def test_close_in_the_midst_of_everything_leaves_nothing(new_peer: NewPeer) -> None:
     server = await new_peer()
     client = await new_peer(server)
@@ -398,6 +403,7 @@ async def test_a_port_in_use_is_refused(server: Peer) -> None:
         await Peer.create(host_maddrs=server.addrs)
 
 
+@pytest.mark.rotates(3)
 async def test_an_identity_lasts_and_serves_one_process_at_a_time(new_peer: NewPeer, tmp_path: Path) -> None:
     path = tmp_path / "identity"
     first = await new_peer(identity_path=path)
@@ -464,6 +470,7 @@ async def test_announce_look_up_withdraw(new_peer: NewPeer) -> None:
     assert list(await client.servers(FINGERPRINT)) == expected
 
 
+@pytest.mark.rotates(3)
 async def test_records_outlive_the_bootstrap_peer(new_peer: NewPeer) -> None:
     first = await new_peer()
     server, other = await new_peer(first), await new_peer(first)
@@ -486,6 +493,7 @@ class Forger(RecordValidator):
         return super().sign_value(record) if self._honest else record.value + bytes(SIGNATURE_BYTES)
 
 
+@pytest.mark.rotates(3)
 async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer) -> None:
     first = await new_peer()
     victim = await new_peer(first)
@@ -523,6 +531,7 @@ async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer)
     assert client.num_bad_records == 1
 
 
+@pytest.mark.rotates(3)
 async def test_a_node_that_lies_hides_nothing(new_peer: NewPeer) -> None:
     mallory = await new_peer()
     victim = await new_peer(mallory)

@@ -14,15 +14,15 @@ import uvloop
 from echo_peers import FINGERPRINT, MODEL, greeted, info, polite_echo
 from tests import forked
 
-from swarmllm.network.block_directory import BlockDirectory
-from swarmllm.network.peer import Peer
-from swarmllm.network.protocol import MessageType
+from swarmllm.network.p2p.block_directory import BlockDirectory
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.protocol import MessageType
 
 
 def test_no_daemon_survives_its_killed_process() -> None:
     code = (
         "import asyncio\n"
-        "from swarmllm.network.peer import Peer\n"
+        "from swarmllm.network.p2p.peer import Peer\n"
         "async def main():\n"
         "    peer = await Peer.create()\n"
         "    print(peer.daemon_pid, flush=True)\n"
@@ -80,9 +80,9 @@ import sys
 def imported(*names):
     return [name for name in names if name in sys.modules]
 heavy = ("hivemind.averaging", "hivemind.moe", "hivemind.optim", "scipy")
-import swarmllm.network.protocol, swarmllm.network.tensor_codec, swarmllm.network.block_directory
+import swarmllm.network.wire.protocol, swarmllm.network.wire.tensor_codec, swarmllm.network.p2p.block_directory
 assert imported("hivemind", "multiaddr", "scipy") == []
-import swarmllm.network.peer
+import swarmllm.network.p2p.peer
 assert imported("hivemind.dht.node", *heavy) == ["hivemind.dht.node"]
 print("only what is needed")
 import hivemind

@@ -94,6 +94,7 @@ def small_batches(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("method", INSIDE)
+@pytest.mark.rotates(3)
 def test_inside_remote_blocks(method: str, llama: Path, small_batches: Any) -> None:
     config = INSIDE[method](["q_proj", "v_proj", "down_proj"])
     assert_same(small_batches, load_local(llama), config, prompt(3))
@@ -115,7 +116,7 @@ def test_adapters_travel_only_after_they_have_changed(llama: Path, swarm: LocalS
             torch.testing.assert_close(adapted(input_ids=ids).logits, load_local(llama)(input_ids=ids).logits)
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_a_prefix_travels_once_and_its_adapter_works_locally(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
     ids, mask = prompt(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[0, :5] = 0
@@ -141,7 +142,7 @@ def test_a_prefix_travels_once_and_its_adapter_works_locally(llama: Path, swarm:
 
 
 @pytest.mark.parametrize("method", ["LoRA", "prefix tuning"])
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_a_text_goes_on_with_what_it_began_with(method: str, llama: Path, swarm: LocalSwarm) -> None:
     """Whatever else the model does between two of its steps."""
     ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(3))
@@ -158,7 +159,7 @@ def test_a_text_goes_on_with_what_it_began_with(method: str, llama: Path, swarm:
     assert torch.equal(*texts)
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_texts_behind_several_prefixes_at_once(llama: Path, swarm: LocalSwarm) -> None:
     """Equal prompts, long enough to be shared, behind other prefixes: nobody gets another's keys and values."""
     ids = prompt(1, 80)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
-from swarmllm.network.protocol import MessageType
+from swarmllm.network.wire.protocol import MessageType
 
 LENGTH = 512
 SPANS = [(0, 3), (3, NUM_BLOCKS)]

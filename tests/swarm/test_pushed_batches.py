@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client import pushed_batches
-from swarmllm.client.batch_requests import Between
-from swarmllm.client.pushed_batches import PushedBatches
-from swarmllm.network.messages import Source, Target
-from swarmllm.network.stream import traffic
+from swarmllm.client.batches import pushed_batches
+from swarmllm.client.batches.batch_requests import Neighbours
+from swarmllm.client.batches.pushed_batches import PushedBatches
+from swarmllm.network.wire.messages import Source, Target
+from swarmllm.network.wire.stream import traffic
 
 WRONG_SECRET = "f" * 32
 NOBODY = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
@@ -120,18 +120,19 @@ def test_spot_checks_are_for_what_was_relayed(llama: Path, swarm: LocalSwarm) ->
 
 
 @pytest.mark.parametrize("work", [logits, gradients])
+@pytest.mark.rotates(3)
 def test_a_target_that_cannot_be_reached(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """It is relayed, without blame, and the two aren't asked again."""
-    between, middle = pushed_batches._between, swarm.servers[1].peer_id
+    between, middle = pushed_batches._with_neighbours, swarm.servers[1].peer_id
 
-    def to_nobody(*args: Any) -> Iterator[tuple[Any, Between]]:
+    def to_nobody(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
             nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
             yield part, replace(said, target=nobody) if part.peer_id == middle else said
 
-    monkeypatch.setattr(pushed_batches, "_between", to_nobody)
+    monkeypatch.setattr(pushed_batches, "_with_neighbours", to_nobody)
     with connected(llama, swarm.initial_peers) as model:
         got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
         for one, other in zip(got, expected, strict=True):
@@ -164,20 +165,21 @@ def test_servers_that_are_not_linked(swarm: LocalSwarm, model: Any, relaying: An
 
 
 @pytest.mark.parametrize("work", [logits, gradients])
+@pytest.mark.rotates(3)
 def test_a_push_that_never_comes(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """The server says that it still waits, so nobody knows whose fault it is, and it is relayed."""
-    between, answer = pushed_batches._between, PushedBatches._answer
+    between, answer = pushed_batches._with_neighbours, PushedBatches._answer
 
-    def with_another_secret(*args: Any) -> Iterator[tuple[Any, Between]]:
+    def with_another_secret(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
             source = None if said.source is None else Source(peer_id=said.source.peer_id, token=WRONG_SECRET)
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:
         """What never comes is waited for a moment, and on busy machines everything else as long as it takes."""
-        config, source = self._view.config, link.between.source
+        config, source = self._view.config, link.neighbours.source
         if source is not None and source.token == WRONG_SECRET:
             self._view.config = replace(config, step_timeout_s=0.5)
         try:
@@ -185,7 +187,7 @@ def test_a_push_that_never_comes(
         finally:
             self._view.config = config
 
-    monkeypatch.setattr(pushed_batches, "_between", with_another_secret)
+    monkeypatch.setattr(pushed_batches, "_with_neighbours", with_another_secret)
     monkeypatch.setattr(PushedBatches, "_answer", not_for_long)
     with connected(llama, swarm.initial_peers) as model:
         for _ in range(2):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(3)
 
 HALF = NUM_BLOCKS // 2
 FAR_MS, MIDDLE_MS, NEAR_MS = 80.0, 40.0, 10.0
@@ -45,7 +45,7 @@ def test_the_nearest_servers_are_taken_and_better_ones_moved_to(
     client: Any, local: PreTrainedModel, far_swarm: LocalSwarm, proxies: DelayProxies
 ) -> None:
     first_half, second_half = far_swarm.servers[1:3]
-    pinged = client.swarm.round_trips
+    pinged = client.swarm.distances.round_trips
     wait_until(lambda: len(pinged._seen_at) == 3, "a ping of all servers")
     route = client.swarm.route()
     assert names(route) == [first_half.peer_id, second_half.peer_id]
@@ -91,7 +91,7 @@ def test_a_batch_is_split_over_routes_and_fits_into_small_servers(llama: Path, l
         with connected(llama, swarm.initial_peers) as model:
             ids = prompt(batch=8, length=8)
             embedded = model.embed(ids).detach().requires_grad_()
-            routes = model.swarm.loop.run(model.swarm.parallel_routes(model.remote_blocks.span, 64, 4))
+            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
             assert [share for _, share in routes] == pytest.approx([0.5, 0.5])
 
             output = model.remote_blocks(embedded)
@@ -109,6 +109,27 @@ def test_a_batch_is_split_over_routes_and_fits_into_small_servers(llama: Path, l
     torch.testing.assert_close(output, hidden)
     torch.testing.assert_close(again, hidden)
     torch.testing.assert_close(embedded.grad, reference.grad)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_routes_of_a_batch_share_a_fast_server(llama: Path, local: PreTrainedModel, push: bool) -> None:
+    """It keeps three slow ones busy; with any of them the outputs and gradients are those of the local model."""
+    half = NUM_BLOCKS // 2
+    with LocalSwarm(llama, spans=[(0, half)], **OPTIONS, throughput=300) as swarm:
+        slow = [swarm.add_server((half, NUM_BLOCKS), throughput=100) for _ in range(3)]
+        with connected(llama, swarm.initial_peers, push=push) as model:
+            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
+            assert [share for _, share in routes] == pytest.approx([1 / 3] * 3)
+            assert {route[-1].server.peer_id for route, _ in routes} == {server.peer_id for server in slow}
+            for batch, killed in ((7, False), (7, True), (2, False)):
+                ids = prompt(batch=batch, length=8)
+                if killed:
+                    slow[0].kill()
+                found, expected = (one.get_input_embeddings()(ids).detach().requires_grad_() for one in (model, local))
+                for one, embeddings in ((model, found), (local, expected)):
+                    logits = one(inputs_embeds=embeddings).logits
+                    logits.square().sum().backward()
+                torch.testing.assert_close(found.grad, expected.grad)
 
 
 def test_hidden_states_of_a_wrong_width_are_refused_here(client: Any) -> None:

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_models import NUM_BLOCKS, assert_same_tokens, connected, generate_seeded, prompt, wait_until
+from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, generate_seeded, prompt, wait_until
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.errors import ConfigurationError, SessionClosedError, SessionLengthExceededError
+from swarmllm.errors import (
+    CacheFullError,
+    ConfigurationError,
+    ServerOverloadedError,
+    SessionClosedError,
+    SessionLengthExceededError,
+    SwarmError,
+)
 
 
 def test_own_generation_loop_with_embed_step_and_head(model: Any, local: PreTrainedModel) -> None:
@@ -175,7 +182,7 @@ def test_hidden_states_of_another_shape_are_refused(model: Any) -> None:
 def test_a_text_that_is_done_leaves_no_session_behind(llama: Path, swarm: LocalSwarm) -> None:
     """Its streams end, and with them the caches on the servers, without waiting for the garbage collector."""
     with connected(llama, swarm.initial_peers) as model:
-        streams = model.swarm._connected_peer._streams
+        streams = model.swarm.look_ups.peer._streams
         gc.disable()
         try:
             for options in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}):
@@ -200,3 +207,50 @@ def test_sessions_do_not_mix(model: Any, local: PreTrainedModel) -> None:
             torch.testing.assert_close(torch.cat(pieces, dim=1), local(ids).logits)
     for session in sessions:
         session.close()
+
+
+def test_a_server_promises_the_memory_that_it_may_use(llama: Path, local: PreTrainedModel) -> None:
+    limit = 0.004  # GiB
+    with (
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], max_memory=str(limit), **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers) as model,
+    ):
+        with model.inference_session(max_length=300) as session:
+            generated = generate_seeded(model, prompt(), max_new_tokens=4)
+            (server,) = (hop.server for hop in session.route)
+        assert generated.tolist() == generate_seeded(local, prompt(), max_new_tokens=4).tolist()
+        config = local.config
+        bytes_per_token = 2 * NUM_BLOCKS * config.num_key_value_heads * config.head_dim * 4
+        assert 300 < server.cache_tokens_left < limit * 2**30 / bytes_per_token < 65536
+        with (
+            pytest.raises(CacheFullError, match="use a smaller max_length"),
+            model.inference_session(max_length=server.cache_tokens_left + 400) as session,
+        ):
+            session.step(model.embed(prompt()))
+
+
+def test_a_server_without_memory_for_sessions_says_so(llama: Path) -> None:
+    with pytest.raises(SwarmError, match=r"for sessions, of which 256 tokens take .* \(--max_memory\)"):
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], max_memory="0.0005", **OPTIONS).start()
+
+
+def test_no_more_sessions_than_a_server_takes(llama: Path, local: PreTrainedModel) -> None:
+    """The next one is sent elsewhere, and comes back when a place is free."""
+    expected = generate_seeded(local, prompt(), max_new_tokens=3).tolist()
+    with (
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)] * 2, max_sessions=1, **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers, max_retries=1) as model,
+    ):
+        with model.inference_session(max_length=64) as first, torch.no_grad():
+            first.step(model.embed(prompt()))
+            with model.inference_session(max_length=64) as second:
+                assert generate_seeded(model, prompt(), max_new_tokens=3).tolist() == expected
+                assert second.route[0].server.peer_id != first.route[0].server.peer_id
+                with (
+                    pytest.raises(ServerOverloadedError, match="takes 1 session at a time"),
+                    model.inference_session(max_length=64) as third,
+                ):
+                    third.step(model.embed(prompt()))
+        wait_until(
+            lambda: generate_seeded(model, prompt(), max_new_tokens=3).tolist() == expected, "a place that is free"
+        )

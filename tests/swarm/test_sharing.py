@@ -53,7 +53,7 @@ def test_a_trained_head_is_saved_alone_and_loaded_again(llama: Path, swarm: Loca
 def test_parts_of_another_base_are_refused(model: Any, llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "mine")
     with connected(llama, swarm.initial_peers) as other:
-        other.swarm._fingerprint = "f" * 32
+        other.swarm.look_ups.fingerprint = "f" * 32
         with pytest.raises(WeightsMismatchError, match="was trained on"):
             other.load_trained(tmp_path / "mine")
 

@@ -10,13 +10,13 @@ from swarm_models import assert_same_tokens, connected, generate_seeded, prompt,
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.decoding.pace import PLAIN, Pace, Plan
 from swarmllm.errors import ConfigurationError
+from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
 NUM_TOKENS = 24
 
 
-class FixedPace(Pace):
+class FixedPlanner(Planner):
     """Always runs ahead, though loopback would not pay for it."""
 
     latency_pays = True
@@ -33,7 +33,7 @@ class FixedPace(Pace):
 def ahead(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
     """Its draft model is the model itself: nearly all guesses are right."""
     with connected(llama, swarm.initial_peers, speculation=str(llama)) as model:
-        model.speculator.pace = FixedPace()
+        model.speculator.planner = FixedPlanner()
         yield model
 
 
@@ -41,7 +41,7 @@ def ahead(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
 def guessing(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
     """It guesses from the text, which is mostly wrong."""
     with connected(llama, swarm.initial_peers, speculation="ngram") as model:
-        model.speculator.pace = FixedPace()
+        model.speculator.planner = FixedPlanner()
         yield model
 
 
@@ -49,20 +49,20 @@ def guessing(llama: Path, swarm: LocalSwarm) -> Iterator[Any]:
 def test_the_same_tokens(ahead: Any, guessing: Any, local: PreTrainedModel, options: dict[str, Any]) -> None:
     ids = torch.cat([prompt(1, 6), prompt(1, 6), prompt(1, 3)], dim=1)
     for model in (ahead, guessing):
-        model.speculator.pace = FixedPace()
+        model.speculator.planner = FixedPlanner()
         assert_same_tokens(model, local, ids, max_new_tokens=NUM_TOKENS, **options)
-        assert model.speculator.pace._accepted, "nothing was guessed"
+        assert model.speculator.planner._accepted, "nothing was guessed"
     if not options:
-        assert ahead.speculator.pace.right() >= NUM_TOKENS / 2
+        assert ahead.speculator.planner.right() >= NUM_TOKENS / 2
 
 
 def test_what_cannot_run_ahead_takes_the_plain_way(ahead: Any, local: PreTrainedModel) -> None:
-    ahead.speculator.pace = FixedPace()
+    ahead.speculator.planner = FixedPlanner()
     assert_same_tokens(ahead, local, prompt(3), max_new_tokens=5)
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, num_beams=3)
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, num_return_sequences=2, do_sample=True)
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, prompt_lookup_num_tokens=3)
-    assert not ahead.speculator.pace._accepted
+    assert not ahead.speculator.planner._accepted
 
 
 def test_a_conversation_goes_on_in_its_session(ahead: Any, local: PreTrainedModel) -> None:
@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_in_its_session(ahead: Any, local: PreTrainedMode
         longer = torch.cat([first, prompt(1, 4, seed=2)], dim=1)
         assert_same_tokens(ahead, local, longer, max_new_tokens=NUM_TOKENS)
         assert session.num_repairs == 0
-        wait_until(lambda: not session._chain._pending, "the end of what was under way")
+        wait_until(lambda: not session._chain._in_flight, "the end of what was under way")
 
 
 def test_the_session_may_end_with_the_last_token(ahead: Any, local: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.network.protocol import MessageType
+from swarmllm.network.wire.protocol import MessageType
 
 
 def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,34 @@
 """The flags of the commands: both spellings, settings from a file, prompts, and what is said about unusable ones."""
 
+import math
+import os
+import subprocess
+import sys
 from argparse import SUPPRESS
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from swarmllm.__main__ import COMMANDS
-from swarmllm.client.generation import TextConfig
-from swarmllm.command_line import CLIENT_FLAGS, Parser, one_line, run_program
+from swarmllm.client.text_generation import TextConfig
+from swarmllm.command_line import Parser, one_line, run_program
+from swarmllm.commands.adapters import Search
+from swarmllm.commands.chat import ChatConfig
+from swarmllm.commands.dht import DhtConfig
+from swarmllm.commands.doctor.findings import DoctorConfig
+from swarmllm.commands.generate import parse_prompt
+from swarmllm.commands.status import StatusConfig
+from swarmllm.commands.status import build_parser as status_parser
 from swarmllm.config import ClientConfig
+from swarmllm.demo.__main__ import DemoConfig
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.flags import docstrings
+from swarmllm.gateway.__main__ import build_parser as gateway_parser
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.generate import parse_prompt
 from swarmllm.server.__main__ import parse_config
-from swarmllm.status import build_parser as status_parser
+from swarmllm.server.settings import ServerConfig
 
 PEER = "/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 OTHER = PEER.replace("4000", "4001")
@@ -59,6 +73,78 @@ def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.Capture
         assert action.help == SUPPRESS or all(flag in everything for flag in action.option_strings)
 
 
+CONFIGS = {
+    "server": ServerConfig,
+    "dht": DhtConfig,
+    "generate": TextConfig,
+    "chat": ChatConfig,
+    "status": StatusConfig,
+    "gateway": GatewayConfig,
+    "adapters": Search,
+    "doctor": DoctorConfig,
+    "demo": DemoConfig,
+}
+NOT_SETTINGS = {"help", "config"}
+WITHOUT_FLAG = {"swarm_name"}
+"""Only an invite brings it."""
+NOT_ASKED = {"dht": {"lan_discovery"}, "status": {"identity_path"}, "doctor": {"stop_on_stdin_eof"}}
+"""Shared fields of which a command makes no use."""
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_flags_are_the_fields_and_say_what_their_docstrings_say(name: str) -> None:
+    config, parser = CONFIGS[name], import_module(COMMANDS[name].module).build_parser()
+    parser.format_help()
+    explained = {key: text for owner in reversed(config.__mro__[:-1]) for key, text in docstrings(owner).items()}
+    actions = {action.dest: action for action in parser._actions if action.dest not in NOT_SETTINGS}
+    if name == "generate":
+        del actions["prompt"]
+    wanted = {one.name: one for one in fields(config) if one.name not in WITHOUT_FLAG | NOT_ASKED.get(name, set())}
+    assert actions.keys() == wanted.keys()
+    for key, one in wanted.items():
+        action = actions[key]
+        assert action.default == SUPPRESS  # so that the field's own counts
+        assert action.required == (one.default is MISSING and one.default_factory is MISSING)
+        if action.help != SUPPRESS and action.option_strings:
+            first = explained[key].split(". ")[0].rstrip(".").split("; None")[0]
+            assert first[1:] in (action.help or "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--num_blocks", "two"], "give a whole number or auto, not 'two'"),
+        (["--update_period", "1h"], "give a number, not '1h'"),
+        (["--block_indices", "3"], "START < END"),
+        (["--num_blocks"], "expected one argument"),
+        (["--no_such_flag"], "no_such_flag"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(["--model", "m", "--new_swarm", *argv])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_auto_is_what_no_flag_is() -> None:
+    argv = ["--model", "m", "--new_swarm"]
+    assert parse_config([*argv, "--throughput", "auto", "--num_blocks=auto"]) == parse_config(argv)
+
+
+def test_help_needs_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    docstrings.cache_clear()
+    monkeypatch.setattr("linecache.getlines", lambda *_: [])
+    try:
+        assert "--num_blocks N" in import_module(COMMANDS["server"].module).build_parser().format_help()
+    finally:
+        docstrings.cache_clear()
+
+
 def test_only_what_is_given_is_reported(parser: Parser) -> None:
     assert parser.parse_settings([]) == {}
 
@@ -72,6 +158,21 @@ def test_flags_win_over_the_file(parser: Parser, tmp_path: Path) -> None:
         "new_swarm": True,
         "initial_peers": ["/a", "/b"],
     }
+
+
+def test_lists_may_come_in_several_flags(tmp_path: Path) -> None:
+    flags = ["--model", "m", "n", "--initial_peers", "/a", "/b", "--initial-peers", "/c", "--initial_peers=/d"]
+    given = {"model": ["m", "n"], "initial_peers": ["/a", "/b", "/c", "/d"]}
+    assert gateway_parser().parse_settings(flags) == given
+    path = tmp_path / "settings.toml"
+    path.write_text('initial-peers = ["/x"]\nmodel = "o"\nport = 1\n')
+    assert gateway_parser().parse_settings(["--config", str(path), *flags]) == {**given, "port": 1}
+
+
+def test_the_file_may_stand_behind_an_equals_sign(parser: Parser, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("num_blocks = 3\n")
+    assert parser.parse_settings([f"--config={path}"]) == {"num_blocks": 3}
 
 
 def test_false_in_the_file_is_a_flag_left_out(parser: Parser, tmp_path: Path) -> None:
@@ -109,6 +210,15 @@ def test_the_prompt_may_follow_the_addresses() -> None:
         assert (config.initial_peers, prompt) == ((PEER, OTHER), "Once upon")
 
 
+def test_a_prompt_behind_two_dashes_is_left_as_it_is() -> None:
+    assert parse_prompt(["--model", "m", "--", "--so-he said: --no-way"])[1] == "--so-he said: --no-way"
+
+
+def test_bytes_of_a_prompt_that_are_no_text_are_marked() -> None:
+    given = os.fsdecode(b"one \xff two")
+    assert parse_prompt(["--model", "m", given])[1] == "one \N{REPLACEMENT CHARACTER} two"
+
+
 def test_without_a_prompt_all_are_addresses() -> None:
     config, prompt = parse_prompt(["--model", "m", "--initial-peers", PEER, OTHER])
     assert (config.initial_peers, prompt) == ((PEER, OTHER), None)
@@ -138,7 +248,19 @@ def test_sampling_when_it_is_asked_for(options: dict[str, float], expected: dict
     assert TextConfig(model="m", **options).generation_options() == {"max_new_tokens": 128, **expected}
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-40},
+        {"temperature": math.nan},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"max_new_tokens": 0},
+        {"seed": 1 << 64},
+    ],
+    ids=str,
+)
 def test_options_that_cannot_work(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         TextConfig(model="m", **bad)
@@ -156,9 +278,10 @@ def test_what_a_client_can_be_told_every_command_can(name: str) -> None:
         "verify_fraction": 0.25,
         "verify_tolerance": 0.5,
         "speculation": "off",
+        "local_blocks": "0:2,6:8",
+        "activation_noise": 0.25,
         "compression": "int8",
     }
-    assert given.keys() == CLIENT_FLAGS.keys()
     argv = ["--model", "m"]
     for flag, value in given.items():
         argv += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
@@ -211,6 +334,37 @@ def test_bugs_show_their_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_program(program)
+
+
+PROGRAM = "import socket, sys; from swarmllm.command_line import run_program; sys.exit(run_program(lambda: {}))"
+
+
+def run_in_shell(program: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    """What a program of run_program does with other standard streams than a terminal's."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, PROGRAM.format(program)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
+def test_nothing_takes_the_number_of_a_stream_that_is_closed(closed: str) -> None:
+    ended = run_in_shell("print(sys.stdin.read(0)) or 3 + socket.socket().fileno()", closed)
+    assert (ended.stderr, ended.returncode > 5) == ("", True)
+
+
+@pytest.mark.parametrize("program", ["print('text')", "print('text', flush=True)"])
+def test_no_room_for_the_output_is_one_sentence(program: str) -> None:
+    ended = run_in_shell(program, ">/dev/full")
+    assert (ended.stderr, ended.returncode) == ("swarmllm: can't write the output: No space left on device\n", 1)
+
+
+def test_standard_input_may_hold_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "said").write_bytes(b"a\xff")
+    ended = run_in_shell("2 * (sys.stdin.read() == 'a' + chr(0xFFFD))", f"<{tmp_path}/said")
+    assert (ended.stderr, ended.returncode) == ("", 2)
 
 
 def test_one_line() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from swarmllm.config import ClientConfig, ServerConfig, parse_block_indices
+from swarmllm.config import ClientConfig, parse_block_indices
 from swarmllm.errors import ConfigurationError
+from swarmllm.server.settings import ServerConfig
 
 SERVER = {"model": "m", "new_swarm": True}
 
@@ -24,6 +25,10 @@ SERVER = {"model": "m", "new_swarm": True}
         {"max_batch_tokens": 0},
         {"max_message_bytes": 0},
         {"compression": "zip"},
+        {"active_adapter": ""},
+        {"activation_noise": -0.1},
+        {"activation_noise": float("inf")},
+        {"activation_noise": float("nan")},
     ],
     ids=str,
 )
@@ -44,10 +49,11 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"new_swarm": False, "lan_discovery": False}, "initial_peers"),
         ({"new_swarm": False, "host_maddrs": "/ip4/127.0.0.1/tcp/0"}, "initial_peers"),
         ({"port": 65536}, "port"),
-        ({"quant_type": "int3"}, "quant_type"),
+        ({"quant_type": "int1"}, "quant_type"),
         ({"compression": "int4"}, "compression"),
         ({"throughput": 0.0}, "throughput"),
         ({"attn_cache_tokens": 0}, "attn_cache_tokens"),
+        ({"max_sessions": 0}, "max_sessions"),
         ({"prefix_cache_tokens": -1}, "prefix_cache_tokens"),
         ({"max_batch_tokens": -5}, "max_batch_tokens"),
         ({"update_period": 0}, "update_period"),

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmllm import doctor, embedded_model_path
-from swarmllm.doctor import DoctorConfig, Finding, Verdict, dial, lock_holder, memory_finding, wrong_versions
-from swarmllm.network.identity import Identity
+from swarmllm import embedded_model_path
+from swarmllm.commands.doctor import machine, network
+from swarmllm.commands.doctor.findings import DoctorConfig, Finding, Verdict
+from swarmllm.commands.doctor.packages import check_versions, wrong_versions
+from swarmllm.network.p2p.identity import Identity
 
 
 def only(findings: Iterator[Finding]) -> Finding:
@@ -34,7 +36,7 @@ def test_versions() -> None:
     assert "old is 0.9" in old
     assert 'pip install "old>=1"' in old
     assert "gone is not installed" in gone
-    assert only(doctor.check_versions(DoctorConfig())).verdict is Verdict.OK
+    assert only(check_versions()).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(
@@ -48,61 +50,62 @@ def test_versions() -> None:
 def test_a_gpu_that_torch_does_not_see(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, cuda: str | None, verdict: Verdict, words: str
 ) -> None:
-    monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    finding = only(doctor.check_device(DoctorConfig()))
+    finding = only(machine.check_device(DoctorConfig()))
     assert finding.verdict is verdict
     assert words in finding.text
 
 
 def test_memory() -> None:
-    assert memory_finding([4, 5], 100, "this machine").text.startswith("2 of 2 blocks fit")
-    assert memory_finding([10] * 8, 100, "this machine").text.startswith("8 of 8")
-    tight = memory_finding([100], 100, "this machine")
+    assert machine.memory_finding([4, 5], 1, 80).text.startswith("2 of 2 blocks fit, the whole model")
+    assert machine.memory_finding([10] * 8, 15, 80).text.startswith("3 of 8 blocks fit, 3 machines like this one")
+    assert machine.memory_finding([50] * 8, 50, 80).text.startswith("1 of 8 blocks fit, 8 machines")
+    tight = machine.memory_finding([100], 1, 80)
     assert tight.verdict is Verdict.BAD
-    assert "--quant_type nf4" in tight.text
+    assert "--quant_type int4" in tight.text
 
 
 def test_model() -> None:
-    model, memory = doctor.check_model(DoctorConfig(model=embedded_model_path(), device="cpu"))
+    model, memory = machine.check_model(DoctorConfig(model=embedded_model_path(), device="cpu"))
     assert "8 blocks" in model.text
     assert memory.verdict is Verdict.OK
-    assert only(doctor.check_model(DoctorConfig(model="/nowhere/at-all"))).verdict is Verdict.BAD
-    assert list(doctor.check_model(DoctorConfig())) == []
+    assert only(machine.check_model(DoctorConfig(model="/nowhere/at-all"))).verdict is Verdict.BAD
+    assert list(machine.check_model(DoctorConfig())) == []
 
 
 def test_identity(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    made, _ = doctor.check_identity(DoctorConfig(identity_path=str(path)))
+    made, _ = machine.check_identity(DoctorConfig(identity_path=str(path)))
     assert "made a new one" in made.text
     identity = Identity.load_or_create(path)
-    free = only(doctor.check_identity(DoctorConfig(identity_path=str(path))))
+    free = only(machine.check_identity(DoctorConfig(identity_path=str(path))))
     assert free.verdict is Verdict.OK
     assert identity.peer_id in free.text
     with path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        taken = only(doctor.check_identity(DoctorConfig(identity_path=str(path))))
+        taken = only(machine.check_identity(DoctorConfig(identity_path=str(path))))
         assert taken.verdict is Verdict.BAD
         assert f"process {os.getpid()}" in taken.text
-    assert lock_holder(path) is None
+    assert machine.lock_holder(path) is None
     path.chmod(0o644)
-    assert "chmod 600" in list(doctor.check_identity(DoctorConfig(identity_path=str(path))))[1].text
-    unwritable = list(doctor.check_identity(DoctorConfig(identity_path="/nowhere/key")))
+    assert "chmod 600" in list(machine.check_identity(DoctorConfig(identity_path=str(path))))[1].text
+    unwritable = list(machine.check_identity(DoctorConfig(identity_path="/nowhere/key")))
     assert unwritable[-1].verdict is Verdict.BAD
     path.write_bytes(b"no key")
     path.chmod(0o600)
-    assert only(doctor.check_identity(DoctorConfig(identity_path=str(path)))).verdict is Verdict.BAD
+    assert only(machine.check_identity(DoctorConfig(identity_path=str(path)))).verdict is Verdict.BAD
 
 
 async def test_ports() -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        assert await dial(f"/ip4/127.0.0.1/tcp/{port}") is None
+        assert await network.dial(f"/ip4/127.0.0.1/tcp/{port}") is None
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # taken, but nobody listens
-        problem = await dial(f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}")
+        problem = await network.dial(f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}")
     assert problem is not None
     assert "nothing listens" in problem
 
@@ -110,13 +113,13 @@ async def test_ports() -> None:
 async def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (finding,) = await doctor.check_listening(DoctorConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",), port=port))
+        (finding,) = await network.check_listening(DoctorConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",), port=port))
     assert finding.verdict is Verdict.BAD
     assert "choose another port" in finding.text
 
 
 async def test_initial_peers_that_are_none() -> None:
-    (finding,) = await doctor.check_swarm(DoctorConfig(initial_peers=("localhost:80",)))
+    (finding,) = await network.check_swarm(DoctorConfig(initial_peers=("localhost:80",)))
     assert finding.verdict is Verdict.BAD
-    (finding,) = await doctor.check_swarm(DoctorConfig(lan_discovery=False))
+    (finding,) = await network.check_swarm(DoctorConfig(lan_discovery=False))
     assert finding.verdict is Verdict.NOTE

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm.command_line import Parser
-from swarmllm.config import ClientConfig, ServerConfig
-from swarmllm.dht import parse_dht
+from swarmllm.commands.dht import parse_dht, relay_rules
+from swarmllm.commands.generate import parse_prompt
+from swarmllm.config import ClientConfig
 from swarmllm.errors import ConfigurationError
-from swarmllm.generate import parse_prompt
 from swarmllm.invite import MAX_ENTRIES, PREFIX, Invite, read_invite, unpack_invites
+from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.__main__ import parse_config
+from swarmllm.server.settings import ServerConfig
 
 PEERS = ("/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWA", "/ip4/10.0.0.2/tcp/31337/p2p/12D3KooWB")
 PRIVATE = Invite(initial_peers=PEERS, model="some/model", allowed_servers=("s1", "s2"), allowed_clients=("c1",))
@@ -147,6 +149,18 @@ def test_the_name_of_a_private_swarm_comes_from_the_invite() -> None:
     assert invite.swarm_name == config.swarm_name == "ours"
     with pytest.raises(ConfigurationError, match="give --invite too"):
         parse_dht(["--private"])
+
+
+def test_a_bootstrap_peer_knows_whom_its_invite_names() -> None:
+    config, invite = parse_dht(["--initial_peers", str(PRIVATE)])
+    assert invite is None
+    assert relay_rules(config) == RelayRules(servers=("s1", "s2"), clients=("c1",))
+    config, invite = parse_dht(
+        ["--initial_peers", str(PRIVATE), "--invite", "--relay_mbps", "7", "--allowed_clients", "c2"]
+    )
+    assert invite == Invite(initial_peers=PEERS, allowed_servers=("s1", "s2"), allowed_clients=("c2",))
+    assert relay_rules(config) == RelayRules(mbps=7.0, servers=("s1", "s2"), clients=("c2",))
+    assert relay_rules(parse_dht(["--no_relay"])[0]) is None
 
 
 def test_dht_makes_them() -> None:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from swarmllm.commands import status as status_command
+from swarmllm.commands.status import ModelStatus, look_twice, look_up
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot, printable
 from swarmllm.errors import MissingBlocksError
-from swarmllm.network.messages import ErrorHeader, Target
-from swarmllm.status import ModelStatus, look_up
+from swarmllm.network.wire.messages import ErrorHeader, Target
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
@@ -83,6 +84,14 @@ def test_a_gap_is_drawn_and_named() -> None:
     assert describe_coverage(snapshot) == "missing: nobody serves blocks 3–5"
 
 
+def test_missing_memory() -> None:
+    snapshot = SwarmSnapshot(8, (server("a", 0, 5),))
+    told = RECORD.model_copy(update={"block_bytes": 2_500_000_000})
+    assert "  3 blocks of 2.50 GB are missing: 7.50 GB" in ModelStatus(told, snapshot).as_text()
+    for record, servers in ((RECORD, snapshot), (told, SwarmSnapshot(8, (server("a", 0, 8),)))):
+        assert "GB" not in ModelStatus(record, servers).as_text()
+
+
 def test_nobody() -> None:
     assert describe_coverage(SwarmSnapshot(4)) == "missing: nobody serves blocks 0–3"
 
@@ -142,6 +151,23 @@ async def test_all_models_or_one() -> None:
         assert [len(status.snapshot.servers) for status in await look_up(directory, name)] == [2]
     with pytest.raises(MissingBlocksError, match="it serves /models/other, some/model"):
         await look_up(directory, "another")
+
+
+async def test_who_answers_late_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_command, "SECOND_LOOK_S", 0)
+
+    class Late(Directory):
+        looks = 0
+
+        async def servers(self, fingerprint: str) -> list[ServerInfo]:
+            self.looks += 1
+            return (await super().servers(fingerprint))[: self.looks]
+
+    late = Late({RECORD: [server("a", 0, 4), server("b", 4, 8)]})
+    (status,) = await look_twice(late)  # type: ignore[arg-type]
+    assert (status.snapshot.missing_blocks(), late.looks) == ((), 2)
+    (status,) = await look_twice(late)  # type: ignore[arg-type]
+    assert late.looks == 3
 
 
 async def test_a_swarm_without_models() -> None:

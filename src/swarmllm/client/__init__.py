@@ -1,11 +1,16 @@
 """A client: the model without its blocks, and the swarm that runs them.
 
-distributed_model   what users hold: the HF class, a swarm behind it
-remote_blocks       the block list's stand-in; slices of it are modules of their own
-inference_session   one chain of servers with KV caches; repairs itself
-remote_autograd     batches without caches, forward and backward
-pushed_batches      batches whose hidden states go from server to server
-swarm_view          who serves what; routes; whom to avoid
-connection          one stream to one server
-event_loop          the thread in which all of this runs
+distributed_model       what users hold: the Hugging Face class, a swarm behind it
+remote_blocks           the stand-in for the block list; slices of it are modules of their own
+activation_noise        noise on what leaves this machine, for those who want it
+local_blocks            blocks of the model that run here
+local_fallback          a model that goes on here when the swarm can't
+inner_gradients         gradients through what passes between blocks
+many_prompts            `generate()` for many texts at a time
+speculative_generation  where `generate()` begins to guess
+saving                  what a client owns of a model, on disk
+text_generation         a model with its tokenizer, conversations: what commands and gateway share
+session/                one text: a chain of servers with KV caches, which repairs itself
+batches/                forward and backward without caches
+view/                   who serves what, how to reach them, and the thread in which all of this runs
 """

@@ -1,4 +1,4 @@
-"""What users hold: a Hugging Face model whose blocks run in a swarm.
+"""The model as users hold it: a Hugging Face class whose blocks run in a swarm.
 
     model = AutoDistributedModel.from_pretrained(name_or_path, initial_peers=[...])
     model.generate(...)
@@ -11,30 +11,37 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MethodType, TracebackType
-from typing import Any, Self
+from types import MethodType
+from typing import Any, Never, Self, SupportsIndex
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from swarmllm.client.event_loop import EventLoop
-from swarmllm.client.inference_session import InferenceSession, entered_session
-from swarmllm.client.remote_autograd import BatchRunner
+from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
+from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
+from swarmllm.client.many_prompts import ManyPrompts, Submitted
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
+from swarmllm.client.session.inference_session import InferenceSession, entered_session
+from swarmllm.client.session.user_inputs import note_position
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
-from swarmllm.client.swarm_view import SwarmView
-from swarmllm.client.user_inputs import note_position
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, task_class, task_of, text_config
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.client_shell import embed, head, load_client_shell
-from swarmllm.models.dtypes import resolve_dtype
-from swarmllm.models.remote_cache import RemoteCache
-from swarmllm.models.split_forward import SplitForward
-from swarmllm.models.tuned_prompts import TunedPrompts
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.shell.client_shell import embed, head
+from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.shell.split_forward import SplitForward
+from swarmllm.models.shell.tuned_prompts import TunedPrompts
 
 _connecting = threading.Lock()
 """uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
@@ -62,22 +69,16 @@ class DistributedModel(SavedParts):
     swarm: SwarmView
     """`.servers()`, `.route()`."""
     tuned_prompts: TunedPrompts | None
-    """What `tuning_mode` trains."""
+    """The vectors that `tuning_mode` trains."""
     _finalizer: Any
-    """Of weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
+    """A weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
 
     def inference_session(self, max_length: int = 2048, batch_size: int = 1) -> InferenceSession:
         """KV caches for `batch_size` rows of at most `max_length` tokens on all servers of a route.
 
         Inside `with … as session:`, `generate()` continues on that session; that of other threads doesn't.
         """
-        return InferenceSession(
-            self.swarm,
-            self.remote_blocks.traits,
-            self.remote_blocks.batches.spot_checks,
-            max_length=max_length,
-            batch_size=batch_size,
-        )
+        return self.remote_blocks.new_session(batch_size, max_length)
 
     def embed(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Everything before the first block: `[batch, seq]` ids → hidden states `[batch, seq, hidden]`.
@@ -118,12 +119,21 @@ class DistributedModel(SavedParts):
         """Leave the swarm; sessions end. Harmless when done twice."""
         self._finalizer()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        raise ConfigurationError(
+            "a model of a swarm can't be pickled or copied deeply, because its blocks are on servers: keep what is "
+            "here with save_pretrained() or as its state_dict(), and open another by from_pretrained()"
+        )
+
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def active_cache_session(self) -> InferenceSession | None:
@@ -131,8 +141,14 @@ class DistributedModel(SavedParts):
         return entered_session(self.swarm)
 
 
-class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
-    """With `generate()`."""
+class DistributedModelForCausalLM(ManyPrompts, FallbackGeneration, SpeculativeGeneration, DistributedModel):
+    """A distributed model with `generate()`."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As that of `AutoDistributedModelForCausalLM`; of a model's own class, transformers'."""
+        owner: Any = super() if issubclass(cls, PreTrainedModel) else AutoDistributedModelForCausalLM
+        return owner.from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +184,14 @@ class DistributedModelForCausalLM(SpeculativeGeneration, DistributedModel):
             return output
 
 
-QUANTIZATION = {"quantization_config", "load_in_8bit", "load_in_4bit"}
-"""Arguments of transformers, which would look for the blocks that aren't here."""
+_BY_SERVERS = "servers quantize the blocks (--quant_type)"
+_BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
+REFUSED = {
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _BY_SERVERS),
+    **dict.fromkeys(("config", "state_dict"), _BY_CHECKPOINT),
+    "output_loading_info": "only the model is returned",
+}
+"""Arguments of transformers that can't work without the blocks, and why."""
 
 
 class _AutoDistributed:
@@ -192,6 +214,8 @@ class _AutoDistributed:
         client_config: ClientConfig | None = None,
         token: str | None = None,
         cache_dir: str | None = None,
+        gguf_file: str | None = None,
+        local_blocks: str | None = None,
         tuning_mode: str | None = None,
         pre_seq_len: int = 0,
         **hf_kwargs: Any,
@@ -199,73 +223,92 @@ class _AutoDistributed:
         """The model of that checkpoint, its blocks in the swarm that `initial_peers` belong to.
 
         Reads only embeddings, final norm and head; a head that the checkpoint lacks is a new one, as with transformers.
-        Other arguments go to transformers' `from_pretrained`.
 
         Args:
-            name_or_path: hub id or local directory; the same checkpoint as the servers'.
+            name_or_path: hub id or local directory, or a GGUF file of one (owner/repository/file.gguf), as servers do.
             initial_peers: multiaddresses of any peers of the swarm; default: `client_config`'s.
-            dtype: of the local parts; "auto" = as stored.
+            dtype: for the local parts; "auto" = as stored.
+            gguf_file: the same as its name after that of directory or repository.
+            local_blocks: blocks to run here, as "0:2" or "0:2,30:32"; default: `client_config`'s.
             tuning_mode: "ptune" = `pre_seq_len` trained vectors before each text, "deep_ptune" = in every block as
                 well (`model.tuned_prompts`); everything else that the checkpoint has is frozen.
+            hf_kwargs: for transformers' `from_pretrained`.
 
         Raises:
-            ConfigurationError: the arguments can't work.
-            UnsupportedModelError: this architecture can't be split.
-            WeightsError: the checkpoint's files are missing or damaged, or other ones than the swarm's.
-            MissingBlocksError: some blocks are served by nobody.
-            PeerUnreachableError: none of the initial peers answers.
+            SwarmError: arguments, architecture or files won't do; the swarm lacks blocks, or can't be joined.
         """
-        for name in QUANTIZATION & hf_kwargs.keys():
-            raise ConfigurationError(f"{name} can't be given here: servers quantize the blocks (--quant_type)")
-        config = client_config or ClientConfig()
-        if initial_peers is not None:
-            peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-            config = replace(config, initial_peers=peers)
-        dtype = hf_kwargs.pop("torch_dtype", None) or dtype
-        checkpoint = open_checkpoint(
-            str(name_or_path), revision=revision, token=token or hub_token(), cache_dir=cache_dir or default_cache_dir()
+        for option in REFUSED.keys() & hf_kwargs.keys():
+            raise ConfigurationError(f"{option} can't be given here: {REFUSED[option]}")
+        config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
+        where = {"revision": revision, "token": token or hub_token(), "cache_dir": cache_dir or default_cache_dir()}
+        checkpoint = open_checkpoint(f"{name_or_path}/{gguf_file}" if gguf_file else str(name_or_path), **where)
+        hf_kwargs |= {"tuning_mode": tuning_mode, "pre_seq_len": pre_seq_len}
+        return _load(checkpoint, cls._task, config, hf_kwargs.pop("torch_dtype", None) or dtype, **hf_kwargs)
+
+
+def _with_arguments(
+    config: ClientConfig, initial_peers: Sequence[str] | str | None, local_blocks: str | None
+) -> ClientConfig:
+    """Those that are given go before the config's."""
+    if initial_peers is not None:
+        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        config = replace(config, initial_peers=peers)
+    return config if local_blocks is None else replace(config, local_blocks=local_blocks)
+
+
+def _load(
+    checkpoint: Checkpoint, task: Task | None, config: ClientConfig, dtype: str | torch.dtype, **options: Any
+) -> Any:
+    """Join the swarm, and load the model; `task` None = what the checkpoint was saved for."""
+    task = task or task_of(checkpoint.config)
+    model_class = task_class(checkpoint.config, task)
+    dtype = resolve_dtype(checkpoint, dtype)
+    loop = EventLoop()
+    try:
+        view, everything = _view_of(checkpoint, config, dtype, loop), Span(0, checkpoint.num_blocks)
+        wanted = wanted_spans(config, checkpoint.num_blocks)
+        with _connecting:
+            loop.run(view.connect())
+        local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
+        view.look_ups.spans = tuple(span for span, here in local.parts(everything) if here is None)
+        traits = loop.run(view.traits([here.traits for here in local.spans]))
+        blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
+        mixin = DistributedModelForCausalLM if task == Task.CAUSAL_LM else DistributedModel
+        model: Any = load_client_shell(
+            checkpoint,
+            model_class=model_class,
+            mixin=mixin,
+            dtype=dtype,
+            runner=blocks,
+            traits=traits,
+            here=local.modules(),
+            **options,
         )
-        task = cls._task or task_of(checkpoint.config)
-        model_class = task_class(checkpoint.config, task)
-        loop = EventLoop()
-        try:
-            view = SwarmView(
-                config,
-                loop,
-                name=checkpoint.public_name,
-                fingerprint=checkpoint.fingerprint,
-                num_blocks=checkpoint.num_blocks,
-            )
-            view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
-            # Here and not when a route is explained: building a model sets torch's random state back to what it was
-            # before, and another thread may be sampling by then.
-            view.num_bytes = sum(checkpoint.block_bytes(resolve_dtype(checkpoint, dtype)))
-            with _connecting:
-                loop.run(view.connect())
-            traits = loop.run(view.traits())
-            batches = BatchRunner(view, traits)
-            blocks = RemoteBlocks(view, batches, traits, Span(0, checkpoint.num_blocks))
-            model: Any = load_client_shell(
-                checkpoint,
-                model_class=model_class,
-                mixin=DistributedModelForCausalLM if task == Task.CAUSAL_LM else DistributedModel,
-                dtype=resolve_dtype(checkpoint, dtype),
-                runner=blocks,
-                traits=traits,
-                num_blocks=checkpoint.num_blocks,
-                tuning_mode=tuning_mode,
-                pre_seq_len=pre_seq_len,
-                **hf_kwargs,
-            )
-            if task == Task.CAUSAL_LM and tuning_mode is None:  # guesses don't know of the prompts' positions
-                model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
-        except BaseException:
-            loop.close()
-            raise
-        model.remote_blocks, model.swarm = blocks, view
-        model.model_tags = describe_origin(checkpoint, task)
-        model._finalizer = weakref.finalize(model, loop.close)
-        return model
+        if task == Task.CAUSAL_LM and model.tuned_prompts is None:  # guesses don't know of the prompts' positions
+            model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
+        model.local_fallback = open_fallback(config, checkpoint, model)
+    except BaseException:
+        loop.close()
+        raise
+    model.remote_blocks, model.swarm, model.submitted = blocks, view, Submitted()
+    model.model_tags = describe_origin(checkpoint, task)
+    model._finalizer = weakref.finalize(model, loop.close)
+    return model
+
+
+def _view_of(checkpoint: Checkpoint, config: ClientConfig, dtype: torch.dtype, loop: EventLoop) -> SwarmView:
+    view = SwarmView(
+        config,
+        loop,
+        name=checkpoint.public_name,
+        fingerprint=fingerprint(checkpoint),
+        num_blocks=checkpoint.num_blocks,
+    )
+    view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
+    # Here and not when a route is explained: building a model sets torch's random state back to what it was
+    # before, and another thread may be sampling by then.
+    view.num_bytes = sum(block_bytes(checkpoint, dtype))
+    return view
 
 
 class AutoDistributedModelForCausalLM(_AutoDistributed):
@@ -287,7 +330,7 @@ class AutoDistributedModelForTokenClassification(_AutoDistributed):
 
 
 class AutoDistributedModelForQuestionAnswering(_AutoDistributed):
-    """Where in a text an answer begins and ends."""
+    """The place in a text where an answer begins and ends."""
 
     _task = Task.QUESTION_ANSWERING
 

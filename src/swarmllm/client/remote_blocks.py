@@ -1,32 +1,38 @@
-"""`model.remote_blocks`: the blocks of the model that run on servers, all of them or a slice, as a module.
+"""`model.remote_blocks`: the blocks of the model, all of them or a slice, as a module that runs them where they are.
 
-The client shell hands it every forward of the model (`models.client_shell.BlocksRunner`); users call it, or a slice of
-it, on hidden states.
+The client shell hands it every forward of the model (as a `BlocksRunner` of `shell/blocks_proxy`); users call it, or a
+slice of it, on hidden states.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from swarmllm.client.inference_session import InferenceSession
-from swarmllm.client.remote_autograd import BatchRunner
-from swarmllm.client.user_inputs import block_inputs
+from swarmllm.client.activation_noise import noise_for
+from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.inner_gradients import pieces_with_gradient
+from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.client.session.user_inputs import block_inputs
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.remote_cache import RemoteCache
-
-if TYPE_CHECKING:
-    from swarmllm.client.swarm_view import SwarmView
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.shell.remote_cache import RemoteCache
 
 
 class RemoteBlocks(nn.Module):
     """Blocks `[span.start, span.end)`; holds no parameters. Gradients flow to its inputs."""
 
-    def __init__(self, view: "SwarmView", batches: BatchRunner, traits: BlockTraits, span: Span) -> None:
+    def __init__(
+        self, view: SwarmView, batches: BatchRunner, traits: BlockTraits, span: Span, local: LocalBlocks = NONE_HERE
+    ) -> None:
         super().__init__()
+        self.local = local
+        """Those that run in this process; the others are on servers."""
         self.span = span
         self._view = view
+        self._noise = noise_for(view.config, traits)
         self.batches = batches
         self.traits = traits
 
@@ -42,7 +48,8 @@ class RemoteBlocks(nn.Module):
         """Hidden states `[batch, seq, hidden]` → the same shape, after these blocks; no KV cache is used.
 
         Args:
-            attention_mask: `[batch, seq]` of 0 and 1, if the batch is padded.
+            attention_mask: `[batch, seq]` of 0 and 1, if the batch is padded. Padding isn't computed where it makes no
+                difference to the texts: its hidden states come back as zeros.
             input_ids: only for models whose blocks need them.
             inputs_embeds: the same.
 
@@ -59,7 +66,19 @@ class RemoteBlocks(nn.Module):
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
         )
-        return self.batches(inputs, self.span)
+        return self._batch(inputs)
+
+    def _batch(self, inputs: BlockInputs) -> Tensor:
+        for part, here in self.local.parts(self.span):
+            if here is None:
+                inputs = self._noise(inputs)
+            for piece in pieces_with_gradient(inputs, part, self.local, self.traits):
+                wanted = inputs if piece is part else replace(inputs, inner=None)
+                hidden = self.batches(wanted, piece) if here is None else here.forward(wanted, piece)
+                inputs = inputs.with_hidden(hidden)
+                if inputs.inner is not None and piece is not part and piece.end - 1 in inputs.inner.outputs:
+                    inputs.inner.found[piece.end - 1] = hidden
+        return inputs.hidden_states
 
     def __len__(self) -> int:
         return len(self.span)
@@ -76,7 +95,7 @@ class RemoteBlocks(nn.Module):
                 f"not [{index.start}:{index.stop}:{index.step}]"
             )
         span = Span(self.span.start + start, self.span.start + end)
-        return RemoteBlocks(self._view, self.batches, self.traits, span)
+        return RemoteBlocks(self._view, self.batches, self.traits, span, self.local)
 
     def extra_repr(self) -> str:
         return f"blocks {self.span}"
@@ -86,14 +105,24 @@ class RemoteBlocks(nn.Module):
     def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
         """A step of the cache's session, or a batch."""
         if cache is None:
-            return self.batches(inputs, self.span)
+            return self._batch(inputs)
         return cache.session.run(inputs)
 
-    def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:
-        """For `generate()` and forwards with use_cache, whose callers don't say how long a text may become."""
+    def new_session(self, batch_size: int, max_length: int | None, *, grows: bool = False) -> InferenceSession:
+        """KV caches for that many rows of that many positions, or of more if it `grows`."""
         return InferenceSession(
-            self._view, self.traits, self.batches.spot_checks, batch_size=batch_size, max_length=max_length, grows=True
+            self._view,
+            self.traits,
+            self.batches.spot_checks,
+            batch_size=batch_size,
+            max_length=max_length,
+            grows=grows,
+            local=self.local,
         )
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:
+        """A session for `generate()` and forwards with use_cache, whose callers don't say how long a text may get."""
+        return self.new_session(batch_size, max_length, grows=True)
 
     def longest_row(self) -> int:
         """Positions that one row of a batch may have on any server."""

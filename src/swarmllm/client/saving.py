@@ -1,4 +1,4 @@
-"""What a client owns of a model, saved and loaded: its embeddings, norm and head, trained or not, and nothing else.
+"""Saving and loading what a client owns of a model: embeddings, norm and head, trained or not, and nothing else.
 
 Mixed into the distributed model. The file has a name of its own, so that transformers' ordinary `from_pretrained` of
 the directory fails instead of making up the blocks that aren't in it. Adapters are saved by peft, as ever.
@@ -19,16 +19,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from swarmllm import __version__
-from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
 from swarmllm.models.architecture import TASK_TAGS, Task
-from swarmllm.models.checkpoint import Checkpoint, find_source
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.sources import find_source
+from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.version import __version__
 
 OWN_TENSORS = "swarmllm_client.safetensors"
 NO_MODEL = "The blocks are not here: load this with load_trained()."
-"""In place of the table that transformers' `from_pretrained` needs and trainers don't: it fails."""
+"""Stands in for the table that transformers' `from_pretrained` needs and trainers don't: it fails."""
 
 MODEL_CARD = """---
 base_model: {base}
@@ -46,7 +49,7 @@ The client's part of a {cls} on the blocks of `{base}`: everything but the block
 
 def describe_origin(checkpoint: Checkpoint, task: Task) -> list[str]:
     """Tags that say what something trained on this model belongs to; `swarmllm adapters` finds it by them."""
-    tags = ["swarmllm", f"fingerprint:{checkpoint.fingerprint}", f"task:{TASK_TAGS[task]}"]
+    tags = ["swarmllm", f"fingerprint:{fingerprint(checkpoint)}", f"task:{TASK_TAGS[task]}"]
     if checkpoint.revision is not None:
         tags += [f"revision:{checkpoint.revision}", f"base_model:{checkpoint.public_name}"]
     return tags
@@ -56,11 +59,12 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
     """`save_pretrained`, `push_to_hub` and `load_trained`."""
 
     swarm: SwarmView
+    swarm_adapters: BlockAdapters
     _origin: Sequence[str] = ()
 
     @property
     def model_tags(self) -> list[str]:
-        """For model cards: what this was trained on, and how. peft puts them into its adapters' cards as well."""
+        """Text for model cards: what this was trained on, and how. peft puts them into its adapters' cards as well."""
         tuners = getattr(self, "peft_config", None) or {}
         methods = {str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in tuners.values()}
         return [*self._origin, *(f"method:{method}" for method in sorted(methods))]
@@ -79,7 +83,8 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
     ) -> None:
         """Write the tensors that are here, the config, and a card that names the base model.
 
-        The blocks are not among them: load the directory with `load_trained`, into a model of the same base.
+        Blocks are not among them, unless they run here and are trained: load the directory with `load_trained`, into a
+        model of the same base.
         """
         directory = Path(save_directory)
         if is_main_process:
@@ -87,7 +92,9 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
             self.config.save_pretrained(directory)
             name, fingerprint, cls = self.swarm.model_name, self.swarm.fingerprint, type(self).__name__
             # cloned: tied tensors share memory, which the format refuses
-            own = {key: value.detach().cpu().clone() for key, value in (state_dict or self.state_dict()).items()}
+            frozen = self._names_of_frozen_blocks()
+            tensors = (state_dict or self.state_dict()).items()
+            own = {key: value.detach().cpu().clone() for key, value in tensors if not key.startswith(frozen)}
             about = {"format": "pt", "base": name, "fingerprint": fingerprint, "class": cls, "version": __version__}
             save_file(own, directory / OWN_TENSORS, metadata=about)
             if directory.name.startswith("checkpoint-"):  # transformers' Trainer finds by this file what it loads again
@@ -100,6 +107,12 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
                 card.write_text(MODEL_CARD.format(base=name, task=said.get("task", ""), tags=tags, cls=cls))
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", directory.name), **kwargs)
+
+    def _names_of_frozen_blocks(self) -> tuple[str, ...]:
+        """How the names of tensors begin that are here and that nobody trains: they are the checkpoint's."""
+        here = self.swarm_adapters.blocks.here.values()
+        frozen = [block for block in here if not any(parameter.requires_grad for parameter in block.parameters())]
+        return tuple(f"{name}." for name, module in self.named_modules() if any(module is block for block in frozen))
 
     def push_to_hub(
         self,
@@ -154,12 +167,15 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
                 f"(fingerprint {about.get('fingerprint', 'unknown')[:12]}), this is {self.swarm.model_name} "
                 f"({self.swarm.fingerprint[:12]})"
             )
-        own = self.state_dict()
+        own, frozen = self.state_dict(), self._names_of_frozen_blocks()
         for name in sorted(own.keys() | found.keys()):
+            if name not in found and name.startswith(frozen):
+                continue
             if name not in own or name not in found or own[name].shape != found[name].shape:
                 raise WeightsMismatchError(
                     f"{directory} holds a {about.get('class', 'model')} whose {name} doesn't fit this "
-                    f"{type(self).__name__}: load it with the class and number of labels that it was saved with"
+                    f"{type(self).__name__}: load it with the class, number of labels and local_blocks that it was "
+                    "saved with"
                 )
         with torch.no_grad():
             for name, tensor in found.items():

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,9 @@ class DemoConfig:
     prompt: str = "Once upon a time"
     """How the story begins."""
     max_new_tokens: int = 120
-    """How long it gets. Assumed: half a screen, a few seconds."""
+    """How long it gets, in tokens. Assumed: half a screen, a few seconds."""
     model: str | None = None
-    """Directory or hub id; None = the model that comes with swarmllm."""
+    """Hub id or directory; None = the model that comes with swarmllm."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens <= KILL_AFTER_TOKENS:
@@ -82,13 +82,14 @@ class Story:
 
 @dataclass
 class Accident:
-    """The server that was killed: which, when, and what the route was then."""
+    """The server that was killed: which, when, and what the route was before and after."""
 
     server: LocalServer
     pid: int
     happened_at: float
     after_tokens: int
     route: list[RouteHop]
+    route_after: list[RouteHop] = field(default_factory=list)
 
 
 def tell_locally(model: str, prompt: str, options: dict[str, Any]) -> tuple["Tensor", float]:
@@ -111,7 +112,7 @@ def run_demo(config: DemoConfig) -> int:
         from swarmllm.demo.embedded_model import embedded_model_path
 
         model = os.fspath(embedded_model_path())
-    from swarmllm.models.checkpoint import open_checkpoint
+    from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
     num_blocks = open_checkpoint(model).num_blocks
     middle = num_blocks // 2
@@ -124,7 +125,19 @@ def run_demo(config: DemoConfig) -> int:
         LocalSwarm(model, spans, num_threads=1, dtype="float32", quant_type="none") as swarm,
     ):
         local = alongside.submit(_quietly, lambda: tell_locally(model, config.prompt, options))
-        return _tell_in_swarm(model, config, options, swarm, local, started_at)
+        local_ids, local_tokens_per_s = local.result()
+        ids, story, accident = _tell_in_swarm(model, config, options, swarm, started_at)
+        equal = ids.tolist() == local_ids.tolist()
+        _say("\nWhat happened:")
+        if accident is not None:
+            _say("\n".join(f"  - {line}" for line in _describe_accident(accident, story)))
+        _say(
+            f"  - {len(story.came_at)} tokens in all, usually {1 / story.usual_gap_s():.0f} tokens/s; "
+            f"the local model alone: {local_tokens_per_s:.0f} tokens/s."
+        )
+        _say(f"  - Compared with the local model: {'every token is equal' if equal else 'the tokens are NOT equal'}.")
+        _say(f"\nThe demo took {time.monotonic() - started_at:.1f} s.")
+    return 0 if equal else 1
 
 
 def _quietly(tell: Callable[[], Any]) -> Any:
@@ -138,26 +151,21 @@ def _quietly(tell: Callable[[], Any]) -> Any:
 
 
 def _tell_in_swarm(
-    model: str,
-    config: DemoConfig,
-    options: dict[str, Any],
-    swarm: LocalSwarm,
-    local: "Future[tuple[Tensor, float]]",
-    started_at: float,
-) -> int:
-    import torch
+    model: str, config: DemoConfig, options: dict[str, Any], swarm: LocalSwarm, started_at: float
+) -> tuple["Tensor", Story, Accident | None]:
+    """The story token by token, and what happened to a server meanwhile."""
     from transformers import AutoTokenizer
 
     from swarmllm.client.distributed_model import AutoDistributedModel
 
-    local_ids, local_tokens_per_s = local.result()
     tokenizer = AutoTokenizer.from_pretrained(model)
+    inputs = tokenizer(config.prompt, return_tensors="pt")
     accident: Accident | None = None
     with (
         AutoDistributedModel.from_pretrained(
             model, initial_peers=swarm.initial_peers, dtype="float32", progress=False
         ) as remote,
-        remote.inference_session(max_length=len(local_ids) + config.max_new_tokens) as session,
+        remote.inference_session(max_length=inputs.input_ids.shape[1] + config.max_new_tokens) as session,
     ):
         _say(f"Everything is up after {time.monotonic() - started_at:.1f} s. Who serves what:\n")
         snapshot = SwarmSnapshot(remote.swarm.num_blocks, tuple(remote.swarm.servers()))
@@ -175,28 +183,22 @@ def _tell_in_swarm(
             _say(f"\n\n    *** server {short_peer_id(victim.peer_id)} is killed here ***\n")
 
         story = Story(tokenizer, kill_a_server)
-        ids = remote.generate(**tokenizer(config.prompt, return_tensors="pt"), streamer=story, **options)[0]
-        route = list(session.route)
-
-    equal = torch.equal(ids, local_ids)
-    _say("\nWhat happened:")
-    if accident is not None:
-        _say("\n".join(f"  - {line}" for line in _describe_accident(accident, route, story)))
-    _say(
-        f"  - {len(story.came_at)} tokens in all, usually {1 / story.usual_gap_s():.0f} tokens/s; "
-        f"the local model alone: {local_tokens_per_s:.0f} tokens/s."
-    )
-    _say(f"  - Compared with the local model: {'every token is equal' if equal else 'the tokens are NOT equal'}.")
-    _say(f"\nThe demo took {time.monotonic() - started_at:.1f} s.")
-    return 0 if equal else 1
+        ids = remote.generate(**inputs, streamer=story, **options)[0]
+        if accident is not None:
+            accident.route_after = list(session.route)
+    return ids, story, accident
 
 
-def _describe_accident(accident: Accident, route: Sequence[RouteHop], story: Story) -> list[str]:
+def _describe_accident(accident: Accident, story: Story) -> list[str]:
     """Which server went, who took over, and how long it took."""
     killed = short_peer_id(accident.server.peer_id)
     lost = next(hop.span for hop in accident.route if hop.server.peer_id == accident.server.peer_id)
     before = {hop.server.peer_id for hop in accident.route}
-    heirs = [f"{short_peer_id(hop.server.peer_id)} {hop.span}" for hop in route if hop.server.peer_id not in before]
+    heirs = [
+        f"{short_peer_id(hop.server.peer_id)} {hop.span}"
+        for hop in accident.route_after
+        if hop.server.peer_id not in before
+    ]
     repaired_in_s = story.came_at[accident.after_tokens] - accident.happened_at
     usual_gap_ms = story.usual_gap_s() * 1000
     return [
@@ -211,15 +213,14 @@ def _say(text: str) -> None:
 
 
 def build_parser() -> Parser:
-    """Flags named as the fields of DemoConfig, which give their defaults."""
+    """A flag for each field of DemoConfig; the prompt needs none."""
     parser = Parser(
         prog="swarmllm demo",
         description="A whole swarm on this machine tells a story, and loses a server on the way.",
         epilog='example:\n  swarmllm demo "Once upon a time"\n',
     )
     parser.add_argument("prompt", nargs="?", help="how the story begins")
-    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="how long it gets")
-    parser.add_argument("--model", help="another model than the one that comes with swarmllm")
+    parser.add_settings(DemoConfig, [DemoConfig], without=["prompt"])
     return parser
 
 
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     def run() -> int:
-        settings = build_parser().parse_settings(sys.argv[1:] if argv is None else argv)
+        settings = build_parser().parse_settings(argv)
         return run_demo(DemoConfig(**settings))
 
     return run_program(run, default_log_level="WARNING")

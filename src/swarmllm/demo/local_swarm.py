@@ -219,7 +219,7 @@ class LocalSwarm:
         self.stop()
 
     def _equal_spans(self, num_servers: int) -> list[tuple[int, int]]:
-        from swarmllm.models.checkpoint import open_checkpoint
+        from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
         num_blocks = open_checkpoint(self.model).num_blocks
         if not 1 <= num_servers <= num_blocks:

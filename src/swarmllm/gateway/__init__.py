@@ -2,17 +2,30 @@
 
 In the order in which a request meets them:
 
-app              the ASGI application: all routes and what they share
-guard            who may ask: hosts, origins, API keys, rates
-request_bodies   what may be asked, checked field by field
-openai_routes    /v1/…: requests in, answers and streams out;  websocket: the same as messages of a WebSocket
-engine           worker threads, a bounded queue, the model and its tokenizer
-generation       one request: a session of its own, tokens out, cancellation, failover, the local fallback
-sampling, text   which token is taken (grammar: JSON schemas), and what text it makes
-answers          the shapes of OpenAI's answers
-swarm_watch      what /api/swarm and the picture show
-metrics          what /metrics shows
-pages/           the chat page and the picture, as plain files
+connections       sockets on which nobody asks anything don't stay
+app               the ASGI application: all routes and what they share
+guard             who may ask: hosts, origins, API keys, rates
+request_bodies    what may be asked, checked field by field
+openai_routes     /v1/…: requests in, answers and streams out
+websocket         the same as messages of a WebSocket
+engine            worker threads and a bounded queue
+model_choice      the models that are offered, by name
+language_model    one of them: its client in the swarm, its tokenizer, perhaps a local copy
+generation        one request: a session of its own, tokens out, cancellation, failover, the local fallback
+events            what happens meanwhile, from the worker threads to the answers
+sampling          which token is taken
+grammar           which tokens a JSON schema allows
+text              from tokens to text, as they come
+answers           the shapes of OpenAI's answers
+errors            the shapes of OpenAI's errors
+trace             where the time of a request went
+swarm_watch       what /api/swarm knows
+swarm_picture     what the picture of the swarm shows
+metrics           what /metrics shows
+openapi           the OpenAPI document
+page_files        the chat page and the picture, from pages/
+settings          what a gateway can be told
+__main__          the command
 
 Nothing here is imported by anything but the command (`gateway/__main__`).
 """

@@ -1,6 +1,5 @@
-"""`python -m swarmllm.gateway`: an OpenAI-compatible HTTP API, a chat page and a picture of the swarm for one model."""
+"""`python -m swarmllm.gateway`: an OpenAI-compatible HTTP API, a chat page and a picture of the swarm."""
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -10,15 +9,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, add_client_flags, add_initial_peers_flags, run_command, stop_event
+from swarmllm.command_line import Parser, run_command, stop_event
+from swarmllm.config import ClientConfig, SwarmConfig
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from swarmllm.client.view.swarm_view import SwarmView
     from swarmllm.gateway.app import Gateway
-    from swarmllm.gateway.language_model import LanguageModel
+    from swarmllm.gateway.model_choice import ModelChoice
 
 EXAMPLES = """examples:
   swarmllm gateway --model M --initial_peers /ip4/…/tcp/…/p2p/…
@@ -32,91 +33,71 @@ LINGER_S = 3
 
 
 def build_parser() -> Parser:
-    """Flags named as the fields of GatewayConfig, which give their defaults."""
-    parser = Parser(
-        prog="swarmllm gateway", description="A web API and pages for one model of a swarm.", epilog=EXAMPLES
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="hub id or local directory")
-    add("--revision", help="branch, tag or commit on the hub")
-    add_initial_peers_flags(parser)
-    add("--identity_path", metavar="FILE", help="key that is this gateway's peer id, for private swarms")
-    add("--dtype", "--torch_dtype", help="of the gateway's own part; auto = as stored")
-    add("--fallback_to_local", metavar="M", help="checkpoint to run here when the swarm can't be repaired")
-    add("--served_name", metavar="NAME", help="the model's name in the API")
-    web = parser.add_argument_group("web")
-    web.add_argument("--host", help="address to listen on; default: 127.0.0.1")
-    web.add_argument("--port", type=int, help="TCP port to listen on; default: 8080")
-    web.add_argument("--api_keys_file", metavar="FILE", help="one API key per line; then the API needs one")
-    web.add_argument("--requests_per_minute", type=int, metavar="N", help="of one key, or without keys of one address")
-    web.add_argument("--cors_origins", nargs="+", metavar="ORIGIN", help="other web pages that may use the API")
-    web.add_argument("--allowed_hosts", nargs="+", metavar="NAME", help="names besides this machine's, e.g. of a proxy")
-    limits = parser.add_argument_group("limits")
-    limits.add_argument("--max_concurrent", type=int, metavar="N", help="prompts that are answered at a time")
-    limits.add_argument("--max_waiting", type=int, metavar="N", help="prompts that may wait for that")
-    limits.add_argument("--max_length", type=int, metavar="N", help="tokens of a prompt and its answer together")
-    limits.add_argument("--default_max_tokens", type=int, metavar="N", help="of a chat's answer, if it doesn't say")
-    limits.add_argument("--max_choices", type=int, metavar="N", help="answers to one prompt (n)")
-    limits.add_argument("--max_body_bytes", type=int, metavar="N", help="of a request")
-    limits.add_argument("--max_connections", type=int, metavar="N", help="open at a time")
-    limits.add_argument("--num_threads", type=int, metavar="N", help="CPU threads for the gateway's own part")
-    add_client_flags(parser)
-    add("--stop_on_stdin_eof", action="store_true", help=argparse.SUPPRESS)
+    """A flag for each field of GatewayConfig."""
+    parser = Parser(prog="swarmllm gateway", description="A web API and pages for models of a swarm.", epilog=EXAMPLES)
+    parser.add_settings(GatewayConfig, [OfferedModels, SwarmConfig], GatewayConfig, GatewayLimits, ClientConfig)
     return parser
 
 
-async def serve(config: GatewayConfig, *, stop_on_stdin_eof: bool = False) -> None:
+async def serve(config: GatewayConfig) -> None:
     """Run a gateway until SIGINT or SIGTERM.
 
     Raises:
         SwarmError: it can't start.
     """
     from swarmllm.gateway.app import Gateway  # after the flags: --help needs no torch
-    from swarmllm.gateway.language_model import LanguageModel
+    from swarmllm.gateway.model_choice import ModelChoice
 
-    stop = stop_event(stop_on_stdin_eof=stop_on_stdin_eof)
+    stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
     sockets = bound_sockets(config)
     try:
-        model = await asyncio.to_thread(LanguageModel.open, config)
+        models = await asyncio.to_thread(ModelChoice.open, config)
     except BaseException:
         close_all(sockets)
         raise
     try:
-        gateway = Gateway(model, config)
-        server = web_server(gateway)
-        serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
-        stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
-        lost = asyncio.create_task(_daemon_exited(model), name="watch p2pd")
-        while not server.started and not serving.done():
-            await asyncio.wait({serving}, timeout=0.02)
-        if not serving.done():
-            print(f"swarmllm: gateway of {model.name} at {address(server)}", flush=True)
-            await asyncio.wait({serving, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
-        has_lost = lost.done() and not stop.is_set()
-        stopping.cancel()
-        lost.cancel()
-        server.should_exit = True
-        await gateway.engine.close()
-        await serving
-        if has_lost:
-            raise PeerUnreachableError(
-                "the peer-to-peer daemon (p2pd) died, so this gateway can't reach the swarm: start it again"
-            )
+        await _serve_until(stop, Gateway(models, config), sockets)
     finally:
         close_all(sockets)
-        await asyncio.to_thread(model.close)
+        await asyncio.to_thread(models.close)
 
 
-async def _daemon_exited(model: "LanguageModel") -> None:
-    """Return when the client's p2pd has exited, which is known in the client's own event loop."""
-    exited, loop, view = asyncio.Event(), asyncio.get_running_loop(), model.swarm.swarm
+async def _serve_until(stop: asyncio.Event, gateway: "Gateway", sockets: list[socket.socket]) -> None:
+    server = web_server(gateway)
+    serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
+    stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
+    lost = asyncio.create_task(_daemon_exited(gateway.models), name="watch p2pd")
+    while not server.started and not serving.done():
+        await asyncio.wait({serving}, timeout=0.02)
+    if not serving.done():
+        print(
+            f"swarmllm: gateway of {', '.join(model.name for model in gateway.models)} at {address(server)}", flush=True
+        )
+        await asyncio.wait({serving, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+    has_lost = lost.done() and not stop.is_set()
+    stopping.cancel()
+    lost.cancel()
+    server.should_exit = True
+    await gateway.engine.close()
+    await serving
+    if has_lost:
+        raise PeerUnreachableError(
+            "the peer-to-peer daemon (p2pd) died, so this gateway can't reach the swarm: start it again"
+        )
 
-    async def watch() -> None:
+
+async def _daemon_exited(models: "ModelChoice") -> None:
+    """Return when a client's p2pd has exited, which is known in the client's own event loop."""
+    exited, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def watch(view: "SwarmView") -> None:
         await view.daemon_exited()
         loop.call_soon_threadsafe(exited.set)
 
-    view.loop.call_soon(watch())
+    for model in models:
+        view: SwarmView = model.swarm.swarm
+        view.loop.call_soon(watch(view))
     await exited.wait()
 
 
@@ -187,9 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     async def run() -> None:
-        settings = build_parser().parse_settings(sys.argv[1:] if argv is None else argv)
-        stop_on_stdin_eof = settings.pop("stop_on_stdin_eof", False)
-        await serve(GatewayConfig(**settings), stop_on_stdin_eof=stop_on_stdin_eof)
+        await serve(GatewayConfig(**build_parser().parse_settings(argv)))
 
     return run_command(run)
 

@@ -28,7 +28,7 @@ class _Choice:
 
 
 class Answer:
-    """Of one request; `chunks(event)` for streams, or `add(event)` and at last `whole()`."""
+    """The answer to one request; `chunks(event)` for streams, or `add(event)` and at last `whole()`."""
 
     def __init__(
         self,

@@ -2,8 +2,10 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +20,7 @@ from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import Guard, Rates
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.openai_routes import OpenAIRoutes
 from swarmllm.gateway.openapi import document
 from swarmllm.gateway.page_files import PageFiles
@@ -25,22 +28,25 @@ from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.swarm_watch import SwarmWatch
 from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
 
+STATUSES = ("ok", "degraded", "dead")
+"""Of a model, from the best on."""
+
 
 class Gateway:
     """Everything that one gateway has; `app` is what a web server runs."""
 
-    def __init__(self, model: LanguageModel, config: GatewayConfig) -> None:
-        self.model = model
+    def __init__(self, models: ModelChoice, config: GatewayConfig) -> None:
+        self.models = models
         self.config = config
         self.metrics = GatewayMetrics()
-        self.metrics.read_from(lambda: model.swarm.swarm.counts)
-        self.engine = Engine(model, self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
-        self.watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics)
+        self.metrics.read_from(lambda: sum((model.swarm.swarm.counts for model in models), Counter()))
+        self.engine = Engine(self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
+        self.watches = {model.name: SwarmWatch(model.swarm.swarm, model.name, self.metrics) for model in models}
         self._rates = Rates(config.requests_per_minute)
         self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        openai = OpenAIRoutes(self.engine, self.config, int(time.time()))
+        openai = OpenAIRoutes(self.models, self.engine, self.config, int(time.time()))
         pages = PageFiles()
         generate = GenerateRoute(self.engine, openai, self.config, self._rates)
         self._paths = frozenset(
@@ -82,27 +88,35 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self.watch:
+        async with AsyncExitStack() as watching:
+            for watch in self.watches.values():
+                await watching.enter_async_context(watch)
             try:
                 yield
             finally:
                 await self.engine.close()
 
     async def _health(self, _: Request) -> Response:
-        """Whether an answer could be begun now."""
-        missing, alive = self.watch.missing_blocks(), self.watch.client_is_alive
-        status = "degraded" if missing else "ok"
-        return JSONResponse(
-            {"status": status if alive else "dead", "model": self.model.name, "missing_blocks": missing},
-            200 if alive and (not missing or self.model.local is not None) else 503,
-        )
+        """Whether an answer could be begun now, by any model; which ones, if there are several."""
+        found = [self._health_of(model) for model in self.models]
+        best = min(found, key=lambda one: (STATUSES.index(one["status"]), len(one["missing_blocks"])))
+        can_answer = best["status"] != "dead" and (not best["missing_blocks"] or self.models.first.local is not None)
+        more = {"models": found} if len(found) > 1 else {}
+        return JSONResponse({**best, **more}, 200 if can_answer else 503)
+
+    def _health_of(self, model: LanguageModel) -> dict[str, Any]:
+        watch = self.watches[model.name]
+        missing = watch.missing_blocks()
+        status = "dead" if not watch.client_is_alive else "degraded" if missing else "ok"
+        return {"status": status, "model": model.name, "missing_blocks": missing}
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.page(), media_type=self.metrics.content_type)
 
     async def _swarm(self, request: Request) -> Response:
         """The same for everybody who asks, so it is written once per change."""
-        etag, body = self.watch.as_json()
+        model = self.models.named(request.query_params.get("model"))
+        etag, body = self.watches[model.name].as_json()
         headers = {"etag": etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)

@@ -1,4 +1,4 @@
-"""Many requests at once on one model: so many worker threads, so many that may wait, the others are turned away.
+"""Many requests at once: so many worker threads, so many that may wait, the others are turned away.
 
 The routes call `start`, in the event loop; every prompt is one `Generation` on a thread of its own, because
 transformers' `generate()` is synchronous. Servers see sessions that step at the same time and batch them.
@@ -28,8 +28,7 @@ from the threads that make tokens, and finds cold caches. Measured with 16 strea
 class Engine:
     """Lives in the event loop of the web server."""
 
-    def __init__(self, model: LanguageModel, metrics: GatewayMetrics, *, max_concurrent: int, max_waiting: int) -> None:
-        self.model = model
+    def __init__(self, metrics: GatewayMetrics, *, max_concurrent: int, max_waiting: int) -> None:
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="generate")
         self._max_concurrent = max_concurrent
@@ -38,8 +37,8 @@ class Engine:
         self._closing = False
         self._bell = _Bell(lambda: len(self._under_way) > CROWD)
 
-    def start(self, prompts: Sequence[list[int]], options: GenerationOptions) -> "Answering":
-        """Begin to answer each prompt.
+    def start(self, model: LanguageModel, prompts: Sequence[list[int]], options: GenerationOptions) -> "Answering":
+        """Begin to answer each prompt by this model.
 
         Raises:
             ApiError: there is no room for them now.
@@ -56,7 +55,7 @@ class Engine:
         answering = Answering(self._bell)
         for number, prompt_ids in enumerate(prompts):
             generation = Generation(
-                self.model,
+                model,
                 self._metrics,
                 prompt_ids,
                 options,

@@ -64,8 +64,12 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, error: ValidationError) -> "ApiError":
-        """The first thing that is wrong with a request's body."""
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        """The first thing that is wrong with a request's body.
+
+        Where a field may be of several types, what is wrong in the one that it has says more than that it has no other.
+        """
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), errors[0])
         param = str(first["loc"][0]) if first["loc"] else None
         where = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from swarmllm.client.inference_session import InferenceSession
+from swarmllm.client.local_fallback import SoFar
+from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.command_line import one_line
 from swarmllm.data_structures import RouteHop
 from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
@@ -24,7 +25,7 @@ from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.sampling import Sampler, SamplingOptions, token_logprob
 from swarmllm.gateway.text import TextRow
 from swarmllm.gateway.trace import Trace, describe_route
-from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.shell.remote_cache import RemoteCache
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,8 @@ class Generation:
             self._metrics.fallbacks.inc()
             self._session = None
             if options.score_prompt and not writer.num_tokens:
-                self._score_prompt(local, {"use_cache": False}, ids, len(self._prompt_ids))
-            self._generate(local, writer, {})
+                self._score_prompt(local.model, {"use_cache": False}, ids, len(self._prompt_ids))
+            self._generate(local.model, writer, {})
 
     def _answer_in_swarm(self, writer: "_Writer") -> None:
         model, options = self._model.swarm, self._options
@@ -165,6 +166,8 @@ class Generation:
         left = self._options.max_tokens - writer.num_steps
         if left < 1:
             return
+        session, local = self._session, self._model.local
+        limits = [] if session is None or local is None else [SoFar(writer.ids, session, local.after)]
         model.generate(
             writer.ids,
             attention_mask=torch.ones_like(writer.ids),
@@ -176,7 +179,7 @@ class Generation:
                 pad_token_id=self._model.pad_id,
             ),
             logits_processor=[writer.sampler],
-            stopping_criteria=[writer],
+            stopping_criteria=[writer, *limits],
             **cache,
         )
 

@@ -76,5 +76,5 @@ class JsonMatcher:
         return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
     def take(self, token: int) -> None:
-        """That token has been chosen."""
+        """Go on behind that token, which has been chosen."""
         self._matcher.consume_token(token)

@@ -1,6 +1,6 @@
-"""The model that a gateway serves: its client in the swarm, its tokenizer, and perhaps a local copy.
+"""A model that a gateway offers: its client in the swarm, its tokenizer, and perhaps a local copy.
 
-Made by `gateway/__main__`; `engine` and `generation` use it.
+Made by `model_choice`; `engine` and `generation` use it.
 """
 
 import logging
@@ -8,12 +8,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
-import torch
-
-from swarmllm.client.generation import TextConfig, open_model
+from swarmllm.client.local_fallback import LocalFallback
+from swarmllm.client.text_generation import open_model
+from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.grammar import JsonGrammar
-from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.models.architecture import cache_argument, decoder_stack
 
 logger = logging.getLogger(__name__)
@@ -22,17 +21,20 @@ logger = logging.getLogger(__name__)
 class LanguageModel:
     """One model for all requests; generating on it from several threads at once is fine."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, config: GatewayConfig, *, local: Any = None) -> None:
+    def __init__(
+        self, swarm: Any, tokenizer: Any, *, name: str, max_length: int, local: LocalFallback | None = None
+    ) -> None:
         self.swarm = swarm
         """The distributed model."""
         self.tokenizer = tokenizer
         self.local = local
-        """The same model on this machine alone, or None."""
-        self.name = config.served_name or swarm.swarm.model_name
+        """A model on this machine that goes on when the swarm can't, or None."""
+        self.name = name
+        """In the API."""
         self.fingerprint = swarm.swarm.fingerprint
         self.cache_name = cache_argument(decoder_stack(swarm))
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
-        self.max_length: int = min(config.max_length, positions or config.max_length)
+        self.max_length: int = min(max_length, positions or max_length)
         """Most tokens of a prompt and its answer."""
         self.eos_ids = _eos_ids(swarm.generation_config, tokenizer)
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
@@ -42,19 +44,19 @@ class LanguageModel:
         self._making_grammar = threading.Lock()
 
     @classmethod
-    def open(cls, config: GatewayConfig) -> Self:
+    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int) -> Self:
         """Join the swarm and load what the gateway needs itself.
 
         Raises:
             SwarmError: the swarm or the checkpoint can't be used.
         """
-        torch.set_num_threads(config.num_threads)
-        swarm, tokenizer = open_model(
-            TextConfig(model=config.model, revision=config.revision, dtype=config.dtype, **config.client_settings())
-        )
+        swarm, tokenizer = open_model(config)
         try:
-            local = None if config.fallback_to_local is None else _open_local(config.fallback_to_local, tokenizer)
-            return cls(swarm, tokenizer, config, local=local)
+            # `generation` goes on with it, and tells whoever reads.
+            fallback, swarm.local_fallback = swarm.local_fallback, None
+            if name is None:
+                name = ":".join(filter(None, (swarm.swarm.model_name, config.active_adapter)))
+            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback)
         except BaseException:
             swarm.close()
             raise
@@ -113,20 +115,3 @@ def _eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     configured = generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
-
-
-def _open_local(name: str, tokenizer: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        other = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        if other.get_vocab() != tokenizer.get_vocab():
-            raise ConfigurationError(f"--fallback_to_local {name} has another tokenizer than the swarm's model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigurationError(f"--fallback_to_local {name} can't be loaded: {reason}") from None
-    logger.info("loaded %s as the local fallback", name)
-    return model.eval().requires_grad_(False)

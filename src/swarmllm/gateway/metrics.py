@@ -5,6 +5,7 @@ Filled by `engine`, `generation`, `trace` and `swarm_watch`; the server's own ar
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -23,41 +24,30 @@ class GatewayMetrics:
     def __init__(self) -> None:
         # Otherwise twice the lines, and Prometheus knows when it began to read.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "swarmllm_gateway_requests", "Requests answered.", ["route", "status"], registry=registry
-        )
-        self.running = Gauge("swarmllm_gateway_generations_running", "Prompts being answered.", registry=registry)
-        self.waiting = Gauge(
-            "swarmllm_gateway_generations_waiting", "Prompts waiting for their turn.", registry=registry
-        )
-        self.cancelled = Counter(
-            "swarmllm_gateway_cancelled", "Prompts given up because nobody listened any more.", registry=registry
-        )
-        self.prompt_tokens = Counter("swarmllm_gateway_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.tokens = Counter("swarmllm_gateway_tokens", "Tokens written.", registry=registry)
-        self.construct_ms = Histogram(
-            "swarmllm_pipeline_construct_ms", "Finding and opening a route.", buckets=MS_BUCKETS, registry=registry
-        )
-        self.first_token_ms = Histogram(
-            "swarmllm_first_token_ms", "From a prompt's turn to its first token.", buckets=MS_BUCKETS, registry=registry
-        )
-        self.tokens_per_s = Histogram(
+        self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        in_ms = partial(histogram, buckets=MS_BUCKETS)
+        self.requests = counter("swarmllm_gateway_requests", "Requests answered.", ["route", "status"])
+        self.running = gauge("swarmllm_gateway_generations_running", "Prompts being answered.")
+        self.waiting = gauge("swarmllm_gateway_generations_waiting", "Prompts waiting for their turn.")
+        self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts given up because nobody listened any more.")
+        self.prompt_tokens = counter("swarmllm_gateway_prompt_tokens", "Tokens of prompts.")
+        self.tokens = counter("swarmllm_gateway_tokens", "Tokens written.")
+        self.construct_ms = in_ms("swarmllm_pipeline_construct_ms", "Finding and opening a route.")
+        self.first_token_ms = in_ms("swarmllm_first_token_ms", "From a prompt's turn to its first token.")
+        self.tokens_per_s = histogram(
             "swarmllm_tokens_per_second",
             "Of one prompt's answers, after the first token.",
             buckets=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512),
-            registry=registry,
         )
-        self.shard_latency_ms = Histogram(
-            "swarmllm_shard_latency_ms", "A step on one server, its queue included.", ["peer_id"],
-            buckets=MS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.failovers = Counter("swarmllm_failovers", "Routes repaired in the middle of an answer.", registry=registry)
-        self.fallbacks = Counter(
-            "swarmllm_fallback_to_local", "Answers finished by the local model.", registry=registry
+        self.shard_latency_ms = in_ms(
+            "swarmllm_shard_latency_ms", "A step on one server, its queue included.", ["peer_id"]
         )
-        self.servers = Gauge("swarmllm_swarm_servers", "Servers of the model, by state.", ["state"], registry=registry)
-        self.missing_blocks = Gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", registry=registry)
+        self.failovers = counter("swarmllm_failovers", "Routes repaired in the middle of an answer.")
+        self.fallbacks = counter("swarmllm_fallback_to_local", "Answers finished by the local model.")
+        self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
+        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", ["model"])
         self._peers: OrderedDict[str, None] = OrderedDict()
 
     def observe_hop(self, peer_id: str, ms: float) -> None:
@@ -70,7 +60,7 @@ class GatewayMetrics:
         self.shard_latency_ms.labels(peer_id).observe(ms)
 
     def read_from(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show what the client counts: errors of the swarm by code, spot checks, wrong answers detected."""
+        """Show what the clients count: errors of the swarm by code, spot checks, wrong answers detected."""
         self.registry.register(_ClientCounts(counts))
 
     def page(self) -> bytes:

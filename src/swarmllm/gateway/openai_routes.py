@@ -15,6 +15,8 @@ from swarmllm.gateway.answers import Answer
 from swarmllm.gateway.engine import Answering, Engine
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
+from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -36,19 +38,19 @@ Body = ChatRequest | CompletionRequest
 class OpenAIRoutes:
     """The handlers; made once per gateway."""
 
-    def __init__(self, engine: Engine, config: GatewayConfig, started_at: int) -> None:
+    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig, started_at: int) -> None:
+        self._models = models
         self._engine = engine
         self._config = config
         self._started_at = started_at
 
     async def models(self, _: Request) -> Response:
         """`GET /v1/models`"""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": list(map(self._described, self._models))})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{name}`"""
-        self.check_name(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._described(self._models.named(request.path_params["name"])))
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`"""
@@ -61,10 +63,10 @@ class OpenAIRoutes:
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         data = await read_body(request, self._config.max_body_bytes)
         body = parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(parse, kind, data)
-        prompts, options = await self.prepare(body, len(data))
+        model, prompts, options = await self.prepare(body, len(data))
         wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
-        answer = Answer(body, self._engine.model, prompts, trace=wants_trace)
-        answering = self._engine.start(prompts, options)
+        answer = Answer(body, model, prompts, trace=wants_trace)
+        answering = self._engine.start(model, prompts, options)
         if body.stream:
             return EventStream(answering, answer)
         async with cancelled_when_gone(request.receive, answering):
@@ -74,40 +76,28 @@ class OpenAIRoutes:
             raise answer.error
         return JSONResponse(answer.whole())
 
-    async def prepare(self, body: Body, num_bytes: int) -> tuple[list[list[int]], GenerationOptions]:
-        """The prompts' tokens and how to answer them.
+    async def prepare(self, body: Body, num_bytes: int) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
+        """The model that is meant, the prompts' tokens and how to answer them.
 
         Raises:
             ApiError, SwarmError: that can't be done.
         """
-        self.check_name(body.model)
+        model = self._models.named(body.model)
         n, most = body.n or 1, self._config.max_choices
         if n > most:
             raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
         if num_bytes < LARGE_BYTES and getattr(body, "response_format", None) is None:
-            return self._prepare(body)  # faster than changing threads
-        return await asyncio.to_thread(self._prepare, body)
+            return self._prepare(model, body)  # faster than changing threads
+        return await asyncio.to_thread(self._prepare, model, body)
 
-    def _prepare(self, body: Body) -> tuple[list[list[int]], GenerationOptions]:
-        model = self._engine.model
+    def _prepare(self, model: LanguageModel, body: Body) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         prompts = [body.prompt(model)] if isinstance(body, ChatRequest) else body.prompts(model)
         options = body.options(model, max(map(len, prompts)), self._config.default_max_tokens)
         if options.schema is not None:
             model.json_grammar().matcher(options.schema)  # refused now, not in the middle of an answer
-        return prompts, options
+        return model, prompts, options
 
-    def check_name(self, name: str | None) -> None:
-        """Raises: ApiError: it is not the model that is served here."""
-        if name is not None and name != self._engine.model.name:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here; {self._engine.model.name!r} is",
-                param="model",
-                code="model_not_found",
-            )
-
-    def _model(self) -> dict[str, Any]:
-        model = self._engine.model
+    def _described(self, model: LanguageModel) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
@@ -166,7 +156,7 @@ async def cancelled_when_gone(receive: Receive, answering: Answering) -> AsyncIt
             pass
         answering.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    watching = asyncio.create_task(watch(), name="watch for a client that hangs up")
     try:
         yield
     finally:

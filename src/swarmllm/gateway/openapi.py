@@ -1,12 +1,12 @@
-"""The OpenAPI document of the gateway, made of the models that check the requests."""
+"""The OpenAPI document of the gateway: its paths, listed here, and bodies as `request_bodies` checks them."""
 
 from functools import cache
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from swarmllm import __version__
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.version import __version__
 
 _ERRORS = {
     400: "The request can't be answered as it is.",
@@ -47,10 +47,10 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _post("Answer a conversation.", "ChatRequest")},
             "/v1/completions": {"post": _post("Go on with a text.", "CompletionRequest")},
-            "/v1/models": {"get": _get("The model that is served.", 401)},
+            "/v1/models": {"get": _get("The models that are served.", 401)},
             "/v1/models/{name}": {
                 "get": {
-                    **_get("The model, if it is called so.", 401, 404),
+                    **_get("The model of this name.", 401, 404),
                     "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
                 }
             },

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from swarmllm.client.text_generation import COLDEST
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
 from swarmllm.gateway.grammar import ANY_OBJECT
@@ -17,6 +18,7 @@ from swarmllm.gateway.sampling import SamplingOptions
 
 MAX_SCHEMA_CHARS = 1 << 16
 MAX_PROMPTS = 32
+MAX_TOKEN_DIGITS = 10
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -33,7 +35,7 @@ class StreamOptions(_Body):
 class Sampling(_Body):
     """What both kinds of requests share."""
 
-    model: str | None = Field(None, description="The name that /v1/models gives; left out: the one that is served.")
+    model: str | None = Field(None, description="The name that /v1/models gives; left out: the first of them.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -80,6 +82,8 @@ class Sampling(_Body):
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         chosen = {**preferred, **{name: value for name, value in given.items() if value is not None}}
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
+        if chosen.get("temperature", 1.0) < COLDEST:
+            chosen["temperature"] = 0.0
         return SamplingOptions(
             seed=(secrets.randbits(62) if self.seed is None else self.seed) % (1 << 63),
             presence_penalty=self.presence_penalty or 0.0,
@@ -92,10 +96,11 @@ class Sampling(_Body):
     def _logit_bias(self, num_scores: int) -> dict[int, float]:
         found = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not token.isascii() or not token.isdecimal() or int(token) >= num_scores:
+            is_number = token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS
+            if not is_number or int(token) >= num_scores:
                 raise ApiError(
                     400,
-                    f"logit_bias: {token!r} is not a token id; the model has {num_scores}",
+                    f"logit_bias: {token[:MAX_TOKEN_DIGITS]!r} is not a token id; the model has {num_scores}",
                     param="logit_bias",
                     code="invalid_value",
                 )
@@ -178,7 +183,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     role: Annotated[str, Field(min_length=1, max_length=32)]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -203,7 +208,7 @@ class ResponseFormat(_Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False

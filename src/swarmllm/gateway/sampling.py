@@ -123,14 +123,14 @@ class _Changes:
         return cls(torch.tensor(list(by_token)), torch.tensor(list(by_token.values()), dtype=torch.float32))
 
     def add_to(self, scores: Tensor) -> None:
-        """To every row of `[rows, vocabulary]`."""
+        """Add them to every row of `[rows, vocabulary]`."""
         if self.values.device != scores.device:
             self.token_ids, self.values = self.token_ids.to(scores.device), self.values.to(scores.device)
         scores.index_add_(1, self.token_ids, self.values.expand(len(scores), -1))
 
 
 def token_logprob(scores: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Of `token`, given the scores `[vocabulary]`."""
+    """The log probability of `token`, given the scores `[vocabulary]`."""
     logprobs = scores.float().log_softmax(-1)
     values, ids = logprobs.topk(min(num_top, len(logprobs)))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))

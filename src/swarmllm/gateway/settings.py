@@ -1,41 +1,33 @@
 """What the gateway can be told; `gateway/__main__` makes its flags from these fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from swarmllm.config import ClientConfig
+from swarmllm.config import ClientConfig, ClientModelConfig, require_positive
 from swarmllm.errors import ConfigurationError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ClientConfig):
-    """One gateway: which model, for whom, and how much; and how it uses its servers."""
+class OfferedModels:
+    """The models."""
 
-    model: str
-    """Hub id or local directory; the same checkpoint as the servers'."""
+    model: tuple[str, ...]
+    """Hub id or local directory, as the servers have it; several are offered side by side. `MODEL:ADAPTER` is a model
+    with an adapter that its servers offer. Requests choose by name; those that name none get the first."""
+    served_name: tuple[str, ...] | None = None
+    """The models' names in the API, in the same order; None = as the swarm knows them."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
-    dtype: str = "auto"
-    """Of the gateway's own part of the model; auto = as stored."""
-    served_name: str | None = None
-    """The model's name in the API; None = as the swarm knows it."""
-    fallback_to_local: str | None = None
-    """Checkpoint with the same tokenizer that this machine runs alone when the swarm can't be repaired."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
-    port: int = 8080
-    """TCP port to listen on; 0 = any free one."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names under which it may be asked besides localhost and, off loopback, numbers and the machine's own name: of the
-    proxy in front of it, or what the network calls it. `*`: any, also one that a hostile page has made up."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins (`https://…`, or `*`) of other web pages that may use the API; none by default."""
-    api_keys_file: str | None = None
-    """File with one API key per line; then /v1 and /ws need one of them. None = no keys."""
-    requests_per_minute: int | None = None
-    """Most requests of one key, or without keys of one address. None = no limit."""
+    """Branch, tag or commit on the hub, if there is but one model."""
+    dtype: str = field(default="auto", metadata={"alias": "torch_dtype"})
+    """Type of weights and activations; auto = as in the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayLimits:
+    """How much a gateway takes on."""
+
     max_concurrent: int = 32
     """Requests that generate at a time, each on a thread. Assumed: what a client's one process can feed."""
     max_waiting: int = 64
@@ -49,33 +41,57 @@ class GatewayConfig(ClientConfig):
     max_body_bytes: int = 1 << 20
     """Largest request body."""
     max_connections: int = 512
-    """Open at a time; beyond that, one on which nobody asks anything is closed. Half of the files that Linux lets a
-    process open by default."""
+    """Connections open at a time. Beyond that, one on which nobody asks anything is closed. Half of the files that
+    Linux lets a process open by default."""
     num_threads: int = 4
-    """CPU threads for the gateway's own part of the model. Assumed: every request's thread has so many of its own."""
+    """CPU threads for the gateway's own part of the model. Assumed: every request's thread has this many of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
+    """What a gateway offers, and to whom."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
+    port: int = 8080
+    """TCP port to listen on; 0 = any free one."""
+    api_keys_file: str | None = None
+    """File with one API key per line. Then /v1 and /ws need one of them. None = no keys."""
+    requests_per_minute: int | None = None
+    """Most requests of one key, or without keys of one address. None = no limit."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://…`, or `*`) of other web pages that may use the API. None by default."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of this gateway besides this machine's, such as a proxy's. It is asked under localhost and, off loopback,
+    by numbers and the machine's own name; other names must be given here: that of the proxy in front of it, or what
+    the network calls it. `*`: any, also one that a hostile page has made up."""
+    stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
+    """Stop when standard input closes: ties a gateway to the program that started it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("allowed_hosts", "cors_origins"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
-        positive = (
-            "max_concurrent",
-            "max_length",
-            "default_max_tokens",
-            "max_choices",
-            "max_body_bytes",
-            "max_connections",
-            "num_threads",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        limits = (one.name for one in fields(GatewayLimits) if one.name != "max_waiting")
+        require_positive(self, "requests_per_minute", *limits)
         if self.max_waiting < 0:
             raise ConfigurationError(f"max_waiting can't be negative, as {self.max_waiting} is")
-        if self.requests_per_minute is not None and self.requests_per_minute < 1:
-            raise ConfigurationError(f"requests_per_minute must be at least 1, not {self.requests_per_minute}")
+        if self.served_name is not None and len(self.served_name) != len(self.model):
+            raise ConfigurationError(f"{len(self.served_name)} names were given for {len(self.model)} models")
+        if len(self.model) > 1:
+            for name in ("revision", "fallback_to_local", "fallback_after", "identity_path"):
+                if getattr(self, name) is not None:
+                    raise ConfigurationError(f"{name} goes with one model only: run a gateway for each of them")
+
+    def each_model(self) -> list[tuple[str | None, ClientModelConfig]]:
+        """The name that was chosen for each model, and what its client is told."""
+        found = []
+        for place, model in enumerate(self.model):
+            name, adapter = split_adapter(model)
+            settings = self.client_settings() | ({} if adapter is None else {"active_adapter": adapter})
+            config = ClientModelConfig(model=name, revision=self.revision, dtype=self.dtype, **settings)
+            found.append((None if self.served_name is None else self.served_name[place], config))
+        return found
 
     @property
     def on_loopback(self) -> bool:
@@ -97,3 +113,9 @@ class GatewayConfig(ClientConfig):
         if not keys:
             raise ConfigurationError(f"--api_keys_file {self.api_keys_file} holds no keys: write one per line")
         return keys
+
+
+def split_adapter(model: str) -> tuple[str, str | None]:
+    """`MODEL:ADAPTER` in two; what is there as a whole is a model."""
+    name, colon, adapter = model.rpartition(":")
+    return (name, adapter) if colon and name and not Path(model).exists() else (model, None)

@@ -4,11 +4,11 @@
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swarmllm.data_structures import ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
 from swarmllm.gateway.trace import describe_route
 from swarmllm.swarm.block_map import state_name
@@ -29,10 +29,12 @@ class Contact:
 class SwarmPicture:
     """Remembers the last look, to tell what has changed since."""
 
-    def __init__(self, model: str, fingerprint: str, num_blocks: int) -> None:
+    def __init__(self, model: str, fingerprint: str, num_blocks: int, needed: Sequence[Span] | None = None) -> None:
+        """`needed`: blocks that servers have to run; None = all."""
         self._model, self._fingerprint = model, fingerprint
         self._snapshot: SwarmSnapshot | None = None
         self._num_blocks = num_blocks
+        self._needed = (Span(0, num_blocks),) if needed is None else tuple(needed)
         self._contacts: dict[str, Contact] = {}
         self._most_cache: dict[str, int] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -82,6 +84,10 @@ class SwarmPicture:
         snapshot = self._snapshot or SwarmSnapshot(self._num_blocks)
         return replace(snapshot, servers=tuple(s for s in snapshot.servers if self._reachable(s) is not False))
 
+    def missing_blocks(self) -> list[int]:
+        """Blocks that nobody serves who can be reached, and that don't run here."""
+        return [block for block in self.usable.missing_blocks() if any(block in span for span in self._needed)]
+
     def counts(self) -> dict[str, int]:
         """How many servers are in which state."""
         counts: dict[str, int] = {}
@@ -94,7 +100,7 @@ class SwarmPicture:
         """For /api/swarm."""
         usable = self.usable
         try:
-            route = find_route(usable)
+            route = [hop for span in self._needed for hop in find_route(usable, span)]
         except MissingBlocksError:
             route = []
         servers = sorted(
@@ -105,7 +111,7 @@ class SwarmPicture:
             "fingerprint": self._fingerprint,
             "num_blocks": self._num_blocks,
             "known": self._snapshot is not None,
-            "missing_blocks": list(usable.missing_blocks()),
+            "missing_blocks": self.missing_blocks(),
             "bottleneck": _bottleneck(usable),
             "route": describe_route(route),
             "expected_ms_per_token": round(route_cost_ms(route), 3) if route else None,
@@ -121,6 +127,7 @@ class SwarmPicture:
         return {
             **{name: round(value, 4) if isinstance(value, float) else value for name, value in announced.items()},
             "state": self._state(server),
+            "relayed": server.relayed,
             "throughput": round(server.throughput, 1),
             "cache_in_use": round(1 - server.cache_tokens_left / most, 3) if most else None,
             "reachable": self._reachable(server),

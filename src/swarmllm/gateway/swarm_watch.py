@@ -13,8 +13,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from swarmllm.client.connection import Answer, Connection
-from swarmllm.client.swarm_view import SwarmView
+from swarmllm.client.view.connection import Answer, Connection
+from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import SwarmError
 from swarmllm.gateway.metrics import GatewayMetrics
@@ -39,8 +39,10 @@ class SwarmWatch:
 
     def __init__(self, view: SwarmView, name: str, metrics: GatewayMetrics) -> None:
         self._view = view
+        self._name = name
         self._metrics = metrics
-        self._picture = SwarmPicture(name, view.fingerprint, view.num_blocks)
+        self._states: dict[str, int] = {}
+        self._picture = SwarmPicture(name, view.fingerprint, view.num_blocks, view.spans)
         self._lines: dict[str, Connection] = {}
         self._failed_at: dict[str, float] = {}
         self._changed: asyncio.Event | None = None
@@ -54,7 +56,7 @@ class SwarmWatch:
 
     def missing_blocks(self) -> list[int]:
         """Blocks that nobody serves who can be reached."""
-        return list(self._picture.usable.missing_blocks())
+        return self._picture.missing_blocks()
 
     @property
     def client_is_alive(self) -> bool:
@@ -93,7 +95,7 @@ class SwarmWatch:
 
     async def _look(self) -> None:
         try:
-            snapshot = await self._view.refresh()
+            snapshot = await self._view.look_ups.refresh()
         except SwarmError as error:
             logger.info("could not look into the DHT: %s", error)
             return
@@ -107,10 +109,10 @@ class SwarmWatch:
             contacts[peer_id] = Contact(True, line.round_trip_s)
         self._picture.update(snapshot, contacts, time.time())
         self._shown = await asyncio.to_thread(self._render)
-        self._metrics.missing_blocks.set(len(self.missing_blocks()))
-        self._metrics.servers.clear()
-        for state, count in self._picture.counts().items():
-            self._metrics.servers.labels(state).set(count)
+        self._metrics.missing_blocks.labels(self._name).set(len(self.missing_blocks()))
+        self._states = {**dict.fromkeys(self._states, 0), **self._picture.counts()}
+        for state, count in self._states.items():
+            self._metrics.servers.labels(self._name, state).set(count)
 
     def _by_importance(self, online: dict[str, ServerInfo]) -> list[ServerInfo]:
         route = {hop["peer_id"] for hop in json.loads(self._shown[1])["route"]} if len(online) > MAX_LINES else set()

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.network.messages import Timings
+from swarmllm.network.wire.messages import Timings
 
 
 @dataclass

@@ -133,9 +133,9 @@ class _Conversation:
     async def _answer(self, label: Any, body: ChatRequest | CompletionRequest, num_bytes: int) -> None:
         answering: Answering | None = None
         try:
-            prompts, options = await self._routes.prepare(body, num_bytes)
-            answer = Answer(body, self._engine.model, prompts)
-            answering = self._under_way[str(label)] = self._engine.start(prompts, options)
+            model, prompts, options = await self._routes.prepare(body, num_bytes)
+            answer = Answer(body, model, prompts)
+            answering = self._under_way[str(label)] = self._engine.start(model, prompts, options)
             async for event in answering:
                 for chunk in answer.chunks(event):
                     await self._send(label, chunk)

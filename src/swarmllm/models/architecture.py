@@ -5,6 +5,7 @@ code of its own. Called by the rest of `models/`; knows no checkpoint and no net
 """
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -107,15 +108,6 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
     return found
 
 
-def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The Hugging Face class for text generation with this config.
-
-    Raises:
-        UnsupportedModelError: there is none, or it can't be split.
-    """
-    return task_class(config, Task.CAUSAL_LM)
-
-
 def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that blocks are taken from, whatever the task.
 
@@ -164,3 +156,22 @@ def cache_argument(stack: nn.Module) -> str:
     """How the stack's forward names its cache: mamba-like models differ."""
     parameters = inspect.signature(stack.forward).parameters
     return "cache_params" if "cache_params" in parameters else "past_key_values"
+
+
+def length_of_equal_rotation(config: PreTrainedConfig) -> float:
+    """Positions up to which a rotary embedding rotates each position alike, whatever else is in the batch.
+
+    Two kinds look at the largest position of a batch and choose their frequencies by it (Phi-3 128k, dynamic NTK).
+    """
+
+    def limits(settings: object) -> Iterable[float]:
+        if isinstance(settings, dict):
+            if settings.get("rope_type", settings.get("type")) in ("dynamic", "longrope"):
+                original = settings.get("original_max_position_embeddings")
+                yield original or getattr(config, "original_max_position_embeddings", None) or length
+            for value in settings.values():
+                yield from limits(value)
+
+    length: float = getattr(config, "max_position_embeddings", 0)
+    found = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
+    return min((limit for settings in found for limit in limits(settings)), default=float("inf"))

@@ -14,6 +14,7 @@ Used by `BlockSpan` and `load_block_span`; knows nothing of caches and devices.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class ForwardStopped(Exception):  # noqa: N818 - not an error: it ends a forward
 
 Observer = Callable[[int, Tensor], None]
 """Called with (block index, its input) for each real block of a call."""
+Recorder = Callable[[int, Callable[[], Any]], Any]
+"""Called with (block index, a call of that block) for each real block; returns what the block has returned."""
 
 
 class BlockSlots(nn.ModuleList):
@@ -64,11 +67,13 @@ class BlockSlots(nn.ModuleList):
         """A hosted block itself."""
         return self.get_submodule(str(block_idx))
 
-    def begin(self, span: Span, hidden: Tensor, observer: Observer | None = None) -> None:
+    def begin(
+        self, span: Span, hidden: Tensor, observer: Observer | None = None, recorder: Recorder | None = None
+    ) -> None:
         """Prepare a forward of the model that runs `span` on `hidden`."""
         self.hidden, self.output = hidden, None
-        if observer is not None:
-            self._entries = self._list(span, observer)
+        if observer is not None or recorder is not None:
+            self._entries = self._list(span, observer, recorder)
             return
         if span not in self._routes:
             self._routes[span] = self._list(span)
@@ -115,10 +120,12 @@ class BlockSlots(nn.ModuleList):
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, self._first_argument: hidden}
 
-    def _list(self, span: Span, observer: Observer | None = None) -> list[Any]:
+    def _list(self, span: Span, observer: Observer | None = None, recorder: Recorder | None = None) -> list[Any]:
         entries: list[Any] = list(self._placeholders)
         for block_idx in span:
             block: Any = self.block(block_idx)
+            if recorder is not None:
+                block = _Recorded(self, block, block_idx, recorder)
             if block_idx == span.end - 1 and span.end == len(entries):
                 block = _Last(self, block)
             if observer is not None:
@@ -184,3 +191,14 @@ class _Observed(_Slot):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.observer(self.block_idx, self.slots.hidden_argument(args, kwargs))
         return self.block(*args, **kwargs)
+
+
+class _Recorded(_Slot):
+    """A real block whose result is kept for somebody who wants to see it."""
+
+    def __init__(self, slots: BlockSlots, block: Any, block_idx: int, recorder: Recorder) -> None:
+        super().__init__(slots, block)
+        self.block_idx, self.recorder = block_idx, recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.recorder(self.block_idx, partial(self.block, *args, **kwargs))

@@ -1,14 +1,20 @@
 """A server: holds a span of blocks, leases KV cache to sessions, and runs steps and batches through its blocks.
 
-__main__   flags → ServerConfig → server
-server     start-up, the life of the process, leaving
-handler    one stream: what a peer asks for, checked and dispatched
-sessions   one client's KV cache on this server, and its place in a chain
-links      persistent streams to successors
-pushes     what servers pass on to each other for batches
-kv_cache   the byte budget that sessions lease from
-executor   the one thread that touches blocks and caches
-announcer  what the swarm is told, and how often
-throughput how fast the blocks are
-courtesy   giving way to the owner's programs
+__main__     flags → ServerConfig → server
+settings     what a server can be told
+server       start-up, the life of the process, leaving
+span_life    blocks are loaded, served, and left for others
+span_loader  which blocks, and how they are loaded
+own_record   what the swarm is told
+announcer    how often it is told
+rebalancer   when to move to other blocks
+metrics      what Prometheus is told
+downloads    what may take minutes, beside the event loop
+streams/     what peers ask for, checked and dispatched
+sessions/    KV caches of clients
+batches/     forward and backward without caches
+adapters/    what clients sent, and what is offered to all
+peers/       links to other servers, and what one peer may take
+device/      the one thread that touches blocks and caches, and what it computes next
+measuring/   how fast this server, its network and its successors are
 """

@@ -1,6 +1,6 @@
 """Keeps the swarm informed: announces this server twice per `update_period`, and when its state or load changes.
 
-Called by `server/server`; the record's form and signature are the matter of `network/block_directory`.
+Called by `server/server` and `span_life`; the record's form and signature are the matter of `p2p/block_directory`.
 """
 
 import asyncio
@@ -10,23 +10,25 @@ from collections.abc import Callable
 from swarmllm.config import RECORD_PERIODS, RENEWAL_PERIODS
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
-from swarmllm.network.block_directory import BlockDirectory
+from swarmllm.network.p2p.block_directory import BlockDirectory
 
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_RENEWAL = 6
-"""At the load: every 5 s with the usual update period."""
+"""Looks at the load between two announcements: one every 5 s with the usual update period."""
 LEAST_SHARE = 0.01
-"""Below the least that is computed, and above none."""
+"""Share of the speed that is less than the least which is computed, and more than none."""
 DELAYS_S = (0.0, 1.0, 3.0)
-"""Before each try of the first announcement: on a busy machine, nodes may answer too late once."""
+"""Pauses before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 NOTABLE_QUEUE_MS = 50.0
-"""A shorter wait changes few routes. Assumed: round trips through the internet are as long."""
+"""Queues that are shorter change few routes. Assumed: round trips through the internet are as long."""
 
 
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
     """Whether clients would choose other routes if they knew: the queue, the free cache or the speed that is left for
-    them doubled or halved."""
+    them doubled or halved, or its addresses changed."""
+    if announced.addrs != now.addrs:
+        return True
     for before, after, floor in (
         (announced.queue_ms, now.queue_ms, NOTABLE_QUEUE_MS),
         (announced.cache_tokens_left, now.cache_tokens_left, now.max_batch_tokens),

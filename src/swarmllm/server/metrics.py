@@ -5,42 +5,35 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from swarmllm.data_structures import ServerInfo
-from swarmllm.errors import BlocksNotServedError, ConfigurationError
-from swarmllm.network.stream import traffic
-from swarmllm.server.executor import Executor
-from swarmllm.server.handler import StreamHandler
-from swarmllm.server.kv_cache import CacheBudget
-from swarmllm.server.prefix_cache import PrefixCache
+from swarmllm.errors import ConfigurationError
+from swarmllm.network.relay.service import RelayService
+from swarmllm.network.wire.stream import traffic
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.own_record import OwnRecord
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.streams.access import Access
 from swarmllm.swarm.block_map import state_name
 
 logger = logging.getLogger(__name__)
 
 
 class ServerMetrics(Collector):
-    """Reads a running server; `describe` gives what it announces, `budget` its cache's."""
+    """Reads a running server."""
 
-    def __init__(
-        self,
-        handler: StreamHandler,
-        executor: Executor,
-        describe: Callable[[], ServerInfo],
-        budget: Callable[[], CacheBudget],
-    ) -> None:
-        self._handler = handler
-        self._executor = executor
-        self._describe = describe
-        self._budget = budget
+    def __init__(self, access: Access, executor: Executor, record: OwnRecord) -> None:
+        self._access, self._executor, self._record = access, executor, record
 
     def collect(self) -> Iterator[Metric]:
         """Called in a thread of its own; reads plain numbers only."""
-        info, load, budget = self._describe(), self._executor.load, self._budget()
+        info = self._record.describe()
         about = {
             "peer_id": info.peer_id,
             "public_name": info.public_name,
@@ -50,42 +43,57 @@ class ServerMetrics(Collector):
             "dtype": info.dtype,
             "version": info.version,
         }
-        pages = self._prefixes()
         yield InfoMetricFamily("swarmllm_server", "What this server serves.", value=about)
-        for name, text, value in (
-            ("blocks", "Blocks served.", info.end - info.start),
-            ("throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput),
-            ("streams", "Streams of clients and other servers.", self._handler.limits.num_streams()),
-            ("sessions", "Sessions with a KV cache.", self._num_sessions()),
-            ("queued_calls", "Steps and batches that wait or are computed.", self._executor.num_calls),
-            ("queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms),
-            ("batch_size", "Smoothed number of sessions in one forward.", load.batch_size),
-            ("cache_bytes", "Room for KV caches.", budget.offered_bytes),
-            ("cache_leased_bytes", "Of it, set aside for sessions.", budget.leased_bytes),
-            ("prefix_cache_bytes", "Pages of prompts, kept for others.", 0 if pages is None else pages.num_bytes),
-        ):
+        for name, text, value in self._now(info):
             yield GaugeMetricFamily(f"swarmllm_server_{name}", text, value=value)
-        for name, text, value in (
-            ("steps", "Steps of sessions.", load.num_steps),
-            ("tokens", "Tokens of those steps.", load.num_tokens),
-            ("forwards", "Forwards in which they were computed.", load.num_forwards),
-            ("reused_tokens", "Not computed: known prompts.", 0 if pages is None else pages.num_reused_tokens),
-            ("received_bytes", "From clients and other servers.", traffic.received_bytes),
-            ("sent_bytes", "To clients and other servers.", traffic.sent_bytes),
-        ):
+        for name, text, value in self._so_far():
             yield CounterMetricFamily(f"swarmllm_server_{name}", text, value=value)
+        if self._record.peer.relay is not None:
+            yield from _of_relay(self._record.peer.relay)
 
-    def _num_sessions(self) -> int:
-        try:
-            return len(self._handler.sessions)
-        except BlocksNotServedError:
-            return 0
+    def _now(self, info: ServerInfo) -> Iterator[tuple[str, str, float]]:
+        budget, load, sessions, pages = self._record.budget, self._executor.thread.load, self._sessions, self._pages
+        yield "blocks", "Blocks served.", info.end - info.start
+        yield "throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput
+        yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()
+        yield "relayed_streams", "Of them, those through relays.", self._record.peer.num_relayed_streams
+        yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
+        yield "queued_calls", "Steps and batches that wait or are computed.", self._executor.num_calls
+        yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
+        p95 = self._executor.thread.step_ms_p95
+        yield "step_ms_p95", "What 95 of the last 100 decode steps were ready within.", p95
+        yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
+        yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
+        yield "cache_leased_bytes", "Of it, set aside for sessions.", budget.leased_bytes
+        yield "prefix_cache_bytes", "Pages of prompts, kept for others.", 0 if pages is None else pages.num_bytes
 
-    def _prefixes(self) -> PrefixCache | None:
-        try:
-            return self._handler.sessions.pages
-        except BlocksNotServedError:
-            return None
+    def _so_far(self) -> Iterator[tuple[str, str, float]]:
+        load, pages = self._executor.thread.load, self._pages
+        yield "steps", "Steps of sessions.", load.num_steps
+        yield "tokens", "Tokens of those steps.", load.num_tokens
+        yield "failures", "Steps and batches that failed.", load.num_failures
+        yield "forwards", "Forwards in which they were computed.", load.num_forwards
+        yield "reused_tokens", "Not computed: known prompts.", 0 if pages is None else pages.num_reused_tokens
+        yield "received_bytes", "From clients and other servers.", traffic.received_bytes
+        yield "sent_bytes", "To clients and other servers.", traffic.sent_bytes
+
+    @property
+    def _sessions(self) -> SessionTable | None:
+        serving = self._access.serving
+        return None if serving is None else serving.sessions
+
+    @property
+    def _pages(self) -> PrefixCache | None:
+        sessions = self._sessions
+        return None if sessions is None else sessions.pages
+
+
+def _of_relay(relay: RelayService) -> Iterator[Metric]:
+    """What it does for others."""
+    yield GaugeMetricFamily("swarmllm_relay_reservations", "Peers reached through this.", value=relay.num_reservations)
+    yield GaugeMetricFamily("swarmllm_relay_circuits", "Connections that pass through this.", value=relay.num_circuits)
+    yield CounterMetricFamily("swarmllm_relay_bytes", "That have passed, both ways.", value=relay.num_bytes)
+    yield CounterMetricFamily("swarmllm_relay_refusals", "Of what others asked this relay.", value=relay.num_refused)
 
 
 async def serve_metrics(host: str, port: int | None, metrics: ServerMetrics) -> None:

@@ -1,6 +1,6 @@
 """When this server moves to other blocks: look, claim, look again, then go (`swarm/placement` decides).
 
-Called by `server/server`, which does the moving.
+Called by `span_life`, which does the moving.
 """
 
 import asyncio
@@ -15,9 +15,7 @@ from swarmllm.swarm.placement import claim_stands, plan_move
 logger = logging.getLogger(__name__)
 
 CLAIM_SETTLES_S = 1.0
-"""Until everybody sees a claim. Measured: announcements become visible in 40–180 ms."""
-
-
+"""Seconds until everybody sees a claim. Measured: announcements become visible in 40–180 ms."""
 MOST_PATIENCE = 64
 """Periods at most between two tries while blocks can't be loaded: with the usual period half an hour."""
 
@@ -32,7 +30,7 @@ class Rebalancer:
     period_s: float
     generator: random.Random = field(default_factory=random.Random)
     failed_moves: int = 0
-    """In a row, for want of loadable blocks; each doubles the time until the next try."""
+    """Moves that failed in a row, for want of loadable blocks; each doubles the time until the next try."""
 
     async def wait_for_move(
         self,

@@ -13,11 +13,28 @@ from swarmllm.errors import MissingBlocksError
 from swarmllm.swarm.explain import explain_route
 from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import describe_blocks, find_route
+from swarmllm.swarm.weights import agreed_digests, contradicts
 
 MAX_MAP_COLUMNS = 64
 """A map of more blocks than this shows several per column, so that a line fits a terminal."""
 HELD, PARTLY_HELD, NOT_HELD = "█", "▒", "·"
-COLUMNS = ("", "peer", "blocks", "state", "tokens/s", "ms/token", "cache", "weights", "version", "name")
+COLUMNS = (
+    *(
+        "",
+        "peer",
+        "blocks",
+        "state",
+        "tokens/s",
+        "ms/token",
+        "p95 ms",
+        "served",
+        "failed",
+        "cache",
+        "weights",
+        "version",
+    ),
+    "name",
+)
 
 
 def draw_blocks(held: Container[int], num_blocks: int) -> str:
@@ -45,7 +62,7 @@ def describe_swarm(snapshot: SwarmSnapshot) -> list[str]:
 
 
 def describe_coverage(snapshot: SwarmSnapshot) -> str:
-    """In words: whether the model can be used, how fast and why, and what is missing.
+    """Say in words whether the model can be used, how fast and why, and what is missing.
 
     Without the round trips, which only a client that uses the swarm measures.
     """
@@ -78,6 +95,18 @@ def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
     return lines
 
 
+def describe_different_weights(snapshot: SwarmSnapshot) -> list[str]:
+    """A line for each server whose blocks are made of other weights than those of most."""
+    chosen = agreed_digests(snapshot.online())
+    others = {server.peer_id: contradicts(server.digests(), chosen) for server in snapshot.online()}
+    return [
+        f"weights differ: {short_peer_id(peer_id)} made {describe_blocks(blocks)} of other files than most servers, so "
+        "no client uses both: compare the files, or name it in blocked_servers"
+        for peer_id, blocks in others.items()
+        if blocks
+    ]
+
+
 def short_peer_id(peer_id: str) -> str:
     """The end of a peer id, which tells peers apart; they all begin alike."""
     return f"…{peer_id[-6:]}"
@@ -89,8 +118,12 @@ def state_name(state: int) -> str:
 
 
 def _state(server: ServerInfo) -> str:
-    """With how far it gives way to its owner's programs."""
-    name = state_name(server.state)
+    """The state, what the server does for others, and how far it gives way to its owner's programs."""
+    name = state_name(server.state) + (", relayed" if server.relayed else "")
+    if server.relays_for:
+        name += f", relays for {server.relays_for}"
+    if server.wake_s:
+        return f"{name}, wakes in {server.wake_s:.0f} s"
     if server.speed_share == 1 or server.state != ServerState.ONLINE:
         return name
     return f"{name} at {server.speed_share:.0%}" if server.speed_share else f"{name}, paused"
@@ -105,6 +138,9 @@ def _row(server: ServerInfo, num_blocks: int) -> Sequence[str]:
         _state(server),
         f"{server.throughput:.0f}" if measured else "-",
         f"{server.decode_ms_per_block * len(server.span):.1f}" if measured else "-",
+        f"{server.step_ms_p95:.1f}" if server.step_ms_p95 else "-",
+        str(server.tokens_served),
+        str(server.failures_seen),
         str(server.cache_tokens_left) if measured else "-",
         server.dtype if server.quant_type == "none" else server.quant_type,
         server.version,

@@ -17,7 +17,7 @@ class Route(list[RouteHop]):
         super().__init__(hops)
         self.explanation = tuple(explanation)
         self.expected_ms = expected_ms
-        """Of one decode step."""
+        """Milliseconds of one decode step."""
 
     def __str__(self) -> str:
         return "\n".join(self.explanation)
@@ -51,7 +51,7 @@ def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float
 
 
 def _faster_alone(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> list[str]:
-    """Who doesn't hold all blocks, but if it did, would beat the route."""
+    """A line about the server that would beat the route if it held all blocks."""
     route_ms = route_cost_ms(route, costs)
     lines = []
     candidates = [(costs.alone_ms(server, snapshot.num_blocks), server) for server in snapshot.online()]

@@ -1,4 +1,4 @@
-"""Which blocks a server should hold, when it joins and while it serves (Petals paper, section 3.2).
+"""The blocks that a server should hold, when it joins and while it serves (Petals paper, section 3.2).
 
 Called by the server and by the simulator. Pure: looks only at a snapshot, in which the caller's own record must be as
 the caller knows it, since the DHT may still show an older one.
@@ -29,7 +29,7 @@ from swarmllm.config import BALANCE_QUALITY
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 
 ASSUMED_THROUGHPUT = 1.0
-"""For servers that announced none: they still count as somebody holding the block."""
+"""Tokens per second of servers that announced none: they still count as somebody holding the block."""
 UNITS_PER_TOKEN = 1000
 """Throughputs are added up as whole thousandths: sums in any order are equal, so no rounding error causes a move."""
 
@@ -166,9 +166,9 @@ class _View:
 
     place: _Place
     totals: list[int]
-    """With this server where it is now."""
+    """Throughputs with this server where it is now."""
     others: list[_Place]
-    """Those that could move as well."""
+    """Servers that could move as well."""
 
     @classmethod
     def of(cls, snapshot: SwarmSnapshot, peer_id: str, heeds: Callable[[ServerInfo], bool]) -> "_View | None":

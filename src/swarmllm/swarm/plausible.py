@@ -1,4 +1,4 @@
-"""What of servers' own claims counts: nobody's throughput attracts more than a multiple of what others have.
+"""Bounds on servers' own claims: nobody's throughput attracts more than a multiple of what others have.
 
 Called before placement and before batches are split. Pure.
 """
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from swarmllm.data_structures import ServerInfo
 
 MAX_TIMES_MEDIAN = 16.0
-"""Assumed: the best cards of today are about so many times as fast as what most of a swarm has. A faster server counts
-as if it were not, which costs little: others hold its blocks as well."""
+"""Assumed: today's best cards are about this many times as fast as what most of a swarm has. A faster server counts as
+if it were not, which costs little: others hold its blocks as well."""
 
 
 def plausible(servers: Iterable[ServerInfo]) -> tuple[ServerInfo, ...]:

@@ -1,4 +1,4 @@
-"""When to try again, and whom to avoid: the one retry policy of sessions, batches and look-ups.
+"""The one retry policy of sessions, batches and look-ups: when to try again, and whom to avoid.
 
 Pure: the caller passes the time in and sleeps itself. What an error means is said by its class (`errors`): whether
 trying again can help, and whether the peer is to blame.
@@ -20,11 +20,15 @@ FIRST_BACKOFF_S = 0.1
 """Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
 MAX_BACKOFF_S = 5.0
 LOOK_AGAIN_S = 1.0
-"""Where nobody is left, whoever comes (back) should be found soon. Assumed."""
+"""Longest pause where nobody is left: whoever comes (back) should be found soon. Assumed."""
 MAX_BAN_FACTOR = 16
 MAX_REMEMBERED = 1024
 """Peers whose faults are kept in mind; of more, those that were to be avoided longest ago are forgotten. Peer ids cost
 nothing, and a client runs for months."""
+SAME_CUT_S = 1.0
+"""Streams to one peer that are cut within this time have ended together. Assumed."""
+CUT_FORGOTTEN_S = 60.0
+"""After this, a cut counts as the first one again: relays come and go. Assumed."""
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
 
@@ -37,7 +41,7 @@ class Retries:
     """
 
     max_retries: int
-    patience_s: float = math.inf
+    timeout_s: float = math.inf
     """Since blocks were first found missing."""
     failures: int = 0
     missing_since: float = math.inf
@@ -49,8 +53,8 @@ class Retries:
         if isinstance(error, MissingBlocksError):
             if self.missing_since == math.inf:
                 self.missing_since = now
-                return 0.0 if self.patience_s else None
-            return LOOK_AGAIN_S if now - self.missing_since < self.patience_s else None
+                return 0.0 if self.timeout_s else None
+            return LOOK_AGAIN_S if now - self.missing_since < self.timeout_s else None
         self.failures += 1
         if self.failures > self.max_retries:
             return None
@@ -61,11 +65,12 @@ class Retries:
 
 @dataclass
 class PeerHealth:
-    """Which peers to avoid for now. Bans are short and recover: a peer that behaved again starts anew."""
+    """Peers to avoid for now. Bans are short and recover: a peer that behaved again starts anew."""
 
     ban_s: float
     _faults: dict[str, int] = field(default_factory=dict)
     _avoid_until: dict[str, float] = field(default_factory=dict)
+    _cut_at: dict[str, float] = field(default_factory=dict)
     _quarantined: dict[str, None] = field(default_factory=dict)  # a set in the order of time
 
     def report(self, error: SwarmError, now: float) -> bool:
@@ -77,6 +82,8 @@ class PeerHealth:
             return True
         peer_id = error.peer_id
         is_news = peer_id not in self.avoided(now)
+        if error.through_relay and self._may_be_the_relay(peer_id, now):
+            return is_news
         if error.blames_peer:
             faults = self._faults.get(peer_id, 0)
             if is_news or not faults:  # requests that it lets down at the same time are one fault
@@ -91,6 +98,15 @@ class PeerHealth:
             self.succeeded(min(self._avoid_until, key=self._avoid_until.__getitem__))
         return is_news
 
+    def _may_be_the_relay(self, peer_id: str, now: float) -> bool:
+        """Whether a stream through a relay that was cut says nothing of the peer: once, until it is cut again."""
+        cut_at = self._cut_at.setdefault(peer_id, now)
+        if now - cut_at >= CUT_FORGOTTEN_S:
+            cut_at = self._cut_at[peer_id] = now
+        if len(self._cut_at) > MAX_REMEMBERED:
+            del self._cut_at[next(iter(self._cut_at))]
+        return now - cut_at < SAME_CUT_S
+
     def succeeded(self, peer_id: str) -> None:
         """The peer did what it was asked to."""
         if peer_id in self._faults or peer_id in self._avoid_until:
@@ -103,7 +119,7 @@ class PeerHealth:
         return frozenset(paused | self._quarantined.keys())
 
     def avoided_s(self, now: float) -> dict[str, float]:
-        """How much longer those are to be avoided whom one may use all the same where nobody else is left.
+        """Seconds for which those are to be avoided whom one may use all the same where nobody else is left.
 
         Whoever fails again meanwhile is avoided from then on, so of several each has its turn.
         """
@@ -111,7 +127,7 @@ class PeerHealth:
         return {peer_id: left_s for peer_id, left_s in left.items() if left_s > 0}
 
     def blamed(self, now: float) -> frozenset[str]:
-        """Those of them that were at fault, not only full."""
+        """Avoided peers that were at fault, not only full."""
         return self.avoided(now) & (self._faults.keys() | self._quarantined.keys())
 
     def quarantine(self, peer_id: str) -> None:

@@ -1,6 +1,6 @@
-"""How far servers are from here, from samples that come now and then; and which servers to measure next.
+"""Distances of servers from here, by samples that come now and then, and the servers to measure next.
 
-Used by the client's swarm view and by `server/successors`, which send the pings. Pure: the time is passed in,
+Used by the client's swarm view and by `measuring/successors`, which send the pings. Pure: the time is passed in,
 in seconds.
 """
 
@@ -19,8 +19,8 @@ SMOOTHING = 0.3
 FORGET_S = 900.0
 """Assumed: paths through the internet and the load of home connections change within a quarter of an hour."""
 DIAL_ROUND_TRIPS = 8
-"""Of a new connection and its first ping, with TCP, Noise, yamux and our greeting. Counted at an emulated delay: who
-didn't answer yet is at least so far away."""
+"""Round trips of a new connection and its first ping (TCP, Noise, yamux, our greeting). Counted at an emulated
+delay: who didn't answer yet is at least that far away."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RoundTrips:
         self._ms.pop(peer_id, None)
 
     def known(self, now: float) -> dict[str, float]:
-        """What was measured and isn't too old; of a first ping that is still under way, what it takes at least."""
+        """Distances that were measured and aren't too old; for a first ping under way, what it takes at least."""
         known = {peer_id: ms for peer_id, ms in self._ms.items() if now - self._seen_at[peer_id] < FORGET_S}
         least = RouteCosts(round_trips_ms=known).assumed_round_trip_ms
         for peer_id, since in self._waiting_since.items():
@@ -66,7 +66,7 @@ class RoundTrips:
         return known
 
     def to_measure(
-        self, snapshot: SwarmSnapshot, now: float, *, count: int, avoid: Collection[str], generator: random.Random
+        self, snapshot: SwarmSnapshot, *, count: int, avoid: Collection[str], generator: random.Random
     ) -> list[ServerInfo]:
         """At most `count` servers whose distance would be good to know.
 
@@ -84,7 +84,7 @@ class RoundTrips:
         return list({s.peer_id: s for s in (*first, *self.oldest_first(others, generator))}.values())[:count]
 
     def oldest_first(self, servers: Iterable[ServerInfo], generator: random.Random) -> list[ServerInfo]:
-        """Those never tried, in any order, then the others by when they were tried last."""
+        """Servers never tried, in any order, then the others by when they were tried last."""
         shuffled = list(servers)
         generator.shuffle(shuffled)
         return sorted(shuffled, key=lambda server: self._tried_at.get(server.peer_id, float("-inf")))

@@ -1,9 +1,12 @@
-"""What a route is expected to cost: network, queue, computing and cache pressure of each hop, for one step.
+"""Expected costs of a route: network, queue, computing and cache pressure of each hop, for one step.
 
 Used by `swarm/routing`, which searches, and by whoever explains a route. Pure: servers announce their side, the client
-adds the round trips that it measured.
+adds the round trips that it measured. What depends on one server belongs into `waiting_ms` or `ms_per_block`, from
+which `of_hops` and the search both add up; what depends on two neighbours, into `between_ms` and the search's
+`_Distances`.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +15,18 @@ from functools import cached_property
 from swarmllm.data_structures import RouteHop, ServerInfo
 
 HOP_COST_MS = 1.0
-"""Of each hop beside the network's own time: encoding, waking up, decoding. Measured on loopback: about 1 ms
+"""Cost of each hop beside the network's own time: encoding, waking up, decoding. Measured on loopback: about 1 ms
 (docs/benchmarks.md)."""
+RELAYED_MS = 0.5
+"""On top of what was measured, for servers that are reached through relays: where others are as near, these are first
+and last, and nobody's relay is burdened. Assumed; the relay's own time is in the round trip already."""
 REFUSAL_MS = 1000.0
-"""For a server whose announced cache has no room for the session. Assumed: it would most likely refuse, but it is
+"""Cost of a server whose announced cache has no room for the session. Assumed: it would most likely refuse, but it is
 better than nobody, because what it announced may be old."""
 ROOM_FACTOR = 2.0
 """Cache pressure begins when less is left than this many such sessions need. Assumed: others come at the same time."""
 AVOIDED_MS_PER_S = 1e9
-"""For a peer that is to be avoided for another second: more than anything else can cost."""
+"""Cost of a peer that is to be avoided for another second: more than anything else can cost."""
 MEASURED_BATCH = 8
 """The batch of `ServerInfo.decode_ms_per_block_batch8`."""
 
@@ -47,27 +53,30 @@ class RouteCosts:
     round_trips_ms: Mapping[str, float] = field(default_factory=dict)
     """Measured by the asker, by peer id."""
     context_tokens: int = 0
-    """In the session's KV cache."""
+    """Tokens in the session's KV cache."""
     batch_size: int = 1
     """Rows of a decode step."""
     forward_tokens: int = 0
-    """> 0: a forward batch of so many tokens instead of a decode step."""
+    """Above 0: a forward batch of this many tokens instead of a decode step."""
     cache_tokens: int = 0
-    """That the session will lease."""
+    """Tokens that the session will lease."""
     avoided_s: Mapping[str, float] = field(default_factory=dict)
     """Peers that are used only where nobody else is left, and for how much longer: those with the least time first."""
+    inner_states: bool = False
+    """Whether only servers are of use that tell what passes between their blocks."""
     relayed: bool = False
     """Servers don't pass hidden states on to each other: everything goes through the asker."""
 
     @cached_property
     def assumed_round_trip_ms(self) -> float:
-        """For servers that were not measured: as far as most of the others."""
+        """Distance of servers that were not measured: as far as most of the others."""
         return statistics.median(self.round_trips_ms.values()) if self.round_trips_ms else 0.0
 
     def round_trip_ms(self, server: ServerInfo) -> float:
-        """Between the asker and the server."""
+        """Distance between the asker and the server."""
         measured = self.round_trips_ms.get(server.peer_id)
-        return self.assumed_round_trip_ms if measured is None else measured
+        round_trip_ms = self.assumed_round_trip_ms if measured is None else measured
+        return round_trip_ms + RELAYED_MS if server.relayed else round_trip_ms
 
     def between_ms(self, server: ServerInfo, successor: ServerInfo) -> float:
         """One way from server to server: as one of them announced it, else estimated.
@@ -108,7 +117,7 @@ class RouteCosts:
         return REFUSAL_MS * min(1.0, max(0.0, ROOM_FACTOR / left - 1))
 
     def of_hops(self, route: Sequence[RouteHop]) -> list[HopCosts]:
-        """What each hop of a route costs."""
+        """The costs of each hop of a route."""
         costs: list[HopCosts] = []
         for index, hop in enumerate(route):
             way_ms = self.round_trip_ms(hop.server) / 2 if index == 0 else 0.0
@@ -126,6 +135,15 @@ class RouteCosts:
         return network_ms + self.waiting_ms(server) + self.ms_per_block(server) * num_blocks
 
 
+def seconds_per_token(hop: RouteHop) -> float:
+    """What one token of a forward batch takes of all that the hop's server can do; infinite if it announced nothing."""
+    blocks_per_s = hop.server.throughput * len(hop.server.span)
+    return len(hop.span) / blocks_per_s if blocks_per_s else math.inf
+
+
 def route_tokens_per_s(route: Sequence[RouteHop]) -> float:
-    """Forward batches through a route whose servers all work at once: what its slowest hop does."""
-    return min(hop.server.throughput * len(hop.server.span) / len(hop.span) for hop in route)
+    """Forward batches through a route whose servers all work at once: what its slowest server does, in all its hops."""
+    busy: dict[str, float] = {}
+    for hop in route:
+        busy[hop.server.peer_id] = busy.get(hop.server.peer_id, 0.0) + seconds_per_token(hop)
+    return 1 / max(busy.values())

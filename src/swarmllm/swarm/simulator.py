@@ -26,7 +26,7 @@ from swarmllm.swarm.routing import find_route, route_cost_ms
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings:
-    """What a simulated swarm is like; all times in seconds."""
+    """Settings of a simulated swarm; all times in seconds."""
 
     num_blocks: int
     update_period_s: float = 30.0
@@ -42,7 +42,7 @@ class SimulationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What one server can do."""
+    """The abilities of one server."""
 
     num_blocks: int
     throughput: float
@@ -107,7 +107,7 @@ class SwarmSimulator:
         self._at(at_s, partial(self._crash, peer_id))
 
     def churn(self, specs: Iterable[ServerSpec], *, for_s: float, crash_share: float = 0.5) -> None:
-        """For each of `specs` one server joins and a random one crashes or leaves, spread evenly over `for_s`."""
+        """Let one server join for each of `specs`, and a random one crash or leave, spread evenly over `for_s`."""
         for spec in specs:
             self.join(spec, at_s=self.now_s + self._random.uniform(0, for_s))
             crashes = self._random.random() < crash_share
@@ -258,7 +258,7 @@ class SwarmSimulator:
             self._views.popleft()
 
     def _look(self, own: ServerInfo | None = None) -> SwarmSnapshot:
-        """What a look shows: everything as it was a while ago, and `own` as it is."""
+        """The swarm as a look shows it: everything as it was a while ago, and `own` as it is."""
         seen_s = self.now_s - self._random.uniform(0, self.settings.view_delay_s)
         servers = next((view for time_s, view in reversed(self._views) if time_s <= seen_s), self._views[0][1])
         if own is not None:
@@ -267,7 +267,7 @@ class SwarmSimulator:
 
 
 def bottleneck_bound(snapshot: SwarmSnapshot) -> float:
-    """What no placement of these servers can exceed: all blocks served alike, each server wholly in use.
+    """The bound of any placement of these servers: all blocks served alike, each server wholly in use.
 
     The sum of throughput × blocks over all servers, divided by the blocks of the model. It is not always reachable:
     servers can't be cut into pieces to fit together.
@@ -290,7 +290,7 @@ def route_cost_bound(snapshot: SwarmSnapshot) -> float:
 
 
 def route_cost_ratio(snapshot: SwarmSnapshot) -> float:
-    """How much dearer the best route is than `route_cost_bound`, 1 = as good as can be.
+    """Cost of the best route relative to `route_cost_bound`, 1 = as good as can be.
 
     Raises:
         MissingBlocksError: some blocks have no server.

@@ -1,6 +1,6 @@
 """Which version of an adapter a client takes, and whom it leaves out."""
 
-from swarmllm.client.active_adapter import ActiveAdapter
+from swarmllm.client.view.active_adapter import ActiveAdapter
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 
 
@@ -26,6 +26,8 @@ def test_the_version_of_most_blocks_is_taken() -> None:
     assert lacking("poet@2", A, B, C, D) == "ac"
     assert lacking("clerk", A, B) == "a"
     assert lacking("nobody's", A, B, C, D) == "abcd"
+    for too_long in ("a" * 300, "a" * 100_000):
+        assert lacking(too_long, A, B) == "ab"
 
 
 def test_a_version_once_used_is_kept() -> None:

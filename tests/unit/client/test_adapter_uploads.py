@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from swarmllm.client import adapter_uploads
-from swarmllm.client.adapter_uploads import AdapterUploads
+from swarmllm.client.view import adapter_uploads
+from swarmllm.client.view.adapter_uploads import AdapterUploads
 from swarmllm.data_structures import Span
 
 

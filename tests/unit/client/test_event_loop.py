@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from swarmllm.client.event_loop import EventLoop
+from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.errors import PeerError, SessionClosedError
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BlockInputs
 
 BATCH, SEQ, HIDDEN, PAST = 3, 5, 4, 2
 

@@ -19,10 +19,12 @@ from swarmllm.errors import (
     UnsupportedModelError,
     WeightsMismatchError,
 )
-from swarmllm.models.architecture import causal_lm_class
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.skeleton import client_tensor_names, drop_blocks, load_pruned, pruned
+from swarmllm.models.architecture import Task, task_class
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names, drop_blocks, load_pruned, pruned
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, head_dim=4
@@ -72,7 +74,7 @@ def test_what_a_config_tells(sharded: Path) -> None:
         for name, tensor in load_file(file).items()
         if ".layers.0." in name
     )
-    assert checkpoint.block_bytes() == [block] * 4
+    assert block_bytes(checkpoint) == [block] * 4
 
 
 def test_a_client_asks_for_nothing_of_the_blocks(sharded: Path) -> None:
@@ -196,6 +198,14 @@ class TestPickles:
         torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
         assert _load(pickled)
 
+    def test_of_torchao_are_refused_before_they_are_opened(self, pickled: Path) -> None:
+        (pickled / "pytorch_model.bin").write_bytes(b"objects of torchao's own")
+        quantization = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+        config = json.loads((pickled / "config.json").read_text()) | {"quantization_config": quantization}
+        (pickled / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedModelError, match="use a checkpoint in safetensors"):
+            open_checkpoint(str(pickled)).weight_map()
+
     def test_that_run_code_are_refused(self, pickled: Path, tmp_path: Path) -> None:
         class Evil:
             def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -222,7 +232,7 @@ class TestPickles:
 class TestFingerprint:
     @staticmethod
     def of(directory: Path) -> str:
-        return open_checkpoint(str(directory)).fingerprint
+        return fingerprint(open_checkpoint(str(directory)))
 
     def test_is_the_same_for_copies(self, sharded: Path, saved: Path) -> None:
         assert self.of(sharded) == self.of(saved / "sharded")
@@ -249,12 +259,42 @@ class TestFingerprint:
         save_file(tensors, path, metadata={"format": "pt"})
         assert self.of(directory) != self.of(saved / layout)
 
-    def test_needs_no_block_shard(self, sharded: Path, saved: Path) -> None:
-        """Not even their headers: zeros of the same size do as well."""
-        outside = {_shard_of(sharded, name) for name in ("embed_tokens", "model.norm", "lm_head")}
-        for file in set(sharded.glob("*.safetensors")) - outside:
-            file.write_bytes(bytes(file.stat().st_size))
-        assert self.of(sharded) == self.of(saved / "sharded")
+    @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj", "input_layernorm"])
+    @pytest.mark.parametrize("layout", ["single", "sharded", "pickled"])
+    def test_sees_a_merged_fine_tune_of_one_block(self, saved: Path, tmp_path: Path, layout: str, name: str) -> None:
+        """Files of the same names, sizes and headers, with the same tensors outside the blocks."""
+        name = f"model.layers.2.{name}.weight"
+        directory = shutil.copytree(saved / ("sharded" if layout == "sharded" else "single"), tmp_path / "copy")
+        path = _shard_of(directory, name) if layout == "sharded" else directory / "model.safetensors"
+        tensors = load_file(path)
+        if layout == "pickled":
+            path.unlink()
+            path = directory / "pytorch_model.bin"
+
+        def write() -> str:
+            if layout == "pickled":
+                torch.save(tensors, path)
+            else:
+                save_file(tensors, path, metadata={"format": "pt"})
+            return self.of(directory)
+
+        before = write()
+        assert write() == before, "the control"
+        tensors[name] = tensors[name] * 1.001
+        size = path.stat().st_size
+        assert write() != before
+        assert path.stat().st_size == size
+
+    def test_sees_a_shard_that_is_not_there(self, sharded: Path, saved: Path) -> None:
+        _shard_of(sharded, "layers.1.mlp.up_proj").unlink()
+        assert self.of(sharded) != self.of(saved / "sharded")
+
+    @pytest.mark.parametrize("content", [b"", bytes(5000), b"\xff" * 5000, b"\x10" + bytes(7) + b"[" * 16])
+    def test_damaged_shards_are_named(self, sharded: Path, content: bytes) -> None:
+        shard = _shard_of(sharded, "layers.1.mlp.up_proj")
+        shard.write_bytes(content)
+        with pytest.raises(CorruptWeightsError, match=shard.name):
+            self.of(sharded)
 
     def test_of_a_hub_snapshot_is_the_commit(self, sharded: Path, tmp_path: Path) -> None:
         commit = "0123456789abcdef0123456789abcdef01234567"
@@ -290,7 +330,7 @@ class TestHubOffline:
 
     def test_has_the_fingerprint_of_its_snapshot_as_a_directory(self, cache: Path) -> None:
         (snapshot,) = cache.glob("*/snapshots/*")
-        assert open_checkpoint("owner/name", cache_dir=str(cache)).fingerprint == TestFingerprint.of(snapshot)
+        assert fingerprint(open_checkpoint("owner/name", cache_dir=str(cache))) == TestFingerprint.of(snapshot)
 
     def test_revisions(self, cache: Path) -> None:
         assert open_checkpoint("owner/name", cache_dir=str(cache), revision=self.COMMIT).revision == self.COMMIT
@@ -309,7 +349,7 @@ def test_loading_leaves_the_random_state_alone(single: Path) -> None:
     checkpoint = open_checkpoint(str(single))
     before = torch.get_rng_state()
     _load(single)
-    cls = pruned(causal_lm_class(checkpoint.config), drop_blocks)
+    cls = pruned(task_class(checkpoint.config, Task.CAUSAL_LM), drop_blocks)
     load_pruned(cls, checkpoint, dtype=torch.float32, progress=False)
     assert torch.equal(before, torch.get_rng_state())
 

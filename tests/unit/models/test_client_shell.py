@@ -12,10 +12,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.client_shell import embed, head, load_client_shell
-from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.shell.client_shell import embed, head
+from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.shell.remote_cache import RemoteCache
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, head_dim=4
@@ -83,7 +84,6 @@ def load(directory: Path, runner: AddsOne, **options: Any) -> Any:
         "dtype": "auto",
         "runner": runner,
         "traits": BlockTraits(),
-        "num_blocks": 4,
         "progress": False,
     }
     return load_client_shell(open_checkpoint(str(directory)), **{**arguments, **options})
@@ -247,7 +247,7 @@ def test_generate_continues_the_active_session(saved: Path, runner: AddsOne, mon
     assert session.position == 4
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
 def test_what_stays_on_the_servers_is_refused(model: Any, name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         model(IDS, **{name: True})
@@ -265,11 +265,6 @@ def test_local_caches_are_refused(model: Any) -> None:
 def test_a_mask_that_is_no_tensor_is_refused(model: Any) -> None:
     with pytest.raises(ConfigurationError, match="attention_mask"):
         model(IDS, attention_mask={"full_attention": None})
-
-
-def test_a_swarm_of_another_length_is_refused(saved: Path, runner: AddsOne) -> None:
-    with pytest.raises(ConfigurationError, match="4 blocks"):
-        load(saved, runner, num_blocks=8)
 
 
 def test_dtype(saved: Path, runner: AddsOne) -> None:

@@ -1,10 +1,12 @@
+import pickle
 from collections.abc import Sequence
 
 import pytest
 import torch
 from transformers import Gemma2Config
 
-from swarmllm.models.remote_cache import RemoteCache
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.shell.remote_cache import RemoteCache
 
 
 class FakeSession:
@@ -56,6 +58,14 @@ def test_rows(cache: RemoteCache, session: FakeSession) -> None:
     cache.batch_select_indices(torch.tensor([False, True, False, True]))
     assert session.selected == [[1, 1], [0, 0, 1, 1], [1, 3]]
     assert cache.batch_size == 2
+    for rows in ([2], [-1, 0], []):
+        with pytest.raises(ConfigurationError, match="rows 0 to 1"):
+            cache.reorder_cache(torch.tensor(rows))
+
+
+def test_it_cannot_be_pickled(cache: RemoteCache) -> None:
+    with pytest.raises(ConfigurationError, match="on the servers"):
+        pickle.dumps(cache)
 
 
 def test_recording(cache: RemoteCache, session: FakeSession) -> None:

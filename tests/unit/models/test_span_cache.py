@@ -10,8 +10,8 @@ from transformers import Gemma2Config, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from swarmllm.data_structures import Span
-from swarmllm.models.growing_layer import CHUNK_TOKENS, GrowingLayer
-from swarmllm.models.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.cache_layer import CHUNK_TOKENS, BufferedCacheLayer
+from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 
 WINDOW = 4
 Sizes = dict[str, int]
@@ -42,8 +42,8 @@ def gemma() -> Callable[..., SpanCache]:
     return lambda **options: SpanCache(Gemma2Config(**SIZES, sliding_window=WINDOW), Span(0, 2), **options)
 
 
-def test_growing_layer_gives_what_concatenation_gives() -> None:
-    grown, concatenated = GrowingLayer(), DynamicLayer()
+def test_cache_layer_gives_what_concatenation_gives() -> None:
+    grown, concatenated = BufferedCacheLayer(), DynamicLayer()
     for num_tokens in (5, 1, 1, CHUNK_TOKENS, 1):
         keys, values = _states(num_tokens), _states(num_tokens)
         for got, want in zip(grown.update(keys, values), concatenated.update(keys, values), strict=True):
@@ -58,8 +58,8 @@ def test_growing_layer_gives_what_concatenation_gives() -> None:
     assert grown.get_mask_sizes(2) == concatenated.get_mask_sizes(2)
 
 
-def test_growing_layer_rarely_moves_its_memory() -> None:
-    layer = GrowingLayer()
+def test_cache_layer_rarely_moves_its_memory() -> None:
+    layer = BufferedCacheLayer()
     addresses = {layer.update(_states(1), _states(1))[0].data_ptr() for _ in range(CHUNK_TOKENS)}
     assert len(addresses) == 1
 

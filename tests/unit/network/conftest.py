@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from swarmllm.network import stream as stream_module
-from swarmllm.network.frames import LARGE_TYPES
-from swarmllm.network.stream import FrameStream
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.frames import LARGE_TYPES
+from swarmllm.network.wire.stream import FrameStream
 
 CLIENT_ID = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
 SERVER_ID = "12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo"

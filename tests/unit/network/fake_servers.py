@@ -10,7 +10,7 @@ from tests.unit.network.conftest import connect
 
 from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo
 from swarmllm.errors import PeerUnreachableError, ServerOverloadedError, WeightsMismatchError
-from swarmllm.network.protocol import FrameStream, welcome
+from swarmllm.network.wire.protocol import FrameStream, welcome
 
 LOADED = ServedBlocks(start=0, end=4, traits=BlockTraits())
 

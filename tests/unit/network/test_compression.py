@@ -1,4 +1,4 @@
-"""What is packed, for whom, and when; tests/properties has the bounds."""
+"""What is compressed, for whom, and when; tests/properties has the bounds."""
 
 import asyncio
 from typing import Any
@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.network.compression import (
+from swarmllm.network.wire.compression import (
     AUTO_BELOW_MBPS,
     BLOCK,
     MEASURED_BYTES,
-    PackedTensor,
+    CompressedTensor,
     as_received,
+    compress,
     compressed,
-    pack,
-    packed_bytes,
+    compressed_bytes,
     pays,
 )
-from swarmllm.network.stream import FrameStream
-from swarmllm.network.tensor_codec import decode_tensors, encode_tensors
+from swarmllm.network.wire.stream import FrameStream
+from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 
 Streams = tuple[FrameStream, FrameStream]
 
@@ -34,10 +34,10 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_half_the_bytes_and_less_than_a_hundredth_of_error() -> None:
     tensor = hidden(4, 16, 256)
-    packed = pack(tensor)
-    assert packed is not None
-    assert packed_bytes((4, 16, 256), torch.bfloat16) <= 0.54 * tensor.nbytes
-    assert relative_error(packed.unpack(), tensor) < 0.01
+    small = compress(tensor)
+    assert small is not None
+    assert compressed_bytes((4, 16, 256), torch.bfloat16) <= 0.54 * tensor.nbytes
+    assert relative_error(small.decompress(), tensor) < 0.01
 
 
 def test_channels_of_outliers_survive_and_spare_their_neighbours() -> None:
@@ -45,9 +45,9 @@ def test_channels_of_outliers_survive_and_spare_their_neighbours() -> None:
     outliers = torch.zeros(512, dtype=torch.bool)
     outliers[[3, 130, 400]] = True
     tensor[:, outliers] *= 500
-    packed = pack(tensor)
-    assert packed is not None
-    received = packed.unpack()
+    small = compress(tensor)
+    assert small is not None
+    received = small.decompress()
     assert relative_error(received[:, outliers], tensor[:, outliers]) < 0.002
     assert relative_error(received[:, ~outliers], tensor[:, ~outliers]) < 0.01
 
@@ -77,11 +77,11 @@ async def test_only_hidden_states_and_only_for_peers_that_understand(streams: St
     client.encodings = frozenset(("int8",))
     assert await compressed(tensors, client, "none") == tensors
     outgoing = await compressed(tensors, client, "int8")
-    assert {name for name, tensor in outgoing.items() if isinstance(tensor, PackedTensor)} == {"hidden_states"}
+    assert {name for name, tensor in outgoing.items() if isinstance(tensor, CompressedTensor)} == {"hidden_states"}
     assert outgoing["attention_mask"] is tensors["attention_mask"]
 
 
-async def test_what_has_been_seen_is_only_packed_if_that_changes_nothing(streams: Streams) -> None:
+async def test_what_has_been_seen_is_only_compressed_if_that_changes_nothing(streams: Streams) -> None:
     client, _ = streams
     client.encodings = frozenset(("int8",))
     exact = {"hidden_states": hidden(2, 3, 640)}
@@ -89,11 +89,11 @@ async def test_what_has_been_seen_is_only_packed_if_that_changes_nothing(streams
 
     rounded = as_received(await compressed(exact, client, "int8"))
     again = await compressed(rounded, client, "int8", exactly=True)
-    assert isinstance(again["hidden_states"], PackedTensor)
+    assert isinstance(again["hidden_states"], CompressedTensor)
     assert torch.equal(as_received(again)["hidden_states"], rounded["hidden_states"])
 
 
-async def test_large_tensors_are_packed_beside_the_event_loop(streams: Streams) -> None:
+async def test_large_tensors_are_compressed_beside_the_event_loop(streams: Streams) -> None:
     client, _ = streams
     client.encodings = frozenset(("int8",))
     tensors = {"grad_outputs": hidden(4, 512, 512)}
@@ -103,18 +103,18 @@ async def test_large_tensors_are_packed_beside_the_event_loop(streams: Streams) 
 
 
 def test_tensors_of_both_kinds_share_a_message() -> None:
-    tensors = {"raw": torch.arange(5), "packed": hidden(3, 100), "odd": torch.ones(3, dtype=torch.bool)}
-    packed = pack(tensors["packed"])
-    assert packed is not None
-    descriptors, chunks = encode_tensors({**tensors, "packed": packed})
+    tensors = {"raw": torch.arange(5), "compressed": hidden(3, 100), "odd": torch.ones(3, dtype=torch.bool)}
+    small = compress(tensors["compressed"])
+    assert small is not None
+    descriptors, chunks = encode_tensors({**tensors, "compressed": small})
     received = decode_tensors(descriptors, b"".join(chunks), max_bytes=1 << 20)
     assert list(received) == list(tensors)
-    assert torch.equal(received["packed"], packed.unpack())
+    assert torch.equal(received["compressed"], small.decompress())
     assert torch.equal(received["raw"], tensors["raw"])
     assert torch.equal(received["odd"], tensors["odd"])
 
 
-SIZE = packed_bytes((2, 64), torch.bfloat16)  # 136
+SIZE = compressed_bytes((2, 64), torch.bfloat16)  # 136
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ SIZE = packed_bytes((2, 64), torch.bfloat16)  # 136
     [
         (("t", "int8/int64", (2, 64), SIZE), bytes(144), "dtype"),
         (("t", "int4/bfloat16", (2, 64), SIZE), bytes(144), "dtype"),
-        (("t", "int8/bfloat16", (), 4), bytes(16), "nothing to pack"),
-        (("t", "int8/bfloat16", (0, 64), 0), b"", "nothing to pack"),
+        (("t", "int8/bfloat16", (), 4), bytes(16), "nothing to compress"),
+        (("t", "int8/bfloat16", (0, 64), 0), b"", "nothing to compress"),
         (("t", "int8/bfloat16", (2, 64), 256), bytes(256), "size"),
         (("t", "int8/bfloat16", (1 << 19, 1 << 19), SIZE), bytes(144), "size"),
         (("t", "int8/bfloat16", (2, 64), SIZE), bytes(135) + bytes([BLOCK]) + bytes(8), "no block"),

@@ -7,10 +7,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarmllm.network import dht_protocol
-from swarmllm.network._hivemind import DictionaryDHTValue, ValueWithExpiration
-from swarmllm.network.dht_protocol import MAX_WAITING_OF_ONE, Turns, unpack_records
-from swarmllm.network.record_store import StoredRecord
+from swarmllm.network.p2p import dht_protocol
+from swarmllm.network.p2p._hivemind import DictionaryDHTValue, ValueWithExpiration
+from swarmllm.network.p2p.dht_protocol import MAX_WAITING_OF_ONE, Turns, unpack_records
+from swarmllm.network.p2p.record_store import StoredRecord
 
 
 def packed(items: Any, *, code: int = 0x50) -> bytes:

@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from swarmllm.errors import LocalProtocolError, RemoteProtocolError
-from swarmllm.network.frames import (
+from swarmllm.network.wire.frames import (
     CHUNK_BYTES,
     FORMAT,
     MAGIC,

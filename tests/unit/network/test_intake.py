@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from swarmllm.errors import PeerTimeoutError, RemoteProtocolError
-from swarmllm.network.frames import (
+from swarmllm.network.wire.frames import (
     FORMAT,
     LARGE_TYPES,
     MAGIC,
@@ -16,8 +16,9 @@ from swarmllm.network.frames import (
     MessageType,
     encode_message,
 )
-from swarmllm.network.intake import PROGRESS_BYTES, Intake, Progress
-from swarmllm.network.stream import FrameStream
+from swarmllm.network.wire.intake import Intake
+from swarmllm.network.wire.liveness import PROGRESS_BYTES, Progress
+from swarmllm.network.wire.stream import FrameStream
 
 BIG = 4 << 20
 
@@ -113,7 +114,7 @@ async def test_unfinished_and_waiting_messages_of_one_peer_count_together(half_s
     wire = b"".join(encode_message(MessageType.STEP, {}, [bytes(BIG)]))
     for stream, writer in ends[:2]:
         writer.write(wire[:-1])
-        await until(lambda stream=stream: stream._decoder.unfinished_bytes >= BIG - 1)
+        await until(lambda stream=stream: stream._inbox.decoder.unfinished_bytes >= BIG - 1)
     ends[2][1].write(wire[: BIG // 2])
     await until(lambda: intake.num_bytes > 2 * BIG)
     ends[3][1].write(wire)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from swarmllm.network.frames import MessageType
-from swarmllm.network.link_rate import MEASURED_BYTES, MEASUREMENTS, MIN_MEASUREMENTS, LinkRate
-from swarmllm.network.stream import FrameStream
+from swarmllm.network.wire.frames import MessageType
+from swarmllm.network.wire.link_rate import MEASURED_BYTES, MEASUREMENTS, MIN_MEASUREMENTS, LinkRate
+from swarmllm.network.wire.stream import FrameStream
 
 ROUND_TRIP_S = 0.1
 MEGABIT_BYTES = 125_000
@@ -68,12 +68,12 @@ async def test_streams_time_their_large_messages(streams: tuple[FrameStream, Fra
     client, server = streams
     round_trip_s = await client.ping()
     for _ in range(MIN_MEASUREMENTS):
-        assert client.sent_mbps is None
+        assert client.link_rate.mbps is None
         await client.send(MessageType.FORWARD, {}, [bytes(MEASURED_BYTES)])
         await server.receive()
         await client.ping()  # behind the one that times
-    assert client.sent_mbps is not None
-    assert client.sent_mbps > 0
-    assert server.sent_mbps is None
-    assert client.round_trip_s is not None
+    assert client.link_rate.mbps is not None
+    assert client.link_rate.mbps > 0
+    assert server.link_rate.mbps is None
+    assert client.liveness.round_trip_s is not None
     assert round_trip_s > 0

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.network.messages import (
+from swarmllm.network.wire.messages import (
     AttachHeader,
     BatchHeader,
-    CloseHeader,
     ErrorHeader,
     LinkHeader,
     OpenHeader,
@@ -22,7 +21,7 @@ from swarmllm.network.messages import (
 )
 
 HEADERS = [
-    OpenHeader, LinkHeader, AttachHeader, StepHeader, ReplayHeader, CloseHeader, BatchHeader, ResultHeader, ErrorHeader
+    OpenHeader, LinkHeader, AttachHeader, StepHeader, ReplayHeader, BatchHeader, ResultHeader, ErrorHeader
 ]  # fmt: skip
 ID = "0" * 32
 STEP = {"id": 1, "session": ID, "epoch": 0, "position": 0, "batch_size": 1, "seq_len": 1, "tensors": ()}

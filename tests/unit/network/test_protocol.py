@@ -14,8 +14,16 @@ from swarmllm.errors import (
     SwarmError,
     WeightsMismatchError,
 )
-from swarmllm.network import protocol
-from swarmllm.network.protocol import FrameStream, HelloHeader, MessageType, hello, raise_error, send_error, welcome
+from swarmllm.network.wire import protocol
+from swarmllm.network.wire.protocol import (
+    FrameStream,
+    HelloHeader,
+    MessageType,
+    hello,
+    raise_error,
+    send_error,
+    welcome,
+)
 
 Streams = tuple[FrameStream, FrameStream]
 

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from swarmllm.network import record_store
-from swarmllm.network.record_store import MAX_KEYS_PER_OWNER, RECORD_OVERHEAD_BYTES, RecordStore, StoredRecord
+from swarmllm.network.p2p import record_store
+from swarmllm.network.p2p.record_store import MAX_KEYS_PER_OWNER, RECORD_OVERHEAD_BYTES, RecordStore, StoredRecord
 
 NOW = 1000.0
 KEY, OTHER = b"k" * 20, b"o" * 20

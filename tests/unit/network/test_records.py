@@ -8,11 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarmllm.data_structures import MAX_TTL_S, ModelRecord, ServerInfo
+from swarmllm.data_structures import DIGEST_CHARS, MAX_ADDRS, MAX_ROUND_TRIPS, MAX_TTL_S, ModelRecord, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.block_directory import MODELS_KEY, BlockDirectory, models_key, servers_key
-from swarmllm.network.identity import Identity, is_peer_id, verify
-from swarmllm.network.record_validator import (
+from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, models_key, servers_key
+from swarmllm.network.p2p.identity import Identity, is_peer_id, verify
+from swarmllm.network.p2p.record_validator import (
     CLOCK_TOLERANCE_S,
     MAX_VALUE_BYTES,
     RecordValidator,
@@ -274,10 +274,22 @@ async def test_what_cannot_be_announced(peer: FakePeer) -> None:
 
 
 async def test_the_longest_announcement_that_is_taken_is_valid(peer: FakePeer) -> None:
-    await directory(peer).announce(MODEL, info(adapters=("x" * 119,) * 60))
+    await directory(peer).announce(MODEL, info(adapters=("x" * 118,) * 60))
     (text,) = peer.records[KEY].values()
     assert len(text) > MAX_VALUE_BYTES - 512
     assert validator().validate(record(content=[KEY, text]))
+
+
+async def test_a_server_of_eighty_blocks_has_room_for_all_it_may_say(peer: FakePeer) -> None:
+    crowded = info(
+        end=80,
+        weights="x" * 80 * DIGEST_CHARS,
+        addrs=tuple(f"/ip6/2001:db8:1111:2222:3333:4444:5555:{number}/tcp/31337" for number in range(MAX_ADDRS)),
+        round_trips=tuple((MALLORY.peer_id, 123.456) for _ in range(MAX_ROUND_TRIPS)),
+        adapters=("x" * 96,) * 32,  # as many and as long as servers offer
+        public_name="x" * 64,
+    )
+    assert await directory(peer).announce(MODEL, crowded)
 
 
 def test_keys_are_hashed_as_the_dht_does() -> None:

@@ -13,10 +13,10 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SessionClosedError,
 )
-from swarmllm.network import patience
-from swarmllm.network import stream as stream_module
-from swarmllm.network.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
-from swarmllm.network.stream import FrameStream
+from swarmllm.network.wire import adaptive_timeout, inbox
+from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
+from swarmllm.network.wire.stream import FrameStream
 
 BIG = 8 << 20
 Streams = tuple[FrameStream, FrameStream]
@@ -79,7 +79,7 @@ async def test_an_error_overtakes_a_long_message(streams: Streams) -> None:
     client, server = streams
     server._transport.pause_reading()
     sending = asyncio.create_task(client.send(MessageType.RESULT, {"id": 1}, [bytes(BIG)]))
-    await wait_until(lambda: client._writing_paused)
+    await wait_until(lambda: client._outbox.is_paused)
     await client.send(MessageType.ERROR, {"code": "overloaded", "message": "busy"})
     server._transport.resume_reading()
     assert (await server.receive()).type is MessageType.ERROR
@@ -90,8 +90,8 @@ async def test_an_error_overtakes_a_long_message(streams: Streams) -> None:
 async def test_pings_are_answered_although_nobody_receives(streams: Streams) -> None:
     client, server = streams
     client.start_keepalive(interval_s=0.01)
-    await wait_until(lambda: client.round_trip_s is not None)
-    assert 0 <= client.round_trip_s < 10
+    await wait_until(lambda: client.liveness.round_trip_s is not None)
+    assert 0 <= client.liveness.round_trip_s < 10
     assert not client.closed
     assert not server.closed
 
@@ -119,16 +119,16 @@ async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
     half_stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has answered a ping; and as usual when nobody waits any more."""
-    monkeypatch.setattr(patience, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(patience, "LEAST_S", 0.1)
+    monkeypatch.setattr(adaptive_timeout, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(adaptive_timeout, "LEAST_S", 0.1)
     stream, (reader, writer) = await half_stream()
     answering = asyncio.create_task(answer_pings(reader, writer))
     stream.start_keepalive(interval_s=1000)
     await stream.ping()
     stream.attend()
-    before = stream._ping_idx
-    await wait_until(lambda: stream._ping_idx > before + 3)  # it looks more often, and finds it alive
-    stream.relax()
+    before = stream.liveness.num_pings
+    await wait_until(lambda: stream.liveness.num_pings > before + 3)  # it looks more often, and finds it alive
+    stream.liveness.relax()
     stream.attend()
     answering.cancel()
     with pytest.raises(PeerTimeoutError, match="no sign of life"):
@@ -150,7 +150,7 @@ async def test_an_idle_peer_that_answers_pings_is_not_given_up(half_stream) -> N
     stream, (reader, writer) = await half_stream(stall_timeout_s=0.02)
     alive = asyncio.create_task(answer_pings(reader, writer))
     stream.start_keepalive(interval_s=0.005, misses=1000)
-    await wait_until(lambda: stream._ping_idx > 20)
+    await wait_until(lambda: stream.liveness.num_pings > 20)
     assert not stream.closed
     stream.abort()
     await alive
@@ -159,10 +159,10 @@ async def test_an_idle_peer_that_answers_pings_is_not_given_up(half_stream) -> N
 async def test_a_stop_of_this_process_is_not_blamed_on_the_peer(streams: Streams) -> None:
     client, server = streams
     client.start_keepalive(interval_s=0.01, misses=3)
-    await wait_until(lambda: client.round_trip_s is not None)
+    await wait_until(lambda: client.liveness.round_trip_s is not None)
     time.sleep(0.1)  # noqa: ASYNC251 - blocks the loop, which is what this test is about
-    pings = client._ping_idx
-    await wait_until(lambda: client._ping_idx > pings + 5)
+    pings = client.liveness.num_pings
+    await wait_until(lambda: client.liveness.num_pings > pings + 5)
     assert not client.closed
     assert not server.closed
 
@@ -218,7 +218,7 @@ async def test_a_hang_up_wakes_the_receiver_and_complete_messages_come_first(str
 async def test_closing_wakes_the_own_receiver(streams: Streams) -> None:
     client, _ = streams
     receiving = asyncio.create_task(client.receive())
-    await wait_until(lambda: client._receiver is not None)
+    await wait_until(lambda: client._inbox._receiver is not None)
     await client.close()
     with pytest.raises(SessionClosedError):
         await receiving
@@ -237,7 +237,7 @@ async def test_close_does_not_wait_for_a_peer_that_never_reads(half_stream, monk
     monkeypatch.setattr(stream_module, "CLOSE_TIMEOUT_S", 0.02)
     stream, _ = await half_stream()
     sending = asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)]))
-    await wait_until(lambda: stream._writing_paused)
+    await wait_until(lambda: stream._outbox.is_paused)
     await stream.close()
     assert stream.gone.done()
     with pytest.raises(SessionClosedError):
@@ -248,7 +248,7 @@ async def test_a_peer_that_does_not_read_blocks_its_own_stream_only(streams: Str
     client, server = streams
     stuck, _ = await half_stream()
     sending = asyncio.create_task(stuck.send(MessageType.RESULT, {}, [bytes(BIG)]))
-    await wait_until(lambda: stuck._writing_paused)
+    await wait_until(lambda: stuck._outbox.is_paused)
     await client.send(MessageType.STEP, {"id": 1}, [bytes(100)])
     assert (await server.receive()).header == {"id": 1}
     assert not sending.done()
@@ -265,7 +265,7 @@ async def test_a_message_that_its_sender_leaves_goes_on_to_its_end(streams: Stre
         leaving = asyncio.create_task(client.send(MessageType.STEP, {"id": 1}, [bytes(BIG)]))
         not_begun = asyncio.create_task(client.send(MessageType.STEP, {"id": 2}, [bytes(BIG)]))
         staying = asyncio.create_task(client.send(MessageType.STEP, {"id": 3}, [b"x" * BIG]))
-        await wait_until(lambda: client._writing_paused)
+        await wait_until(lambda: client._outbox.is_paused)
         for task in (leaving, not_begun):
             task.cancel()
         await asyncio.wait([leaving, not_begun])
@@ -276,13 +276,13 @@ async def test_a_message_that_its_sender_leaves_goes_on_to_its_end(streams: Stre
         await staying
     await server.send(MessageType.RESULT, {})
     assert (await client.receive()).type is MessageType.RESULT
-    assert client._rest is None
+    assert client._outbox._rest is None
 
 
 async def test_a_message_that_its_sender_has_left_ends_with_the_stream(half_stream) -> None:
     stream, _ = await half_stream()
     sending = [asyncio.create_task(stream.send(MessageType.RESULT, {}, [bytes(BIG)])) for _ in range(2)]
-    await wait_until(lambda: stream._writing_paused)
+    await wait_until(lambda: stream._outbox.is_paused)
     sending[0].cancel()
     await asyncio.wait(sending[:1])
     stream.abort()
@@ -293,7 +293,7 @@ async def test_a_message_that_its_sender_has_left_ends_with_the_stream(half_stre
 async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:
     client, server = streams
     receiving = asyncio.create_task(server.receive())
-    await wait_until(lambda: server._receiver is not None)
+    await wait_until(lambda: server._inbox._receiver is not None)
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receiving
@@ -302,7 +302,7 @@ async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:
 
 
 async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "INBOX_BYTES", 100_000)
+    monkeypatch.setattr(inbox, "INBOX_BYTES", 100_000)
     client, server = streams
 
     async def flood() -> None:
@@ -310,8 +310,8 @@ async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monk
             await client.send(MessageType.STEP, {"id": idx}, [bytes(20_000)])
 
     flooding = asyncio.create_task(flood())
-    await wait_until(lambda: server._reading_paused and client._writing_paused)
-    assert server._inbox_bytes < 1_000_000
+    await wait_until(lambda: server._inbox.is_paused and client._outbox.is_paused)
+    assert server._inbox.waiting_bytes < 1_000_000
     for idx in range(400):
         assert (await server.receive()).header == {"id": idx}
     await flooding
@@ -320,7 +320,7 @@ async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monk
 async def test_two_receivers_are_a_bug_of_ours(streams: Streams) -> None:
     client, _ = streams
     receiving = asyncio.create_task(client.receive())
-    await wait_until(lambda: client._receiver is not None)
+    await wait_until(lambda: client._inbox._receiver is not None)
     with pytest.raises(LocalProtocolError, match="two tasks"):
         await client.receive()
     receiving.cancel()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmllm.errors import LocalProtocolError, RemoteProtocolError
-from swarmllm.network.tensor_codec import ALIGNMENT, DTYPES, MAX_TENSORS, decode_tensors, encode_tensors
+from swarmllm.network.wire.tensor_codec import ALIGNMENT, DTYPES, MAX_TENSORS, decode_tensors, encode_tensors
 
 GOOD = ("x", "float32", (2, 2), 16)
 

@@ -9,8 +9,8 @@ from tests.unit.network.fake_servers import LOADED, FakePeer, info, peer_id
 
 from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerState
 from swarmllm.errors import BlocksNotServedError, PeerUnreachableError, ServerOverloadedError, WeightsMismatchError
-from swarmllm.network import verified_peers
-from swarmllm.network.verified_peers import CHANGED_S, CONFIRMED_S, REFUTED_S, VerifiedPeers
+from swarmllm.network.p2p import verified_peers
+from swarmllm.network.p2p.verified_peers import CHANGED_S, CONFIRMED_S, REFUTED_S, VerifiedPeers
 
 FINGERPRINT = "0123456789abcdef"
 
@@ -103,7 +103,7 @@ async def test_a_look_dials_so_many_and_waits_so_long(
     assert set(await verified.verify([*ghosts, *expected])) == set(expected)
     assert len(peer.dialled) == 11
     peer.silent = {peer_id("frozen")}
-    assert await verified.verify([info("frozen"), *expected], patience_s=0.01) == expected
+    assert await verified.verify([info("frozen"), *expected], timeout_s=0.01) == expected
 
 
 async def test_every_stream_verifies_or_refutes(peer: FakePeer, verified: VerifiedPeers) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
-from swarmllm.server import batches
-from swarmllm.server.batches import Batch, Graph, KeptBatches, Turns
+from swarmllm.server.batches import batches
+from swarmllm.server.batches.batches import Batch, Graph, KeptBatches, Turns
 
 
 def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:

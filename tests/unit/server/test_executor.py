@@ -14,9 +14,11 @@ from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError, SessionLostError
-from swarmllm.models.packing import SessionCall
-from swarmllm.server import executor as module
-from swarmllm.server.executor import Executor, Priority
+from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.server.device import device_thread
+from swarmllm.server.device import executor as module
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.scheduler import Priority
 
 
 @pytest.fixture
@@ -165,10 +167,10 @@ class Blocks:
     """Adds one; fails where the inputs are negative. Remembers which positions of how many sessions went together."""
 
     def __init__(self) -> None:
-        self.traits = BlockTraits()
+        self.blocks, self.traits = self, BlockTraits()
         self.forwards: list[list[int]] = []
 
-    def forward_many(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
+    def run(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
         hidden: list[Any] = [call.inputs for call in calls]
         self.forwards.append([tensor.shape[1] for tensor in hidden])
         return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
@@ -178,7 +180,7 @@ class Step:
     """A step of some positions; `value` None: it can't even begin."""
 
     def __init__(self, blocks: Any, session: str, value: float | None, num_tokens: int = 1) -> None:
-        self.session, self.blocks, self.num_tokens, self.value = session, blocks, num_tokens, value
+        self.session, self.packer, self.num_tokens, self.value = session, blocks, num_tokens, value
         self.granule = 1
         self.priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
         self.taken: list[int] = []
@@ -207,7 +209,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Execut
     assert [timed.value[0, 0, 0] for timed in (a, d, e, f)] == [2, 3, 4, 5]
     assert isinstance(b, ArithmeticError)
     assert isinstance(c, SessionLostError)
-    load = executor.load
+    load = executor.thread.load
     assert (load.num_steps, load.num_tokens, load.num_forwards) == (6, 6, 2)
     assert 1 < load.batch_size < 5
 
@@ -215,7 +217,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Execut
 async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executor) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
-    await executor.run(lambda: executor.limit_prefill_beside_decode(24), Priority.BATCH)
+    await executor.run(lambda: executor.thread.limit_prefill_beside_decode(24), Priority.BATCH)
     gate, first = await blocked(executor)
     prefill = asyncio.create_task(executor.step(long))
     decode = asyncio.create_task(executor.step(Step(blocks, "b", 1)))
@@ -232,12 +234,12 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executo
 
 async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(executor: Executor) -> None:
     class Uneven(Blocks):
-        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
             self.forwards.append([])
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
     blocks = Blocks()
-    await executor.run(lambda: executor.limit_prefill_beside_decode(24), Priority.BATCH)
+    await executor.run(lambda: executor.thread.limit_prefill_beside_decode(24), Priority.BATCH)
     gate, first = await blocked(executor)
     uneven = asyncio.create_task(executor.step(Step(Uneven(), "a", 1, num_tokens=100)))
     others = [asyncio.create_task(executor.step(Step(blocks, name, 1))) for name in "bc"]
@@ -269,7 +271,7 @@ async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
         raise ZeroDivisionError("nobody thought of this")
 
     gate, first = await blocked(executor)
-    monkeypatch.setattr(executor._scheduler, place, mistake)
+    monkeypatch.setattr(executor.thread._scheduler, place, mistake)
     watching = asyncio.create_task(executor.watch())
     waiting = [asyncio.create_task(executor.step(Step(Blocks(), name, 1))) for name in "abc"]
     await asyncio.sleep(0)
@@ -332,9 +334,9 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(executor
     gate = Gate()
 
     class Slow(Blocks):
-        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
             gate()
-            return super().forward_many(calls)
+            return super().run(calls)
 
     step = Step(Slow(), "a", 1)
     running = asyncio.create_task(executor.step(step))
@@ -368,11 +370,11 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(executor: Ex
         raise lack
 
     class Lacking(Blocks):
-        def forward_many(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
             return [lack for _ in calls]
 
     rooms: list[str] = []
-    executor.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
+    executor.thread.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
     for failing in (executor.run(fails, Priority.BATCH), executor.step(Step(Lacking(), "a", 1))):
         with pytest.raises(ServerOutOfMemoryError, match="use another one"):
             await failing
@@ -386,6 +388,6 @@ async def test_a_lack_that_shows_in_what_is_joined(executor: Executor, monkeypat
     def fails(*_: object) -> None:
         torch.empty(1 << 48)
 
-    monkeypatch.setattr(module, "_joined", fails)
+    monkeypatch.setattr(device_thread, "joined", fails)
     with pytest.raises(ServerOutOfMemoryError):
         await executor.step(Step(Blocks(), "a", 1))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import CacheFullError
-from swarmllm.server.kv_cache import CacheBudget
+from swarmllm.server.sessions.kv_cache import CacheBudget
 
 
 def test_a_lease_is_refused_when_it_does_not_fit() -> None:

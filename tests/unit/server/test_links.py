@@ -1,15 +1,16 @@
-"""Links: what a successor says about things that make no sense ends nothing."""
+"""Links: what a successor says about things that make no sense ends nothing; how fast they are."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 
 from swarmllm.errors import PeerError, SessionClosedError
-from swarmllm.network.messages import Target
-from swarmllm.network.protocol import Message, MessageType
-from swarmllm.server.links import Links
+from swarmllm.network.wire.messages import Target
+from swarmllm.network.wire.protocol import Message, MessageType
+from swarmllm.server.peers.links import Links
 
 PEER = "12D3KooW".ljust(52, "x")
 DEEP: Any = msgpack.unpackb(b"\x91" * 1000 + b"\x01", use_list=False)
@@ -54,3 +55,16 @@ async def test_no_answer_of_a_successor_ends_more_than_its_link(kind: MessageTyp
             await asyncio.sleep(0)
     assert isinstance(link.error, PeerError)
     assert not messages
+
+
+async def test_what_the_network_carries_is_what_its_fastest_link_to_another_server_was_seen_to_carry() -> None:
+    links = Links(asyncio.Future, None)  # type: ignore[arg-type]
+    assert links.mbps(PEER) is None
+    rates = {"a": 90.0, "b": None, "c": 40.0, PEER: 5000.0}
+    links._links = {
+        peer: SimpleNamespace(stream=SimpleNamespace(link_rate=SimpleNamespace(mbps=rate)))
+        for peer, rate in rates.items()
+    }  # type: ignore[misc]
+    assert links.mbps(PEER) == 90.0
+    links._links.clear()
+    assert links.mbps(PEER) == 90.0, "as last seen"

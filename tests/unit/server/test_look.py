@@ -1,20 +1,17 @@
 """What a server sees of the swarm when it decides where to go."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.network.fake_servers import FakePeer, peer_id
 
-from swarmllm import embedded_model_path
-from swarmllm.config import ServerConfig
-from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo, ServerState, Span, SwarmSnapshot
+from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.network.messages import Target
-from swarmllm.server import server as server_module
-from swarmllm.server.targets import Targets
+from swarmllm.network.wire.messages import Target
+from swarmllm.server.peers.other_servers import OtherServers
+from swarmllm.server.peers.targets import Targets
 from swarmllm.swarm.placement import plan_move
 from swarmllm.swarm.plausible import MAX_TIMES_MEDIAN
 
@@ -44,14 +41,10 @@ class Swarm:
     async def servers(self, _: str) -> list[ServerInfo]:
         return self.announced
 
-    def server(self, span: Span, **config: Any) -> Any:
-        model = str(embedded_model_path())
-        settings = ServerConfig(model=model, new_swarm=True, throughput=100.0, **config)
-        server: Any = server_module._Server(settings, open_checkpoint(model), self.peer, SimpleNamespace())  # type: ignore[arg-type]
-        server._directory = SimpleNamespace(servers=self.servers)
-        server._span, server._state = span, ServerState.ONLINE
-        server._describe = lambda: record("own", span.start, span.end)
-        return server
+    def others(self, allowed: Sequence[str] | None = None) -> OtherServers:
+        directory: Any = SimpleNamespace(servers=self.servers)
+        peer: Any = self.peer
+        return OtherServers(peer, directory, fingerprint="f" * 32, num_blocks=NUM_BLOCKS, allowed=allowed)
 
 
 @pytest.fixture
@@ -66,8 +59,7 @@ async def test_a_ghost_moves_nobody(swarm: Swarm) -> None:
     swarm.add(record("a", 2, 4), record("b", 4, 6), record("c", 6, 8))
     ghost = record("ghost", 0, 6, 1e8)
     swarm.announced.append(ghost)
-    server = swarm.server(Span(0, 2))
-    looked = await server._look()
+    looked = await swarm.others().look(record("own", 0, 2))
     assert {one.peer_id for one in looked.servers} == {peer_id(name) for name in ("a", "b", "c", "own")}
     assert plan_move(looked, peer_id("own")) is None
     believed = SwarmSnapshot(NUM_BLOCKS, (*looked.servers, ghost))
@@ -76,17 +68,17 @@ async def test_a_ghost_moves_nobody(swarm: Swarm) -> None:
 
 async def test_a_boaster_that_is_there_counts_for_what_is_plausible(swarm: Swarm) -> None:
     swarm.add(record("a", 0, 4), record("boaster", 0, NUM_BLOCKS, 1e8))
-    looked = await swarm.server(Span(4, 8))._look()
+    looked = await swarm.others().look(record("own", 4, 8))
     assert max(one.throughput for one in looked.servers) == MAX_TIMES_MEDIAN * 100.0 * 4 / NUM_BLOCKS
 
 
 async def test_allowed_servers(swarm: Swarm) -> None:
     """Others are neither counted nor passed on to; this server itself always counts."""
     swarm.add(record("friend", 0, 4), record("stranger", 0, NUM_BLOCKS))
-    server = swarm.server(Span(4, 8), allowed_servers=[peer_id("friend")])
-    looked = await server._look()
+    others = swarm.others(allowed=[peer_id("friend")])
+    looked = await others.look(record("own", 4, 8))
     assert {one.peer_id for one in looked.servers} == {peer_id("friend"), peer_id("own")}
-    targets = Targets(server._announced, server._open_link)
+    targets = Targets(others.announced, others.open_stream)
     with pytest.raises(PeerUnreachableError):
         await targets.open(Target(peer_id=peer_id("stranger"), token="t" * 32))
     (await targets.open(Target(peer_id=peer_id("friend"), token="t" * 32))).abort()

@@ -7,18 +7,24 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from swarmllm import embedded_model_path
-from swarmllm.config import ServerConfig
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import CorruptWeightsError
-from swarmllm.models.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.server import rebalancer as rebalancer_module
-from swarmllm.server import server as server_module
-from swarmllm.server.executor import Executor
+from swarmllm.server import span_loader
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.niceness import Niceness
+from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.rebalancer import Rebalancer
+from swarmllm.server.settings import ServerConfig
+from swarmllm.server.span_life import SpanLife
+from swarmllm.server.span_loader import SpanLoader
+from swarmllm.server.streams.access import Access
 
 OLD, NEW = Span(0, 2), Span(4, 6)
 FAILURES = [
@@ -47,11 +53,15 @@ async def executor() -> AsyncIterator[Executor]:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def server_of(model: Path | str) -> Any:
-    config = ServerConfig(model=str(model), new_swarm=True)
-    server: Any = server_module._Server(config, open_checkpoint(str(model)), Peer(), SimpleNamespace())  # type: ignore[arg-type]
-    server._span = OLD
-    return server
+def loader_of(model: Path | str, executor: Executor) -> SpanLoader:
+    return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), executor)
+
+
+def life_of(loader: SpanLoader) -> SpanLife:
+    nothing: Any = SimpleNamespace()
+    config = ServerConfig(model="m", new_swarm=True)
+    record = OwnRecord(config, Peer(), loader, Niceness(), nothing, nothing, OLD)  # type: ignore[arg-type]
+    return SpanLife(record, Access(None), AsyncMock(), nothing, lambda: None)
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
@@ -66,26 +76,31 @@ async def test_it_goes_back_to_its_blocks(
             raise failure
         return SimpleNamespace(span=span)
 
-    monkeypatch.setattr(server_module, "load_block_span", load)
-    monkeypatch.setattr(server_module, "measure_throughput", lambda *_: None)
-    monkeypatch.setattr(server_module, "prefill_tokens_beside_decode", lambda *_: 8)
-    server = server_of(embedded_model_path())
-    assert await server._load_other(NEW, executor, asyncio.Event())
+    monkeypatch.setattr(span_loader, "load_block_span", load)
+    monkeypatch.setattr(span_loader, "right_ways", lambda _: [])
+    monkeypatch.setattr(span_loader, "Packer", lambda blocks, _: SimpleNamespace(blocks=blocks, ways=(), way=None))
+    monkeypatch.setattr(span_loader, "measure_throughput", lambda *_, **__: None)
+    monkeypatch.setattr(span_loader, "prefill_tokens_beside_decode", lambda *_: 8)
+    monkeypatch.setattr(span_loader, "InputChecks", lambda _: None)
+    monkeypatch.setattr(SpanLoader, "_room", lambda *_: None)
+    life = life_of(loader_of(embedded_model_path(), executor))
+    loaded = await life._move(NEW, asyncio.Event())
+    assert loaded is not None
     assert asked == [NEW, OLD]
-    assert server._span == server._blocks.span == OLD
-    assert server._rebalancer.failed_moves == 1
+    assert life._record.span == loaded.blocks.span == OLD
+    assert life._rebalancer.failed_moves == 1
     assert [record.message for record in caplog.records if "going back to blocks [0, 2)" in record.message]
 
 
 async def test_it_looks_whether_the_files_are_there_and_whole(executor: Executor, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_model_path(), model)
-    server = server_of(model)
-    assert await server._can_load(NEW, executor)
+    loader = loader_of(model, executor)
+    assert await loader.can_load(NEW)
     os.truncate(model / "model.safetensors", 1000)
-    assert not await server._can_load(NEW, executor)
+    assert not await loader.can_load(NEW)
     shutil.rmtree(model)
-    assert not await server._can_load(NEW, executor)
+    assert not await loader.can_load(NEW)
 
 
 async def test_it_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

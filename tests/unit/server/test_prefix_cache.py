@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from tests.numerics.tiny_models import save_tiny
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_inputs import BlockInputs
-from swarmllm.models.block_span import BlockSpan, load_block_span
-from swarmllm.models.checkpoint import open_checkpoint
-from swarmllm.models.span_cache import SpanCache
-from swarmllm.server.prefix_cache import PAGE_TOKENS, Page, PrefixCache
-from swarmllm.server.shared_prefix import SharedPrefix
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, Page, PrefixCache
+from swarmllm.server.sessions.shared_prefix import SharedPrefix
 
 
 def page() -> Page:

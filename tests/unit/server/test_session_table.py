@@ -6,10 +6,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from swarmllm.network.messages import OpenHeader
-from swarmllm.server import session_table
-from swarmllm.server.kv_cache import CacheBudget
-from swarmllm.server.session_table import SESSIONS_PER_TIDYING, SessionTable
+from swarmllm.network.wire.messages import OpenHeader
+from swarmllm.server.sessions import session_table
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.session_table import SESSIONS_PER_TIDYING, SessionTable
 
 
 async def test_free_memory_is_returned_every_so_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ async def test_free_memory_is_returned_every_so_many_sessions(monkeypatch: pytes
     blocks = MagicMock(cache_bytes_per_token=1, cache_bytes_per_session=0, num_blocks=1, longest_text=None)
     blocks.span.__len__.return_value = 1
     budget = CacheBudget(100)
-    table = SessionTable(blocks, 1, MagicMock(), budget)
+    table = SessionTable(MagicMock(blocks=blocks), 1, MagicMock(), budget)
     owner = MagicMock(peer_id="somebody")
 
     def use(number: int) -> None:

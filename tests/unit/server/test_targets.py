@@ -7,9 +7,9 @@ import pytest
 
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import PeerTimeoutError, PeerUnreachableError, SwarmError, WeightsMismatchError
-from swarmllm.network.messages import Target
-from swarmllm.server import targets
-from swarmllm.server.targets import FAILURES_PER_MINUTE, FRESH_S, Targets
+from swarmllm.network.wire.messages import Target
+from swarmllm.server.peers import targets
+from swarmllm.server.peers.targets import FAILURES_PER_MINUTE, FRESH_S, Targets
 
 KNOWN, UNKNOWN = "12D3KooW".ljust(52, "k"), "12D3KooW".ljust(52, "u")
 ANNOUNCED = ("/ip4/10.0.0.1/tcp/4000",)

@@ -1,7 +1,5 @@
-"""Measurements that are kept for the next start: found again, and not believed when damaged, old or of another kind."""
+"""What a measurement takes of the time, and what follows from its figures."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,84 +7,67 @@ import pytest
 import torch
 
 from swarmllm.data_structures import Span
-from swarmllm.models.packing import NEVER, Packing
-from swarmllm.server import throughput, throughput_cache
-from swarmllm.server.throughput import Throughput, ThroughputCache, measure_throughput, prefill_tokens_beside_decode
+from swarmllm.models.span.packed_forward import Packing
+from swarmllm.server.measuring import throughput
+from swarmllm.server.measuring.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
 
-KNOWN = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0, packing="padded")
+HOSTED = Span(8, 48)
+SLOW = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0)
 
 
-def blocks_of(span: Span, dtype: torch.dtype = torch.float32) -> Any:
-    """As much of a BlockSpan as a measurement's name and its use need."""
-    used: list[Any] = []
-    packer = SimpleNamespace(use=lambda way, ragged_alone_from: used.append((way, ragged_alone_from)), used=used)
-    device = torch.device("cpu")
-    return SimpleNamespace(span=span, cache_bytes_per_token=64, device=device, dtype=dtype, packer=packer)
+class Clock:
+    """Blocks of which each takes some time for each token, on a clock that stands still otherwise."""
+
+    def __init__(self, block_s: float) -> None:
+        self.block_s, self.now = block_s, 0.0
+        self.ran: list[Span] = []
+
+    def forward(self, inputs: int, span: Span, _: object = None) -> None:
+        self.ran.append(span)
+        self.now += self.block_s * inputs * len(span)
+
+    def packer(self) -> Any:
+        blocks = SimpleNamespace(
+            span=HOSTED,
+            device=torch.device("cpu"),
+            keeps_cache=True,
+            max_positions=None,
+            traits=SimpleNamespace(forbidden_cuts=(9, 10)),
+            new_cache=lambda _: SimpleNamespace(position=0),
+            forward=self.forward,
+        )
+        return SimpleNamespace(blocks=blocks, use=lambda _: None)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> ThroughputCache:
-    return ThroughputCache(tmp_path, "f" * 16, "none", num_threads=1)
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(request.param)
+    monkeypatch.setattr(throughput, "random_inputs", lambda _, seq_len, batch=1: seq_len * batch)
+    monkeypatch.setattr(throughput, "seconds", lambda _, run: -clock.now + (run(), clock.now)[1])
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(throughput, "measure_packing", lambda *_: Packing.RAGGED)
+    return clock
 
 
-def the_file(cache: ThroughputCache) -> Path:
-    (path,) = [path for path in cache.directory.rglob("*") if path.is_file()]
-    return path
+@pytest.mark.parametrize("clock", [1e-7, 1e-5, 1e-4, 1e-3], indirect=True, ids="{} s".format)
+def test_a_start_takes_a_second_or_two_more_however_many_blocks_there_are(clock: Clock) -> None:
+    measured = measure_throughput(clock.packer())
+    assert measured.decode_ms_per_block == pytest.approx(clock.block_s * 1e3)
+    assert measured.forward_tokens_per_s == pytest.approx(1 / clock.block_s / len(HOSTED)), "through all of them"
+    of_one_forward_s = 3 * throughput.FORWARD_TOKENS * clock.block_s  # of as many as can't be cut
+    assert clock.now < throughput.BUDGET_S + throughput.CONTEXT_BUDGET_S + 5 * max(throughput.PART_S, of_one_forward_s)
+    assert min(map(len, clock.ran)) == 3, "cut where the model can be"
 
 
-def test_what_was_measured_is_found_again(cache: ThroughputCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = blocks_of(Span(0, 4))
-    assert cache.load(blocks) is None
-    cache.save(blocks, KNOWN)
-    monkeypatch.setattr(throughput, "_measure", lambda *_, **__: pytest.fail("measured again"))
-    assert measure_throughput(blocks, cache).decode_ms_per_block == 2.0
-    assert blocks.packer.used == [(Packing.PADDED, NEVER)]
-    assert cache.load(blocks_of(Span(4, 8))) is not None  # as many blocks of the same kind
-
-
-def test_how_sessions_are_packed_is_kept_too(cache: ThroughputCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = KNOWN.model_copy(update={"packing": "ragged", "ragged_alone_from": 300})
-    monkeypatch.setattr(throughput, "_measure", lambda *_, **__: measured)
-    first, second = blocks_of(Span(0, 4)), blocks_of(Span(4, 8))
-    measure_throughput(first, cache)
-    cache.save(first, measured)  # what a busy machine disturbed isn't kept
-    monkeypatch.setattr(throughput, "_measure", lambda *_, **__: pytest.fail("measured again"))
-    measure_throughput(second, cache)
-    assert first.packer.used == second.packer.used == [(Packing.RAGGED, 300)]
-
-
-def test_other_kinds_are_measured_themselves(cache: ThroughputCache) -> None:
-    cache.save(blocks_of(Span(0, 4)), KNOWN)
-    assert cache.load(blocks_of(Span(0, 5))) is None
-    assert cache.load(blocks_of(Span(0, 4), torch.bfloat16)) is None
-    for other in ({"fingerprint": "e" * 16}, {"quant_type": "int8"}, {"num_threads": None}):
-        assert replace(cache, **other).load(blocks_of(Span(0, 4))) is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"forward_tokens_per_s": "fast"}', '{"forward_tokens_per_s": -1}'])
-def test_a_damaged_file_counts_as_none(cache: ThroughputCache, content: str) -> None:
-    blocks = blocks_of(Span(0, 4))
-    cache.save(blocks, KNOWN)
-    the_file(cache).write_text(content)
-    assert cache.load(blocks) is None
-
-
-def test_an_old_file_counts_as_none(cache: ThroughputCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = blocks_of(Span(0, 4))
-    cache.save(blocks, KNOWN)
-    assert cache.load(blocks) is not None
-    monkeypatch.setattr(throughput_cache, "MAX_AGE_S", 0.0)
-    assert cache.load(blocks) is None
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache: ThroughputCache, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    replace(cache, directory=tmp_path / "file").save(blocks_of(Span(0, 4)), KNOWN)
+@pytest.mark.parametrize("clock", [1e-7], indirect=True)
+def test_fast_blocks_are_all_measured(clock: Clock) -> None:
+    measure_throughput(clock.packer())
+    assert HOSTED in clock.ran
 
 
 def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:
     step_s = 4 * 2.0 / 1e3
-    fast = Throughput(forward_tokens_per_s=50_000.0, decode_ms_per_block=2.0, packing="ragged")
+    fast = Throughput(forward_tokens_per_s=50_000.0, decode_ms_per_block=2.0)
     tokens = prefill_tokens_beside_decode(fast, num_blocks=4)
     assert tokens / fast.forward_tokens_per_s == pytest.approx(throughput.PREFILL_SHARE * step_s)
-    assert prefill_tokens_beside_decode(KNOWN, num_blocks=4) == throughput.MIN_PREFILL_TOKENS
+    assert prefill_tokens_beside_decode(SLOW, num_blocks=4) == throughput.MIN_PREFILL_TOKENS

@@ -24,10 +24,12 @@ from swarmllm.errors import (
 )
 from swarmllm.swarm import retry
 from swarmllm.swarm.retry import (
+    CUT_FORGOTTEN_S,
     FULL_SERVER_PAUSE_S,
     LOOK_AGAIN_S,
     MAX_BACKOFF_S,
     MAX_BAN_FACTOR,
+    MAX_REMEMBERED,
     PeerHealth,
     Retries,
 )
@@ -55,8 +57,8 @@ def test_no_retries_means_none() -> None:
     assert Retries(max_retries=0).next_delay_s(PeerUnreachableError("gone", A)) is None
 
 
-def test_patience_ends_only_where_nobody_is_left() -> None:
-    retries = Retries(max_retries=9, patience_s=3)
+def test_the_timeout_counts_only_where_nobody_is_left() -> None:
+    retries = Retries(max_retries=9, timeout_s=3)
     missing = MissingBlocksError("nobody serves them", [2])
     assert retries.next_delay_s(missing, now=100) is not None
     assert retries.next_delay_s(PeerUnreachableError("gone", A), now=104) is not None
@@ -65,18 +67,16 @@ def test_patience_ends_only_where_nobody_is_left() -> None:
 
 
 @given(st.integers(0, 9), st.floats(0.1, 1e3), st.floats(0, 1e6))
-def test_missing_blocks_are_waited_for_as_long_as_promised(
-    max_retries: int, patience_s: float, began_at: float
-) -> None:
+def test_missing_blocks_are_waited_for_as_long_as_promised(max_retries: int, timeout_s: float, began_at: float) -> None:
     """However often those that are announced still have been tried meanwhile, and whatever else fails."""
-    retries, now, tries = Retries(max_retries, patience_s), began_at, 0
+    retries, now, tries = Retries(max_retries, timeout_s), began_at, 0
     for _ in range(max_retries):
         assert retries.next_delay_s(PeerUnreachableError("gone", A), now) is not None
     while (delay_s := retries.next_delay_s(MissingBlocksError("nobody serves them", [2]), now)) is not None:
         now += delay_s
         tries += 1
-        assert tries <= 2 + patience_s / LOOK_AGAIN_S
-    assert -1e-3 < now - began_at - patience_s < LOOK_AGAIN_S + 1e-3
+        assert tries <= 2 + timeout_s / LOOK_AGAIN_S
+    assert -1e-3 < now - began_at - timeout_s < LOOK_AGAIN_S + 1e-3
     assert retries.next_delay_s(PeerUnreachableError("gone", A), now) is None
 
 
@@ -197,3 +197,31 @@ def test_errors_travel_as_codes() -> None:
     unknown = error_from_code("from the future", "a sentence", A)
     assert type(unknown) is PeerError
     assert not unknown.blames_peer
+
+
+def cut(peer_id: str = "p") -> PeerUnreachableError:
+    error = PeerUnreachableError("hung up", peer_id)
+    error.through_relay = True
+    return error
+
+
+def test_a_stream_through_a_relay_may_be_cut_once_before_the_peer_is_blamed() -> None:
+    health = PeerHealth(ban_s=10.0)
+    for at in (100.0, 100.5):  # streams of one connection end together
+        assert health.report(cut(), at)
+    assert not health.avoided(100.6)
+    assert health.report(cut(), 103.0)
+    assert health.avoided(103.0) == {"p"} == health.blamed(103.0)
+    assert not health.avoided(113.1)
+    assert health.report(cut(), 103.0 + CUT_FORGOTTEN_S)  # a new cut, of another hour
+    assert not health.avoided(104.0 + CUT_FORGOTTEN_S)
+    direct = PeerUnreachableError("can't be dialled", "p")
+    assert health.report(direct, 103.5 + CUT_FORGOTTEN_S)
+    assert health.avoided(104.0 + CUT_FORGOTTEN_S) == {"p"}
+
+
+def test_cuts_of_endless_peers_are_not_kept() -> None:
+    health = PeerHealth(ban_s=10.0)
+    for number in range(2 * MAX_REMEMBERED):
+        health.report(cut(str(number)), 100.0)
+    assert len(health._cut_at) <= MAX_REMEMBERED

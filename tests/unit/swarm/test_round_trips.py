@@ -40,14 +40,14 @@ def test_first_whoever_would_be_on_the_best_route_then_those_measured_longest_ag
     trips = RoundTrips()
 
     def chosen(now: float, count: int, avoid: tuple[str, ...] = ()) -> list[ServerInfo]:
-        return trips.to_measure(snapshot, now, count=count, avoid=avoid, generator=random.Random(0))
+        return trips.to_measure(snapshot, count=count, avoid=avoid, generator=random.Random(0))
 
     assert chosen(0.0, 1) == [fast]
     assert chosen(0.0, 1, avoid=(fast.peer_id,)) == [slow]
     trips.observe(fast.peer_id, 1.0, now=0.0)
     trips.observe(slower.peer_id, 1.0, now=1.0)
     assert chosen(2.0, 3) == [slow, fast, slower]
-    assert trips.to_measure(SwarmSnapshot(8, (slow,)), 2.0, count=3, avoid=(), generator=random.Random(0)) == [slow], (
+    assert trips.to_measure(SwarmSnapshot(8, (slow,)), count=3, avoid=(), generator=random.Random(0)) == [slow], (
         "a swarm without a route has distances, too"
     )
 

@@ -2,15 +2,19 @@
 
 import itertools
 import random
+import statistics
+from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
-from swarmllm.swarm.route_costs import RouteCosts
-from swarmllm.swarm.routing import describe_blocks, find_parallel_routes, find_route, route_cost_ms
+from swarmllm.swarm.route_costs import RouteCosts, route_tokens_per_s, seconds_per_token
+from swarmllm.swarm.routing import SHARE_WORTH_IT, describe_blocks, find_parallel_routes, find_route, route_cost_ms
 
 NUM_BLOCKS = 5
 
@@ -61,6 +65,20 @@ def test_where_all_are_to_be_avoided_the_one_with_the_least_time_left_is_taken()
     assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s | {late.peer_id: 0.2})) == ["a[0, 5)"]
 
 
+def test_among_equals_those_behind_relays_are_neither_first_nor_last() -> None:
+    relayed = {"addrs": ("/ip4/203.0.113.7/tcp/1/p2p/R/p2p-circuit",)}
+    hidden = [server(name, 0, 5).model_copy(update=relayed) for name in "ab"]
+    assert spans(*hidden, server("z", 0, 5)) == ["z[0, 5)"]
+    assert spans(*hidden) == ["a[0, 5)"]
+    ends = [server("y", 0, 2), server("z", 3, 5)]
+    middle = [server("m", 2, 3).model_copy(update=relayed)]
+    assert spans(*ends, *middle) == ["y[0, 2)", "m[2, 3)", "z[3, 5)"]
+    nearer = {one.peer_id: 5.0 for one in hidden}
+    assert spans(*hidden, server("z", 0, 5), costs=RouteCosts(round_trips_ms={"z".ljust(46, "x"): 20.0} | nearer)) == [
+        "a[0, 5)"
+    ]
+
+
 def test_no_cut_where_blocks_belong_together() -> None:
     assert spans(server("a", 0, 3, cuts=(2,)), server("b", 2, 5, cuts=(2,))) == ["a[0, 3)", "b[3, 5)"]
     with pytest.raises(MissingBlocksError, match="can't be joined") as caught:
@@ -73,6 +91,88 @@ def test_missing_blocks_are_named() -> None:
         spans(server("a", 1, 3))
     assert caught.value.block_idxs == (0, 3, 4)
     assert describe_blocks([7]) == "block 7"
+
+
+def throughputs(*servers: tuple[str, int, int, float]) -> SwarmSnapshot:
+    """A swarm of servers by name, span and tokens per second."""
+    num_blocks = max(end for _, _, end, _ in servers)
+    found = [server(name, start, end).model_copy(update={"throughput": speed}) for name, start, end, speed in servers]
+    return SwarmSnapshot(num_blocks, tuple(found))
+
+
+def parallel(snapshot: SwarmSnapshot, max_routes: int = 4) -> tuple[float, list[tuple[list[RouteHop], float]]]:
+    """Tokens per second of the swarm by the routes and shares that are found, and these."""
+    costs = RouteCosts(forward_tokens=1000)
+    routes = find_parallel_routes(snapshot, Span(0, snapshot.num_blocks), costs=costs, max_routes=max_routes)
+    assert sum(share for _, share in routes) == pytest.approx(1)
+    busy: Counter[str] = Counter()
+    for route, share in routes:
+        assert [hop.span.start for hop in route] == [0, *(hop.span.end for hop in route[:-1])]
+        assert all(hop.span in hop.server.span for hop in route)
+        for hop in route:
+            busy[hop.server.peer_id] += share * seconds_per_token(hop)
+    return 1 / max(busy.values()), routes
+
+
+def most_tokens_per_s(snapshot: SwarmSnapshot) -> float:
+    """What any number of routes could carry: servers compute each block for each token, as much as they can."""
+    loads = [(place, block) for place, one in enumerate(snapshot.servers) for block in one.span]
+    of_servers, of_blocks = (
+        np.zeros((count, len(loads) + 1)) for count in (len(snapshot.servers), snapshot.num_blocks)
+    )
+    for idx, (place, block) in enumerate(loads):
+        of_servers[place, idx] = of_blocks[block, idx] = 1
+    of_blocks[:, -1] = -1  # the tokens
+    tokens = np.zeros(len(loads) + 1)
+    tokens[-1] = -1
+    can_do = [one.throughput * len(one.span) for one in snapshot.servers]
+    return float(linprog(tokens, of_servers, can_do, of_blocks, np.zeros(snapshot.num_blocks)).x[-1])
+
+
+def test_a_fast_server_keeps_several_slow_ones_busy() -> None:
+    speed, routes = parallel(throughputs(("a", 0, 4, 300), ("b", 4, 8, 100), ("c", 4, 8, 100), ("d", 4, 8, 100)))
+    assert speed == pytest.approx(300)
+    assert [share for _, share in routes] == pytest.approx([1 / 3] * 3)
+
+
+def test_a_server_of_all_blocks_leaves_those_of_another_one_to_it() -> None:
+    speed, _ = parallel(throughputs(("a", 0, 8, 100), ("b", 0, 4, 100)))
+    assert speed == pytest.approx(150)
+
+
+def test_one_server_or_one_that_announced_nothing_is_one_route() -> None:
+    assert [share for _, share in parallel(throughputs(("a", 0, 5, 100)))[1]] == [1.0]
+    costs = RouteCosts(forward_tokens=1000)
+    (one,) = find_parallel_routes(throughputs(("a", 0, 5, 0)), Span(0, 5), costs=costs, max_routes=4)
+    assert one[1] == 1.0
+
+
+layouts = st.lists(
+    st.tuples(st.integers(0, 11), st.integers(1, 12), st.sampled_from([50.0, 100.0, 200.0, 400.0])), max_size=9
+)
+
+
+@given(layouts, st.integers(1, 6), st.sampled_from([25.0, 100.0]))
+def test_several_routes_carry_more_than_one_and_no_more_than_there_is(
+    layout: list[tuple[int, int, float]], max_routes: int, least: float
+) -> None:
+    named = [(f"s{idx}", start, min(start + length, 12), speed) for idx, (start, length, speed) in enumerate(layout)]
+    snapshot = throughputs(("all", 0, 12, least), *named)
+    speed, routes = parallel(snapshot, max_routes)
+    assert len(routes) <= max_routes
+    assert speed <= most_tokens_per_s(snapshot) * (1 + 1e-6)
+    alone = find_route(snapshot, costs=RouteCosts(forward_tokens=1000))
+    assert speed >= route_tokens_per_s(alone) * (1 - SHARE_WORTH_IT) or max_routes == 1
+
+
+def test_four_routes_carry_most_of_what_any_number_could() -> None:
+    rng, shares = random.Random(0), []
+    for _ in range(60):
+        spans = [(start := rng.randrange(12), min(start + rng.randint(2, 12), 12)) for _ in range(9)]
+        servers = [(f"s{i}", *span, rng.choice([50.0, 100.0, 200.0, 400.0])) for i, span in enumerate(spans)]
+        snapshot = throughputs(("all", 0, 12, 25.0), *servers)
+        shares.append(parallel(snapshot)[0] / most_tokens_per_s(snapshot))
+    assert statistics.median(shares) > 0.8
 
 
 servers = st.lists(

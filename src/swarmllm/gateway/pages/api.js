@@ -33,8 +33,8 @@ export async function models() {
   return (await response.json()).data;
 }
 
-export async function swarm() {
-  const response = await fetch("/api/swarm");
+export async function swarm(model) {
+  const response = await fetch(model ? `/api/swarm?model=${encodeURIComponent(model.id)}` : "/api/swarm");
   if (!response.ok) throw await failure(response);
   return response.json();
 }

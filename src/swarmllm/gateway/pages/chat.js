@@ -2,6 +2,7 @@
 
 import * as api from "/static/api.js";
 import { endOfId, noticeOf, renderMessage } from "/static/message.js";
+import { showChoice } from "/static/models.js";
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
@@ -9,6 +10,7 @@ const text = byId("text");
 const scroll = byId("scroll");
 const IDEAS = ["Tell me a story about a fox.", "Where does the rain come from?", "What is a good name for a boat?"];
 
+let models = [];
 let model = null;
 let open = null; // the conversation that is shown
 let answering = null; // {conversation, message, abort} while an answer comes
@@ -203,7 +205,7 @@ function busy(now) {
 async function health() {
   const pill = byId("health");
   try {
-    const swarm = await api.swarm();
+    const swarm = await api.swarm(model);
     const usable = swarm.servers.filter((server) => server.state === "online").length;
     const missing = swarm.missing_blocks.length;
     pill.dataset.state = missing ? "bad" : "good";
@@ -218,13 +220,22 @@ async function health() {
 
 async function begin() {
   try {
-    [model] = await api.models();
-    byId("model").textContent = model.id;
-    document.title = `${model.id} · swarmllm`;
+    models = await api.models();
+    choose(store.settings.model);
   } catch (error) {
     byId("model").textContent = "no model";
     if (error.status === 401) byId("settings").showModal();
   }
+}
+
+// Of several models the one that was used last, if it is still there.
+function choose(id) {
+  model = models.find((one) => one.id === id) ?? models[0];
+  byId("model").textContent = model.id;
+  document.title = `${model.id} · swarmllm`;
+  byId("health").href = models.length > 1 ? `/swarm?model=${encodeURIComponent(model.id)}` : "/swarm";
+  showChoice(models.map((one) => one.id), model.id);
+  health();
 }
 
 function openSide() {
@@ -245,6 +256,11 @@ function fit() {
   text.style.height = `${text.scrollHeight}px`;
 }
 
+byId("models").addEventListener("change", () => {
+  store.settings.model = byId("models").value;
+  store.saveSettings();
+  choose(store.settings.model);
+});
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const said = text.value.trim();

@@ -1,10 +1,12 @@
 // The page of the swarm: asks every two seconds, and draws what has changed.
 
+import { showChoice } from "/static/models.js";
 import { draw, nameOf } from "/static/picture.js";
 
 const PERIOD_MS = 2000;
 const byId = (id) => document.getElementById(id);
 const rows = new Map();
+let model = new URLSearchParams(location.search).get("model"); // null: the first
 let swarm = null;
 let etag = null;
 let chosen = null;
@@ -20,9 +22,12 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}–${s.end - 1}` },
-  { id: "state", title: "State", value: (s) => s.state },
+  { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
   { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
+  { id: "p95", title: "p95 ms", number: true, value: (s) => s.step_ms_p95 || null },
+  { id: "served", title: "Served", number: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
+  { id: "failed", title: "Failed", number: true, value: (s) => s.failures_seen, text: (s) => compact.format(s.failures_seen) },
   { id: "round_trip", title: "Round trip", number: true, value: (s) => s.round_trip_ms, text: (s) => (s.round_trip_ms === null ? "–" : `${numbers.format(s.round_trip_ms)} ms`) },
   { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },
   { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
@@ -189,11 +194,13 @@ function show() {
 
 async function look() {
   try {
-    const response = await fetch("/api/swarm", { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
+    const response = await fetch(model ? `/api/swarm?model=${encodeURIComponent(model)}` : "/api/swarm", { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
     if (response.status === 200) {
       etag = response.headers.get("etag");
       swarm = await response.json();
       show();
+    } else if (response.status === 404) {
+      model = null; // an old address: the gateway has other models now
     }
   } catch {
     const verdict = byId("verdict");
@@ -202,6 +209,24 @@ async function look() {
     etag = null;
   }
 }
+
+// Which models there are, /health says to everybody. The address names the one that is shown.
+async function findModels() {
+  try {
+    const health = await (await fetch("/health")).json();
+    const names = (health.models ?? [health]).map((one) => one.model);
+    showChoice(names, names.includes(model) ? model : names[0]);
+  } catch {
+    // `look` says that the gateway is gone
+  }
+}
+
+byId("models").addEventListener("change", () => {
+  model = byId("models").value;
+  history.replaceState(null, "", `?model=${encodeURIComponent(model)}`);
+  [etag, chosen] = [null, null];
+  look();
+});
 
 async function keepLooking() {
   if (!document.hidden) await look();
@@ -212,4 +237,5 @@ document.addEventListener("visibilitychange", () => document.hidden || look());
 byId("filter").addEventListener("input", () => swarm && table());
 new ResizeObserver(() => swarm && picture()).observe(byId("picture"));
 head();
+findModels();
 keepLooking();

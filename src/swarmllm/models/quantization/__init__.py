@@ -1,13 +1,23 @@
-"""Weights of blocks in 8 or 4 bits: one interface for all formats, devices and kinds of layers.
+"""Weights of blocks in 2 to 8 bits: one interface for all formats, devices and kinds of layers.
 
-    rules    which weights of a model are quantized, and how many bytes they take then
-    packed   the formats: quantize, multiply, multiply transposed, dequantize
-    weight   a packed weight that stands where a model had a parameter
-    loading  quantizes each weight as it is read, so that no more than one is in memory in full precision
-    heap     keeps memory from being left over
-    check    compares outputs and gradients with the dequantized weights when blocks are loaded
+    rules        which weights of a model are quantized, and how many bytes they take then
+    packed       what all formats can: multiply, multiply transposed, dequantize; and int8
+    nf4          4-bit normal floats
+    decoded      formats whose rows are decoded by kernels, or by torch
+    kbit         our formats of 2 to 6 bits
+    published    the formats of published checkpoints, kept as they are
+    gguf_blocks  the blocks of GGUF files, kept as they are
+    codes        codes of a few bits into numbers
+    kernels      multiplying on CPUs, in C (kernels.c, bit_planes.h, gguf_blocks.h)
+    cuda         multiplying on CUDA
+    whole        weights in bfloat16 as they are, where processors multiply those slowly
+    weight       a packed weight that stands where a model had a parameter
+    loading      quantizes each weight as it is read, so that no more than one is in memory in full precision
+    check        compares outputs and gradients with the dequantized weights when blocks are loaded
 
-Used by `load_block_span`; knows no spans and no network. Activations, norms, routers and biases stay as they are.
+A new type has its name in `rules` and in `server/settings`, its class of `Packed` in a file of its own, its line in
+`loading.pack`, and its error in `client/view/tolerances`. Used by `load_block_span`; knows no spans and no network.
+Activations, norms, routers and biases stay as they are.
 """
 
 from swarmllm.models.quantization.rules import (

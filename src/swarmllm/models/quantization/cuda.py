@@ -1,4 +1,4 @@
-"""Multiplying by packed weights on CUDA: kernels of bitsandbytes. Called by `packed`."""
+"""Multiplying by packed weights on CUDA: kernels of bitsandbytes. Called by `packed` and `nf4`."""
 
 import torch
 from torch import Tensor

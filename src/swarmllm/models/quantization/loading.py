@@ -15,10 +15,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.quantization.heap import return_free_memory
-from swarmllm.models.quantization.packed import Int8, Nf4, Packed
-from swarmllm.models.quantization.rules import Quantization, QuantType, is_transposed
-from swarmllm.models.quantization.weight import QuantizedWeight
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.nf4 import Nf4
+from swarmllm.models.quantization.packed import Int8, Packed
+from swarmllm.models.quantization.published import Nf4Pairs
+from swarmllm.models.quantization.rules import BITS, Quantization, QuantType, is_transposed, may_be_packed
+from swarmllm.models.quantization.weight import PackedView, QuantizedWeight
 
 METHOD = "swarmllm"
 
@@ -27,11 +30,13 @@ METHOD = "swarmllm"
 class LoadingConfig(QuantizationConfigMixin):
     """What `from_pretrained` is given as `quantization_config`."""
 
-    def __init__(self, quantization: Quantization, device: torch.device) -> None:
+    def __init__(self, quantization: Quantization, device: torch.device, comes_packed: bool = False) -> None:
         self.quant_method = METHOD
         self.quantization = quantization
         self.device = device
         """Where the weights are going to be: the layout depends on it."""
+        self.comes_packed = comes_packed
+        """Whether the checkpoint has weights in few bits, which stay as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "quant_type": self.quantization.quant_type}
@@ -59,7 +64,10 @@ class _Quantizer(HfQuantizer):
         return self.quantization_config.quantization.format_of(model, name)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        return self.form_of(model, param_name) != "none"
+        """Whether `_Quantize` has to see it: any matrix of the blocks, which may come packed."""
+        if param_name in self.misshapen or not param_name.startswith(self._blocks):
+            return False
+        return self.quantization_config.comes_packed or self.form_of(model, param_name) != "none"
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -97,11 +105,14 @@ class _Quantize(ConversionOps):
             weight = value[0] if isinstance(value, list) else value
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            form = self._quantizer.form_of(model, name)
-            if form != "none" and weight.shape != module._parameters[leaf].shape:
+            if weight.shape != (module._parameters.get(leaf, module._buffers.get(leaf))).shape:
                 self._quantizer.misshapen.add(name)
-                form = "none"
-            if form == "none":
+            form = self._quantizer.form_of(model, name)
+            if isinstance(weight, PackedView) and not (
+                may_be_packed(model, name) and weight.transposed == is_transposed(module)
+            ):
+                weight = weight.dequantize()
+            if form == "none" and not isinstance(weight, PackedView):
                 rest[name] = weight
                 continue
             install(module, leaf, weight, form, device)
@@ -110,10 +121,13 @@ class _Quantize(ConversionOps):
         return rest
 
 
-def install(module: nn.Module, leaf: str, weight: Tensor, form: QuantType, device: torch.device) -> None:
-    """Replace the parameter `leaf` of a module by the quantized `weight`."""
+def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: QuantType, device: torch.device) -> None:
+    """Replace the parameter `leaf` of a module by the quantized `weight`, which may be so already."""
     transposed = is_transposed(module)
-    quantized = QuantizedWeight(pack(weight.mT if transposed else weight, form, device), transposed=transposed)
+    packed = (
+        weight.packed if isinstance(weight, PackedView) else pack(weight.mT if transposed else weight, form, device)
+    )
+    quantized = QuantizedWeight(packed, transposed=transposed)
     del module._parameters[leaf]
     module.add_module(leaf, quantized)
     return_free_memory()
@@ -124,6 +138,12 @@ def install(module: nn.Module, leaf: str, weight: Tensor, form: QuantType, devic
 @torch.no_grad()
 def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
     """Quantize `[…, out, in]` for use on `device`; the result is where the weight is."""
-    if form == "nf4":
-        return Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
-    return Int8.quantize(weight)
+    if form == "int8":
+        return Int8.quantize(weight)
+    if form in BITS:
+        return KBit.quantize(weight, BITS[form])
+    packed = Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
+    if device.type == "cpu" and type(packed) is Nf4:  # bitsandbytes has no kernel for this processor, or this shape
+        codes = (packed.codes >> 4) | (packed.codes << 4)
+        return Nf4Pairs(codes, packed.scale, packed.dtype)
+    return packed

@@ -7,32 +7,27 @@ Used by `weight` and `loading`.
 """
 
 import functools
-import logging
+import time
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from swarmllm.models.quantization import cuda
-from swarmllm.models.quantization.rules import NF4_GROUP
+from swarmllm.models.quantization import cuda, kernels
 
 SLICE_BYTES = 4 << 20
 """Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
+TILE = 32
+"""Rows that belong together: the NF4 kernel for CPUs has them interleaved."""
 PACKING_BYTES = 256 << 10
 """Rows in float32 at a time while packing: small enough for the holes that others leave on the heap."""
 INT8_KERNEL_TOKENS = 14
 """Most tokens for `_weight_int8pack_mm`. Measured (5632×2048 bfloat16): 16 tokens take 4.6 ms, dequantized 4.5."""
 INT8_KERNEL_COLUMNS = 16
 """Columns must be a multiple of this. Measured with 8 to 1024: every multiple of 8 that isn't ends the process."""
-NF4_KERNEL_TOKENS = 32
-"""Most tokens for the NF4 kernel of bitsandbytes. Measured likewise: 32 tokens take 5.1 ms, dequantized 9."""
-NF4_STEPS = 1 << 16
-"""How finely a weight is looked at to find the nearest code."""
-NF4_TILE = 32
-"""Rows that the NF4 kernel for CPUs has interleaved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +37,7 @@ class Packed:
     codes: Tensor
     scale: Tensor
     dtype: torch.dtype
-    """Of the weight before it was packed."""
+    """The weight's dtype before it was packed."""
 
     @property
     def shape(self) -> torch.Size:
@@ -53,14 +48,20 @@ class Packed:
     def device(self) -> torch.device:
         return self.codes.device
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it consists of."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "dtype"}
+
     def __getitem__(self, index: int) -> Self:
         """One expert."""
-        return type(self)(self.codes[index], self.scale[index], self.dtype)
+        return self._each(lambda tensor: tensor[index])
 
     def split(self, rows: int) -> Self:
-        """A matrix as matrices of so many rows each: `[parts, rows, in]`."""
-        codes, scale = (tensor.view(-1, rows, *tensor.shape[1:]) for tensor in (self.codes, self.scale))
-        return type(self)(codes, scale, self.dtype)
+        """A matrix as matrices of this many rows each: `[parts, rows, in]`."""
+        return self._each(lambda tensor: tensor.view(-1, rows, *tensor.shape[1:]))
+
+    def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
     def linear(self, inputs: Tensor) -> Tensor:
         """`inputs @ weight.T`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
@@ -90,7 +91,7 @@ class Packed:
     def multiply_transposed(self, grads: Tensor) -> Tensor:
         """`[tokens, out]` → `[tokens, in]`: what gradients need."""
         dtype, scale = _computing_dtype(grads), self._output_scale()
-        wide = (grads if scale is None else grads * scale).to(dtype)
+        wide = grads.to(dtype) if scale is None else grads.to(dtype) * scale
         sums = torch.zeros(
             len(grads), self.shape[1], dtype=torch.promote_types(dtype, torch.float32), device=self.device
         )
@@ -127,7 +128,7 @@ class Packed:
 
     def _slices(self, dtype: torch.dtype) -> list[tuple[int, int]]:
         rows, columns = self.shape
-        step = max(SLICE_BYTES // (columns * dtype.itemsize) // NF4_TILE, 1) * NF4_TILE
+        step = max(SLICE_BYTES // (columns * dtype.itemsize) // TILE, 1) * TILE
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -145,8 +146,34 @@ class _Linear(torch.autograd.Function):
 
 
 def _computing_dtype(inputs: Tensor) -> torch.dtype:
-    """float16 is slow on CPUs: there it is computed in float32."""
-    return torch.float32 if inputs.dtype == torch.float16 and inputs.device.type == "cpu" else inputs.dtype
+    """Precision of the products of many tokens: that of the inputs, or float32 where it is faster."""
+    if inputs.device.type == "cpu" and inputs.dtype in (torch.bfloat16, torch.float16):
+        return torch.float32 if inputs.dtype == torch.float16 or float32_speedup() > 1 else inputs.dtype
+    return inputs.dtype
+
+
+@functools.cache
+def float32_speedup() -> float:
+    """How many times as fast this processor multiplies codes as float32 as it does as bfloat16: measured once, in some
+    10 ms.
+
+    Measured (5632×2048, 128 tokens, one thread): 33 ms against 43 with AVX-512 and its bfloat16, against 240 with AVX2.
+    """
+    codes, threads = torch.zeros(512, 1024, dtype=torch.int8), torch.get_num_threads()
+
+    def seconds(dtype: torch.dtype) -> float:
+        inputs, times = torch.zeros(64, 1024, dtype=dtype), []
+        for _ in range(4):
+            began_at = time.thread_time()
+            inputs @ codes.to(dtype).T
+            times.append(time.thread_time() - began_at)
+        return min(times)
+
+    torch.set_num_threads(1)  # several would wait for each other where others use the cores, both dtypes alike
+    try:
+        return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-9)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Int8(Packed):
@@ -156,13 +183,14 @@ class Int8(Packed):
     def quantize(cls, weight: Tensor) -> "Int8":
         """Round each row to multiples of 1/127 of its largest value."""
         codes = torch.empty(weight.shape, dtype=torch.int8)
-        scale = torch.empty(weight.shape[:-1], dtype=_scale_dtype(weight.dtype))
+        scale = torch.empty(weight.shape[:-1], dtype=scale_dtype(weight.dtype))
         flat_codes, flat_scale = codes.view(-1, codes.shape[-1]), scale.view(-1)
-        for start, end, rows in _row_slices(weight):
+        for start, end, rows in row_slices(weight):
             # Rounded before it is used, so that the rounding of the scale is no error of its own.
-            steps = (rows.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
+            largest = torch.maximum(rows.amax(-1), rows.amin(-1).neg_())
+            steps = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
             flat_scale[start:end] = steps
-            flat_codes[start:end] = (rows / steps.float()[:, None]).round_().clamp_(-127, 127)
+            flat_codes[start:end] = rows.div_(steps.float()[:, None]).round_().clamp_(-127, 127)
         return cls(codes, scale, weight.dtype)
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -172,156 +200,41 @@ class Int8(Packed):
         return self.scale
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
-        # For other dtypes the kernel is a plain loop, slower than everything else. Of rows that don't fill its vectors
-        # it reads beyond the end.
-        fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
-        return fits and len(inputs) <= INT8_KERNEL_TOKENS
+        if self._fits_torch(inputs):
+            return len(inputs) <= INT8_KERNEL_TOKENS
+        return kernels.take(inputs)
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(inputs, self.codes, self.scale)
+        if self._fits_torch(inputs):
+            return torch._weight_int8pack_mm(inputs, self.codes, self.scale)
+        return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
+
+    def _fits_torch(self, inputs: Tensor) -> bool:
+        """Whether torch's kernel is for such inputs: for other dtypes it is a plain loop, slower than everything else,
+        and of rows that don't fill its vectors it reads beyond the end."""
+        return inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
 
     def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
         return cuda.multiply_int8(inputs, self.codes, self.scale)
 
 
-class Nf4(Packed):
-    """4-bit normal floats (QLoRA, section 3): two codes per byte, `[…, out, in/2]`, and one scale per 64 of a row.
+def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, end, rows in float32), some rows at a time: a whole copy would double the memory of loading.
 
-    `tiled` weights are laid out for the kernel of bitsandbytes: in each tile of 32 rows, byte j of the 32 that hold a
-    pair of columns has column j % 2 of row j // 2 below, and of row 16 + j // 2 above; scales are `[…, in/64, out]`.
-    The others are row by row, the first column above; scales are `[…, out, in/64]`.
+    The rows are always in the same memory, which the caller may overwrite: while blocks are loaded, the system would
+    have to provide new pages for each part, which takes longer than packing it (measured: 3.2 s of 4, hidden 2048).
     """
-
-    @classmethod
-    def quantize(cls, weight: Tensor, *, tiled: bool | None = None) -> "Nf4":
-        """Round to the nearest of the 16 values; `tiled` None = if this processor has the kernel for it."""
-        rows, columns = weight.shape[-2:]
-        if tiled is None:
-            tiled = weight.dtype == torch.bfloat16 and rows % NF4_TILE == 0 and bitsandbytes_kernel()
-        codes = torch.empty(*weight.shape[:-1], columns // 2, dtype=torch.uint8)
-        scale = torch.empty(*weight.shape[:-1], columns // NF4_GROUP, dtype=_scale_dtype(weight.dtype))
-        flat_codes, flat_scale = codes.view(-1, codes.shape[-1]), scale.view(-1, scale.shape[-1])
-        for start, end, part in _row_slices(weight):
-            groups = part.view(-1, NF4_GROUP)
-            largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
-            steps = (groups / largest).add_(1).mul_(NF4_STEPS / 2).round_().clamp_(0, NF4_STEPS).to(torch.int32)
-            nearest = _nearest_nf4().index_select(0, steps.flatten()).view(end - start, -1, 2)
-            flat_codes[start:end] = (nearest[..., 0] << 4) | nearest[..., 1]
-            flat_scale[start:end] = largest.view(end - start, -1)
-        if not tiled:
-            return cls(codes, scale, weight.dtype)
-        for start, end, _ in _row_slices(weight):
-            flat_codes[start:end] = _tile(flat_codes[start:end])
-        return TiledNf4(codes, scale.mT.contiguous(), weight.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
-
-    def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        return self._dequantize_rows(self.codes[start:end], self.scale[start:end], dtype)
-
-    def _dequantize_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        import bitsandbytes  # noqa: F401 - registers the operator
-
-        shape = (len(codes), codes.shape[1] * 2)
-        dequantize = torch.ops.bitsandbytes.dequantize_4bit
-        rows: Tensor = dequantize(codes.contiguous(), scale.float().contiguous(), NF4_GROUP, "nf4", shape, dtype)
-        return rows
-
-    def _output_scale(self) -> None:
-        return None
-
-    def _kernel_takes(self, inputs: Tensor) -> bool:
-        return False
-
-    def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return cuda.multiply_nf4(inputs, self.codes, self.scale, NF4_GROUP)
-
-
-class TiledNf4(Nf4):
-    """`Nf4` as the kernel for CPUs wants it."""
-
-    def split(self, rows: int) -> Nf4:  # type: ignore[override]
-        if rows % NF4_TILE:  # the kernel would end the process
-            return Nf4(_untile(self.codes), self.scale.T.contiguous(), self.dtype).split(rows)
-        codes = self.codes.view(-1, rows, self.codes.shape[-1])
-        scale = self.scale.view(self.scale.shape[0], -1, rows).transpose(0, 1)
-        return TiledNf4(codes, scale, self.dtype)
-
-    def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        return self._dequantize_rows(_untile(self.codes[start:end]), self.scale[:, start:end].T, dtype)
-
-    def _kernel_takes(self, inputs: Tensor) -> bool:
-        return inputs.dtype == torch.bfloat16 and len(inputs) <= NF4_KERNEL_TOKENS
-
-    def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = torch.ops.bitsandbytes.gemv_4bit(
-            inputs, self.codes, tuple(self.shape), self.scale.contiguous(), _nf4_values(), NF4_GROUP
-        )
-        return outputs
-
-
-def _tile(codes: Tensor) -> Tensor:
-    """Row by row → tiled, both `[out, in/2]`."""
-    rows, half = codes.shape
-    first, second = codes.view(-1, 2, 16, half).unbind(1)  # [tiles, 16, in/2]: below, above
-    even = (first >> 4) | (second & 0xF0)  # the even columns of both rows
-    odd = (first & 0xF) | ((second & 0xF) << 4)
-    return torch.stack([even, odd], dim=-1).transpose(1, 2).reshape(rows, half)
-
-
-def _untile(codes: Tensor) -> Tensor:
-    """Tiled → row by row, both `[out, in/2]`."""
-    rows, half = codes.shape
-    even, odd = codes.view(-1, half, 16, 2).transpose(1, 2).unbind(-1)
-    first = ((even & 0xF) << 4) | (odd & 0xF)
-    second = (even & 0xF0) | (odd >> 4)
-    return torch.stack([first, second], dim=1).view(rows, half)
-
-
-def _row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, end, rows in float32), some rows at a time: a whole copy would double the memory of loading."""
     per_matrix, columns = weight.shape[-2:]
-    step = max(PACKING_BYTES // (columns * 4) // NF4_TILE, 1) * NF4_TILE
+    step = max(PACKING_BYTES // (columns * 4) // TILE, 1) * TILE
     matrices = weight.reshape(-1, *weight.shape[-2:])  # a view, also where the matrices are transposed
+    rows = torch.empty(min(step, per_matrix), columns)
     for matrix_idx, matrix in enumerate(matrices):
         for start in range(0, per_matrix, step):
             end = min(start + step, per_matrix)
             offset = matrix_idx * per_matrix
-            yield offset + start, offset + end, matrix[start:end].float()
+            yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
 
 
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As the kernels want it; other scales are small enough to be kept in float32."""
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scales that the kernels want; other scales are small enough to be kept in float32."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
-@functools.cache
-def _functional() -> Any:
-    """bitsandbytes costs seconds to import, and logs a line for each matrix."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional
-
-
-def bitsandbytes_kernel() -> bool:
-    """Whether bitsandbytes has its NF4 kernel for this processor (AVX512 with bfloat16)."""
-    return bool(_functional().has_avx512bf16())
-
-
-@functools.cache
-def _nearest_nf4() -> Tensor:
-    """The code nearest to each of `NF4_STEPS + 1` numbers from -1 to 1: six times as fast as bitsandbytes finds it."""
-    values, steps = _nf4_values(), torch.linspace(-1, 1, NF4_STEPS + 1)
-    return torch.bucketize(steps, (values[1:] + values[:-1]) / 2).to(torch.uint8)
-
-
-@functools.cache
-def _nf4_values() -> Tensor:
-    values: Tensor = _functional().get_4bit_type("nf4", device="cpu")
-    return values

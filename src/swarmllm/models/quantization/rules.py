@@ -5,15 +5,19 @@ from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from swarmllm.errors import ConfigurationError
 
-QuantType = Literal["none", "int8", "nf4"]
+QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4"]
 QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
-NF4_GROUP = 64
-"""Weights of a row that share one scale; the group size of the QLoRA paper (section 3)."""
+BITS: dict[str, float] = {"int2": 2, "int3": 3, "q3.5": 3.5, "int4": 4, "int5": 5, "int6": 6}
+"""Of the types that `kbit` is for."""
+GROUP = 64
+"""Weights of a row that share one scale, with all types but int8; as in QLoRA (section 3) and Inferflow (table 3)."""
+SCALE_DTYPE = torch.bfloat16
+"""Of scales and minima of these types."""
 SMALLEST = 1 << 14
 """Elements. Assumed: below, a kernel's start costs more than the memory is worth."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -32,38 +36,40 @@ class Quantization:
 
     def format_of(self, model: PreTrainedModel, name: str) -> QuantType:
         """What a parameter of the model is stored as: `none` for everything but large matrices of linear maps."""
-        if self.quant_type == "none" or name in _tied(model):
+        if self.quant_type == "none" or not may_be_packed(model, name):
             return "none"
         path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        weight = module._parameters.get(leaf)
-        if weight is None or not weight.is_floating_point() or not _is_linear(path, leaf, module, weight):
-            return "none"
-        rows, columns = packed_shape(module, weight)[-2:]
+        module: nn.Module = model.get_submodule(path)
+        rows, columns = packed_shape(module, module.get_parameter(leaf))[-2:]
         if rows * columns < self.smallest:
             return "none"
-        return "int8" if self.quant_type == "nf4" and columns % NF4_GROUP else self.quant_type
+        return "int8" if columns % GROUP else self.quant_type
 
 
 FULL_PRECISION = Quantization()
 
 
-def resolve_quantization(config: PreTrainedConfig, quant_type: str) -> Quantization:
-    """The user's choice for a model: auto is int8, but leaves checkpoints alone that are quantized already.
+def resolve_quantization(quant_type: str) -> Quantization:
+    """The user's choice; auto is int8. Weights that a checkpoint stores in few bits stay as they are with all of them.
 
     Raises:
-        ConfigurationError: there is no such type, or the checkpoint is quantized already.
+        ConfigurationError: there is no such type.
     """
-    quantized_already = getattr(config, "quantization_config", None) is not None
     if quant_type == "auto":
-        quant_type = "none" if quantized_already else "int8"
+        quant_type = "int8"
     if quant_type not in QUANT_TYPES:
         raise ConfigurationError(f"quant_type {quant_type!r} is not known; use one of {', '.join(QUANT_TYPES)}")
-    if quantized_already and quant_type != "none":
-        raise ConfigurationError(
-            f"the checkpoint is quantized already: serve it with --quant_type none, not {quant_type}"
-        )
     return Quantization(cast(QuantType, quant_type))
+
+
+def may_be_packed(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter of the model is the matrix, or are the matrices, of linear maps and nothing else."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    weight = module._parameters.get(leaf)
+    if weight is None or not weight.is_floating_point() or name in _tied(model):
+        return False
+    return _is_linear(path, leaf, module, weight)
 
 
 def _is_linear(path: str, leaf: str, module: nn.Module, weight: Tensor) -> bool:
@@ -76,7 +82,7 @@ def _is_linear(path: str, leaf: str, module: nn.Module, weight: Tensor) -> bool:
 
 
 def _tied(model: PreTrainedModel) -> set[str]:
-    """Shared by several modules: tying them needs real parameters."""
+    """Names of parameters that several modules share: tying them needs real ones."""
     ties = model.all_tied_weights_keys
     return {*ties.keys(), *ties.values()}
 
@@ -100,8 +106,11 @@ def stored_bytes(model: PreTrainedModel, name: str, dtype: torch.dtype, quantiza
     weight = module.get_parameter(leaf)
     count, columns = weight.numel(), packed_shape(module, weight)[-1]
     match quantization.format_of(model, name):
+        case "none":
+            return count * dtype.itemsize
         case "int8":
             return count + count // columns * dtype.itemsize
         case "nf4":
-            return count // 2 + count // NF4_GROUP * dtype.itemsize
-    return count * dtype.itemsize
+            return count // 2 + count // GROUP * dtype.itemsize
+        case k_bit:
+            return count // GROUP * (int(GROUP * BITS[k_bit]) // 8 + 2 * SCALE_DTYPE.itemsize)

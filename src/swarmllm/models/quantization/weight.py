@@ -7,6 +7,7 @@ Put in place by `loading`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ class PackedView:
             return self.mT
         return self.dequantize().transpose(first, second)
 
+    def contiguous(self) -> Any:
+        return self
+
     def view(self, *shape: Any) -> Any:
         """Splitting the rows into experts keeps them packed."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
@@ -108,19 +112,16 @@ class PackedView:
 class QuantizedWeight(PackedView, nn.Module):
     """A `PackedView` that a module registers in place of a parameter; its buffers move with the model."""
 
-    codes: Tensor
-    scale: Tensor
-
     def __init__(self, packed: Packed, *, transposed: bool = False) -> None:
         nn.Module.__init__(self)
         self._form, self._dtype = type(packed), packed.dtype
         self.transposed = transposed
-        self.register_buffer("codes", packed.codes)
-        self.register_buffer("scale", packed.scale)
+        for name, tensor in packed.tensors().items():
+            self.register_buffer(name, tensor)
 
     @property
     def packed(self) -> Packed:  # type: ignore[override]
-        return self._form(self.codes, self.scale, self._dtype)
+        return self._form(**dict(self.named_buffers()), dtype=self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -128,8 +129,12 @@ class QuantizedWeight(PackedView, nn.Module):
         except AttributeError:
             return PackedView.__getattr__(self, name)
 
+    def stand_for(self, dtype: torch.dtype) -> None:
+        """Be a weight of this dtype from now on, for model code that asks."""
+        self._dtype = dtype
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As a tensor's: the dequantized weight. (Moving the model moves the buffers without this.)"""
+        """The dequantized weight, as a tensor's `to` gives it. (Moving the model moves the buffers without this.)"""
         return self.dequantize().to(*args, **kwargs)
 
     def forward(self, *_: Any) -> None:
@@ -177,15 +182,42 @@ def _grouped_mm(inputs: Any, weight: Any, offs: Any = None, bias: Any = None, ou
     return torch.cat(outputs) if outputs else inputs.new_zeros(0, weight.shape[-1])
 
 
+def _joined(join: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Packed weights of one form joined along the experts, or along the rows of matrices, stay packed."""
+
+    def joined(weights: Sequence[Any], dim: int = 0) -> Any:
+        first = weights[0]
+        if not all(isinstance(one, PackedView) and not one.transposed for one in weights):
+            return NotImplemented
+        packed = [one.packed for one in weights]
+        along_columns = join is torch.cat and dim % first.ndim == first.ndim - 1
+        if along_columns or dim < 0 or len({(type(one), one.dtype, one.shape[-1]) for one in packed}) > 1:
+            return NotImplemented
+        tensors = [one.tensors() for one in packed]
+        try:
+            return replace(packed[0], **{name: join([one[name] for one in tensors], dim) for name in tensors[0]})
+        except RuntimeError:  # groups of other sizes
+            return NotImplemented
+
+    return lambda *args, **kwargs: _viewed(joined(*args, **kwargs))
+
+
+def _viewed(packed: Any) -> Any:
+    return packed if packed is NotImplemented else PackedView(packed)
+
+
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
     torch.addmm: _addmm,
     torch.bmm: _matmul,
+    torch.cat: _joined(torch.cat),
     torch.matmul: _matmul,
     torch.mm: _matmul,
+    torch.stack: _joined(torch.stack),
+    torch.transpose: lambda weight, dim0, dim1: weight.transpose(dim0, dim1),
     Tensor.__matmul__: _matmul,
     Tensor.matmul: _matmul,
 }
-"""What is multiplied packed; everything else is done to the dequantized weight."""
+"""What is multiplied or joined packed; everything else is done to the dequantized weight."""

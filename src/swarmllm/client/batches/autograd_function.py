@@ -1,0 +1,75 @@
+"""A batch through the swarm as one node of autograd's graph: what torch needs to call `batches/batch_runner` back."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+
+
+class Runner(Protocol):
+    """The computation of a batch, and later of its gradients."""
+
+    def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, Any]:
+        """Outputs, and what `backward` needs if it will come (`keep`)."""
+        ...
+
+    def backward(self, stages: Any, grad_outputs: Tensor) -> dict[str, Tensor]:
+        """Gradients by name; `adapter.INDEX` is that of the adapter's parameter of this index."""
+        ...
+
+
+class RemoteCall(torch.autograd.Function):
+    """Outputs of a `Runner`, and gradients of hidden_states, inputs_embeds and the adapter's parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: Runner,
+        inputs: BlockInputs,
+        span: Span,
+        grad_enabled: bool,
+        hidden_states: Tensor,
+        embeds: Tensor | None,
+        *trained: Tensor,
+    ) -> Tensor:
+        keep = grad_enabled and any(ctx.needs_input_grad)
+        outputs, stages = runner.forward(inputs.detached(), span, keep=keep)
+        if keep:
+            ctx.runner, ctx.stages = runner, stages
+            ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
+            ctx.may_overflow = _scales_losses()
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.may_overflow and not bool(grad_outputs.isfinite().all()):
+            raise ConfigurationError(
+                "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
+                "lower the learning rate"
+            )
+        grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
+        _, _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
+        of_adapter: list[Tensor | None] = []
+        for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
+            grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
+            of_adapter.append(None if grad is None else grad.view(shape).to(device, dtype))
+        return (
+            *(None, None, None, None),
+            grads["hidden_states"] if hidden else None,
+            grads["inputs_embeds"] if embeds else None,
+            *of_adapter,
+        )
+
+
+def _scales_losses() -> bool:
+    """Under float16 autocast a gradient scaler multiplies losses until they overflow, and skips those steps itself."""
+    return any(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        for device in ("cuda", "cpu")
+    )

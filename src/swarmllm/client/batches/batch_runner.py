@@ -1,0 +1,124 @@
+"""Batches without KV caches: forward and backward through the swarm, as one differentiable call.
+
+The batch is split into micro-batches that are under way at once, so that several servers work at the same time. A
+server that has room keeps what it has computed for the backward that comes.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmllm.client.batches.autograd_function import RemoteCall
+from swarmllm.client.batches.batch_requests import BatchRequests
+from swarmllm.client.batches.hop_batches import Gradients, HopBatches, added_up
+from swarmllm.client.batches.micro_batches import MicroBatches, Stage
+from swarmllm.client.batches.padding import Excerpt, Layout
+from swarmllm.client.batches.pushed_batches import PushedBatches
+from swarmllm.client.batches.spot_checks import SpotChecks
+from swarmllm.client.view.concurrency import Job, in_turns
+from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+
+MICRO_BATCHES_PER_HOP = 4
+"""Micro-batches per server of the route, made of a batch and under way at a time: one is computed while the others are
+on their way. The more, the sooner the last server begins, and the more often each pays for a request."""
+MIN_TOKENS = 64
+"""Smaller micro-batches are not made for the sake of many. Assumed: with fewer rows a matrix product on a CPU waits for
+the weights."""
+
+
+class BatchRunner:
+    """Runs batches through the swarm; one object per model, in the client's event loop."""
+
+    def __init__(self, view: SwarmView, traits: BlockTraits) -> None:
+        self._view = view
+        self.traits = traits
+        self.requests = BatchRequests(view)
+        self.pushed = PushedBatches(view, self.requests)
+        hops = HopBatches(self.requests, traits)
+        self.spot_checks = SpotChecks(view, traits, hops.run)
+        self._micro_batches = MicroBatches(view, hops, self.pushed, self.spot_checks)
+
+    def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
+        """The outputs of the blocks of `span`; differentiable with respect to hidden_states and inputs_embeds.
+
+        Raises:
+            SwarmError: the swarm can't do it within the retries.
+        """
+        outputs: Tensor = RemoteCall.apply(  # type: ignore[no-untyped-call]
+            self, inputs, span, torch.is_grad_enabled(), inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
+        )
+        return outputs
+
+    def close(self) -> None:
+        """Close the streams; call it in the event loop."""
+        self.requests.close()
+
+    def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, "Computed"]:
+        """Outputs, and per micro-batch what each server was given; `keep` if a backward will come."""
+        layout = Layout(inputs, self.traits)
+        excerpts, results = self._view.loop.run(self._forward(inputs, layout, span, keep))
+        outputs = layout.put_back(
+            "hidden_states", [(out, excerpt) for (out, _), excerpt in zip(results, excerpts, strict=True)]
+        )
+        return outputs, Computed(layout, excerpts, [stages for _, stages in results])
+
+    async def _forward(
+        self, inputs: BlockInputs, layout: Layout, span: Span, keep: bool
+    ) -> tuple[list[Excerpt], list[tuple[Tensor, list[Stage]]]]:
+        """The rows by length, split over several routes in proportion to their throughput."""
+        config = self._view.config
+        most_routes = min(config.max_parallel_routes, inputs.batch_size)
+        shows = inputs.inner is not None
+        routes = await self._view.routes.parallel(span, layout.num_tokens, most_routes, inner_states=shows)
+        groups: list[tuple[int, list[Job[tuple[Tensor, list[Stage]]]]]] = []
+        parts: list[tuple[BlockInputs, Excerpt]] = []
+        for (route, _), part in zip(routes, layout.split([share for _, share in routes]), strict=True):
+            if not part:
+                continue
+            cap = min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route))
+            num_parts = MICRO_BATCHES_PER_HOP * len(route)
+            wanted = max(-(-layout.tokens_of(part) // num_parts), MIN_TOKENS)
+            of_route: list[Job[tuple[Tensor, list[Stage]]]] = []
+            for rows in layout.micro_batches(part, min(cap, wanted)):
+                cut, excerpt = layout.cut(inputs, rows)
+                of_route.append(partial(self._micro_batches.forward, cut, span, route, keep=keep, lean=not keep))
+                parts.append((cut, excerpt))
+            groups.append((num_parts, of_route))
+        results = await in_turns(groups)
+        if inputs.inner is not None:
+            inputs.inner.join([cut.inner for cut, _ in parts], self.traits.batch_axis)
+        return [excerpt for _, excerpt in parts], results
+
+    def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
+        """Gradients of the first span's hidden_states, and of inputs_embeds and an adapter where there are any."""
+        found = self._view.loop.run(self._backward(computed, grad_outputs))
+        whole: Gradients = {}
+        for name in found[0]:
+            if name in ("hidden_states", "inputs_embeds"):
+                parts = [(grads[name], excerpt) for grads, excerpt in zip(found, computed.excerpts, strict=True)]
+                whole[name] = computed.layout.put_back(name, parts)
+        return added_up(whole, found)
+
+    async def _backward(self, computed: "Computed", grad_outputs: Tensor) -> list[Gradients]:
+        groups: list[tuple[int, list[Job[Gradients]]]] = []
+        work = zip(computed.excerpts, computed.stages, strict=True)
+        for _, of_route in itertools.groupby(work, lambda one: one[1][-1].kept and one[1][-1].kept[0].peer_id):
+            jobs: list[Job[Gradients]] = []
+            for excerpt, stages in of_route:
+                jobs.append(partial(self._micro_batches.backward, stages, computed.layout.take(grad_outputs, excerpt)))
+            groups.append((MICRO_BATCHES_PER_HOP * len(stages), jobs))
+        return await in_turns(groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A forward, ready for its backward: micro-batches, where they belong, and what each server was given."""
+
+    layout: Layout
+    excerpts: list[Excerpt]
+    stages: list[list[Stage]]

@@ -1,0 +1,157 @@
+"""One server's part of a batch: asked for in pieces that it takes at once, and checked when it answers.
+
+Used by `batches/micro_batches` and, to compare servers, by `batches/spot_checks`. What to do when a server fails is not
+known here.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from swarmllm.client.batches.batch_requests import BatchRequests
+from swarmllm.client.view.connection import Answer
+from swarmllm.client.view.inner_answers import parts_at_once, take_inner
+from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
+from swarmllm.errors import CorruptActivationsError
+from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.protocol import MessageType
+
+Gradients = dict[str, Tensor]
+"""Gradients of `hidden_states`, `inputs_embeds`, and as `adapter.INDEX` those of the adapter's tensors."""
+Kept = tuple[ServerInfo, int]
+"""A server that has kept a forward for its backward, and the request by which it is known there."""
+
+
+class HopBatches:
+    """Forward and backward of single hops; one object per model."""
+
+    def __init__(self, requests: BatchRequests, traits: BlockTraits) -> None:
+        self._requests, self._traits = requests, traits
+
+    async def run(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
+        """The hop's outputs.
+
+        Raises:
+            SwarmError: the server can't or doesn't do it.
+        """
+        return (await self.forward(hop, replace(inputs, inner=None), keep=False))[0]
+
+    async def forward(self, hop: RouteHop, inputs: BlockInputs, *, keep: bool) -> tuple[Tensor, Kept | None]:
+        """`run`, and where its graph is kept if it is to be: not of one in pieces, which are too large."""
+        outputs = []
+        pieces = list(micro_batches(inputs, hop.server.max_batch_tokens, self._traits))
+        keep = keep and len(pieces) == 1
+        for rows in pieces:
+            answer = await self._requests.send(MessageType.FORWARD, hop, rows, keep=keep)
+            outputs.append(self.outputs(answer, rows))
+            take_inner(answer, hop.span, rows, self._traits)
+        if inputs.inner is not None:
+            inputs.inner.join([rows.inner for rows in pieces], self._traits.batch_axis)
+        kept = (hop.server, answer.header.id) if keep else None
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis), kept
+
+    async def backward(self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor) -> Gradients:
+        """The gradients of the hop's inputs, computed from these inputs."""
+        pieces, first = [], 0
+        for rows in micro_batches(inputs, hop.server.max_batch_tokens, self._traits):
+            grad = grad_outputs.narrow(self._traits.batch_axis, first, rows.batch_size)
+            answer = await self._requests.send(MessageType.BACKWARD, hop, rows, grad)
+            pieces.append(self.gradients(answer, rows, hop.span, grad))
+            first += rows.batch_size
+        return joined(pieces, self._traits)
+
+    async def backward_of_kept(self, kept: Kept, span: Span, inputs: BlockInputs, grad_outputs: Tensor) -> Gradients:
+        """The same gradients by way of a forward that the server has kept."""
+        server, forward = kept
+        hop = RouteHop(server, span)
+        answer = await self._requests.send(MessageType.BACKWARD, hop, inputs, grad_outputs, forward=forward)
+        return self.gradients(answer, inputs, span, grad_outputs)
+
+    def pieces(self, route: list[RouteHop], inputs: BlockInputs) -> list[RouteHop]:
+        """The route, its hops cut where one request would ask for too much of what passes between blocks."""
+        if inputs.inner is None:
+            return route
+        return [RouteHop(hop.server, part) for hop in route for part in parts_at_once(inputs, hop.span, self._traits)]
+
+    def show(self, answer: Answer, hop: RouteHop, inputs: BlockInputs) -> None:
+        """Take what a FORWARD has answered about the inside of the blocks, if that is wanted.
+
+        Raises:
+            CorruptActivationsError: it can't be right.
+        """
+        take_inner(answer, hop.span, inputs, self._traits)
+
+    def outputs(self, answer: Answer, inputs: BlockInputs) -> Tensor:
+        """The outputs that a FORWARD has answered.
+
+        Raises:
+            CorruptActivationsError: it can't be right.
+        """
+        return self._checked(answer, inputs, "hidden_states", inputs.hidden_states)
+
+    def gradients(self, answer: Answer, inputs: BlockInputs, span: Span, hidden_like: Tensor | None) -> Gradients:
+        """The gradients that a BACKWARD has answered; without that of hidden_states if there is nothing `like` it.
+
+        Raises:
+            CorruptActivationsError: it can't be right.
+        """
+        grads = {}
+        # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
+        if hidden_like is not None:
+            grads["hidden_states"] = self._checked(answer, inputs, "hidden_states", hidden_like, math.inf)
+        if inputs.inputs_embeds is not None:
+            embeds = inputs.inputs_embeds
+            grads["inputs_embeds"] = self._checked(answer, inputs, "inputs_embeds", embeds, math.inf)
+        part = None if inputs.adapter is None else inputs.adapter.part(span)
+        if inputs.adapter is None or part is None:
+            return grads
+        found, like = answer.tensors().get("adapter"), part.flat()
+        if found is None or found.shape != like.shape or not found.is_floating_point():
+            raise CorruptActivationsError("the gradient of the adapter is missing or has another shape", answer.peer_id)
+        of_adapter = zip(inputs.adapter.indices(span), part.unflatten(found), strict=True)
+        return grads | {f"adapter.{index}": grad for index, grad in of_adapter}
+
+    def _checked(
+        self, answer: Answer, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS
+    ) -> Tensor:
+        return checked(
+            answer.tensors().get(name),
+            like,
+            peer_id=answer.peer_id,
+            batch_axis=self._traits.batch_axis if name == "hidden_states" else 0,
+            attention_mask=inputs.attention_mask,
+            max_abs=max_abs,
+        )
+
+
+def micro_batches(inputs: BlockInputs, max_tokens: int, traits: BlockTraits) -> Iterator[BlockInputs]:
+    """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone."""
+    size = max(1, max_tokens // (inputs.seq_len + inputs.num_prefix))
+    num_parts = -(-inputs.batch_size // size)
+    size = -(-inputs.batch_size // num_parts)
+    for start in range(0, inputs.batch_size, size):
+        yield inputs.rows(start, min(start + size, inputs.batch_size), traits)
+
+
+def joined(grads: list[Gradients], traits: BlockTraits) -> Gradients:
+    """Gradients of groups of rows as one: those of an adapter add up, all others belong to the rows."""
+    if len(grads) == 1:
+        return grads[0]
+    axes = {"hidden_states": traits.batch_axis, "inputs_embeds": 0}
+    return added_up(
+        {name: torch.cat([rows[name] for rows in grads], dim=axis) for name, axis in axes.items() if name in grads[0]},
+        grads,
+    )
+
+
+def added_up(of_rows: Gradients, grads: list[Gradients]) -> Gradients:
+    """The gradients of all rows, and beside them the sums of those of an adapter."""
+    whole = dict(of_rows)
+    for part in grads:
+        for name in part.keys() - of_rows.keys():
+            whole[name] = whole[name] + part[name] if name in whole else part[name]
+    return whole

@@ -1,0 +1,150 @@
+"""Padding that isn't computed: which rows of a batch go together, and what of them is text.
+
+Rows go in order of their length, the longest first, each micro-batch cut to its longest text; what comes back is put
+where it belongs. Outputs and gradients of padding are zeros, and what the caller has there reaches nobody. Without
+padding nothing is moved or copied. (EnergonAI, section 4.3, leaves padding out between the attentions of its workers;
+here it isn't sent, either.)
+
+On which sides this changes nothing of the texts, servers say (`BlockTraits.skips_padding`, from
+`models/span/padding_probe`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.models.boundary.block_inputs import BlockInputs
+
+
+@dataclass(frozen=True, eq=False)
+class Excerpt:
+    """The part of a batch that a micro-batch is."""
+
+    rows: Tensor
+    """Their indices in the batch."""
+    first: int
+    end: int
+    """Positions [first, end)."""
+    padding: Tensor | None
+    """`[rows, end - first]`, where the micro-batch isn't text; None: all of it is."""
+
+
+class Layout:
+    """Where the texts of one batch are; holds none of them."""
+
+    def __init__(self, inputs: BlockInputs, traits: BlockTraits) -> None:
+        self._traits, self._size = traits, (inputs.batch_size, inputs.seq_len)
+        self._prefix = inputs.num_prefix
+        self._firsts, self._ends = _texts(inputs, traits)
+        true_lengths = self._ends - self._firsts
+        self.is_whole = bool((true_lengths == inputs.seq_len).all())
+        """Whether there is nothing to leave out."""
+        lengths = true_lengths.clamp(min=1).tolist()  # no server takes rows of no position
+        self._order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], int(self._firsts[row])))
+        self._lengths = [lengths[row] + self._prefix for row in self._order]
+        self.num_tokens = sum(self._lengths)
+        """Positions that are to be computed, those of prefixes included."""
+
+    def split(self, shares: Sequence[float]) -> list[range]:
+        """The rows by their places in the order of length, in parts of about these shares of all tokens."""
+        before = [0, *accumulate(self._lengths)]
+        ends = [
+            min(range(len(before)), key=lambda place: abs(before[place] - part * self.num_tokens))
+            for part in accumulate(shares)
+        ]
+        return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def tokens_of(self, part: range) -> int:
+        return sum(self._lengths[part.start : part.stop])
+
+    def micro_batches(self, part: range, max_tokens: int) -> Iterator[range]:
+        """Groups of rows of at most `max_tokens`, each as long as its longest; a longer single row goes alone."""
+        start = part.start
+        while start < part.stop:
+            most, left = max(1, max_tokens // self._lengths[start]), part.stop - start
+            size = -(-left // -(-left // most))  # about equally large if their lengths are
+            while size > 1 and size * self._width(range(start, start + size)) > max_tokens:
+                size -= 1  # not all begin or end together
+            yield range(start, start + size)
+            start += size
+
+    def _columns(self, rows: Tensor) -> tuple[int, int]:
+        """The positions [first, end) that hold the texts of these rows."""
+        return int(self._firsts[rows].min()), max(1, int(self._ends[rows].max()))
+
+    def _width(self, part: range) -> int:
+        first, end = self._columns(torch.tensor(self._order[part.start : part.stop]))
+        return end - first + self._prefix
+
+    def cut(self, inputs: BlockInputs, part: range) -> tuple[BlockInputs, Excerpt]:
+        """These rows of the batch as a batch of their own, and where they belong."""
+        if self.is_whole:
+            excerpt = Excerpt(torch.arange(part.start, part.stop), 0, inputs.seq_len, None)
+            return inputs.rows(part.start, part.stop, self._traits), excerpt
+        rows = torch.tensor(self._order[part.start : part.stop])
+        first, end = self._columns(rows)
+        positions = torch.arange(first, end)
+        padding = (positions < self._firsts[rows, None]) | (positions >= self._ends[rows, None])
+        excerpt = Excerpt(rows, first, end, padding if bool(padding.any()) else None)
+        cut = inputs.cut_to(first, end, self._traits).rows_in_order(rows, self._traits)
+        if excerpt.padding is not None:  # whatever it holds must not reach the texts, not even multiplied by 0
+            cleared = {name: _cleared(getattr(cut, name), excerpt.padding, self._axis(name)) for name in _floats(cut)}
+            cut = cut.with_tensors(cleared)
+        return cut, excerpt
+
+    def take(self, whole: Tensor, excerpt: Excerpt) -> Tensor:
+        """What of the gradient of the batch's outputs belongs to a micro-batch: `[…, rows, end - first, …]`."""
+        axis = self._traits.batch_axis
+        if self.is_whole:
+            return whole.narrow(axis, int(excerpt.rows[0]), len(excerpt.rows))
+        part = whole.narrow(axis + 1, excerpt.first, excerpt.end - excerpt.first)
+        part = part.index_select(axis, excerpt.rows.to(whole.device))
+        return part if excerpt.padding is None else _cleared(part, excerpt.padding, axis)
+
+    def put_back(self, name: str, parts: Sequence[tuple[Tensor, Excerpt]]) -> Tensor:
+        """The micro-batches' `hidden_states` or `inputs_embeds`, or gradients of these, as those of the batch."""
+        axis, (like, _) = self._axis(name), parts[0]
+        if self.is_whole:
+            return torch.cat([tensor for tensor, _ in parts], dim=axis)
+        whole = like.new_zeros((*like.shape[:axis], *self._size, *like.shape[axis + 2 :]))
+        for tensor, excerpt in parts:
+            known = tensor if excerpt.padding is None else _cleared(tensor, excerpt.padding, axis)
+            columns = whole.narrow(axis + 1, excerpt.first, excerpt.end - excerpt.first)
+            columns.index_copy_(axis, excerpt.rows.to(whole.device), known)
+        return whole
+
+    def _axis(self, name: str) -> int:
+        return self._traits.batch_axis if name == "hidden_states" else 0
+
+
+def _texts(inputs: BlockInputs, traits: BlockTraits) -> tuple[Tensor, Tensor]:
+    """The first position of each row that is to be computed, and that behind the last one."""
+    count, length, mask = inputs.batch_size, inputs.seq_len, inputs.attention_mask
+    firsts, ends = torch.zeros(count, dtype=torch.long), torch.full((count,), length)
+    if mask is None or mask.ndim != 2 or not traits.skips_padding:
+        return firsts, ends
+    if inputs.whole or inputs.inner is not None:  # who looks between the blocks gets all of it
+        return firsts, ends
+    shown = (mask != 0).cpu()
+    places = torch.arange(length)
+    # What an adapter puts at the first positions, or before them, must stay where it is to the text.
+    begins_anywhere = inputs.adapter is None or not (inputs.adapter.num_prompts or inputs.num_prefix)
+    if "left" in traits.skips_padding and begins_anywhere:
+        firsts = places.where(shown, length).amin(dim=1)
+    if "right" in traits.skips_padding:
+        ends = (places + 1).where(shown, 0).amax(dim=1)
+    return firsts.where(shown.any(dim=1), 0), ends.where(shown.any(dim=1), 0)
+
+
+def _floats(inputs: BlockInputs) -> list[str]:
+    return ["hidden_states"] if inputs.inputs_embeds is None else ["hidden_states", "inputs_embeds"]
+
+
+def _cleared(tensor: Tensor, padding: Tensor, axis: int) -> Tensor:
+    """`[…, rows, seq, …]` with zeros where there is padding."""
+    shape = (*(1,) * axis, *padding.shape, *(1,) * (tensor.ndim - axis - 2))
+    return tensor.masked_fill(padding.to(tensor.device).view(shape), 0.0)

@@ -1,0 +1,155 @@
+"""Spot checks: a sampled step or batch is run again on other servers and compared, position by position.
+
+With `ClientConfig.verify_fraction = p`, each decode step of a session and each hop of a forward batch is checked with
+probability p. A session's step is run again as one forward of everything since its beginning, boundary by boundary of
+its route, so a check costs as much as a prefill; on a mismatch each server of the route is asked to do its part of the
+same, to see whose differs. Nothing is checked where every block has only one server.
+
+    two servers differ, and a third one      what follows
+    agrees with one of them                  the other one is quarantined: this client doesn't use it any more
+    agrees with neither, or isn't there      nobody is proven to be wrong: all are avoided for a while, as after a fault
+    what is different is only the session    the same for all servers of its route: each may have been lied to
+
+What was compared and found to differ is never used, whoever is to blame.
+"""
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+from torch import Tensor
+
+from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.client.view.tolerances import BY_COMPRESSION, honest_error
+from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo
+from swarmllm.errors import ConfigurationError, CorruptActivationsError, PeerError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+
+logger = logging.getLogger(__name__)
+
+RunHop = Callable[[RouteHop, BlockInputs], Awaitable[Tensor]]
+
+
+class SpotChecks:
+    """`run_hop` runs one hop of a batch (`batches/hop_batches`)."""
+
+    def __init__(self, view: SwarmView, traits: BlockTraits, run_hop: RunHop) -> None:
+        self._view = view
+        self._traits = traits
+        self._run_hop = run_hop
+        self._random = random.SystemRandom()  # a server must not be able to foresee which step is checked
+
+    def due(self) -> bool:
+        """Whether the next one is to be checked."""
+        return self._random.random() < self._view.config.verify_fraction
+
+    async def check_hop(self, hop: RouteHop, inputs: BlockInputs, outputs: Tensor) -> None:
+        """Compare what `hop` made of `inputs` with another server's result.
+
+        Raises:
+            CorruptActivationsError: they differ, and `hop` is not the one that a third server contradicts.
+        """
+        second = await self._elsewhere(hop, inputs, {hop.server.peer_id})
+        if second is None or self._agree(outputs, second[0], inputs, hop.server, *second[1]):
+            return
+        third = await self._elsewhere(hop, inputs, {hop.server.peer_id, *(server.peer_id for server in second[1])})
+        if third is not None and self._agree(outputs, third[0], inputs, hop.server, *third[1]):
+            self._caught(second[1])
+            return
+        if third is not None and self._agree(second[0], third[0], inputs, *second[1], *third[1]):
+            raise self._caught([hop.server])
+        others = second[1] if third is None else [*second[1], *third[1]]
+        raise self._doubted([hop.server, *others], "two servers differ, and no third one says who is right")
+
+    async def check_session(self, route: Sequence[RouteHop], inputs: BlockInputs, outputs: Tensor) -> None:
+        """Compare a session's last `outputs` with a forward of all its `inputs`, which end at the same position.
+
+        Raises:
+            CorruptActivationsError: some server of the route returned something else.
+        """
+        boundaries, checkers = [inputs], []
+        for hop in route:
+            result = await self._elsewhere(hop, boundaries[-1], {hop.server.peer_id})
+            if result is None:
+                return  # nobody else has these blocks
+            boundaries.append(boundaries[-1].with_hidden(result[0]))
+            checkers.append(result[1])
+        axis = self._traits.batch_axis + 1
+        count = outputs.shape[axis]
+        expected = boundaries[-1].hidden_states.narrow(axis, boundaries[-1].seq_len - count, count)
+        everybody = [*(hop.server for hop in route), *(server for servers in checkers for server in servers)]
+        if self._agree(outputs, expected, inputs, *everybody):
+            return
+        num_caught = len(self._view.health.quarantined)
+        for hop, before, after, servers in zip(route, boundaries, boundaries[1:], checkers, strict=False):
+            own = await self._run_hop(hop, before)
+            if not self._agree(own, after.hidden_states, before, hop.server, *servers):
+                await self.check_hop(hop, before, own)
+                # Those who were asked for comparison were wrong, so nothing has been compared yet.
+                if len(self._view.health.quarantined) > num_caught:
+                    await self.check_session(route, inputs, outputs)
+                return
+        # Each does its part right when asked for it alone: only the session was wrong, by whose fault can't be told.
+        raise self._doubted([hop.server for hop in route], "a session returned something else than others did")
+
+    async def _elsewhere(
+        self, hop: RouteHop, inputs: BlockInputs, without: set[str]
+    ) -> tuple[Tensor, list[ServerInfo]] | None:
+        """The hop's result from other servers, and which they were; None if there are none."""
+        route = self._view.routes.alternative(hop.span, without)
+        if route is None:  # better somebody doubtful than nobody: one alone could say what he likes
+            route = self._view.routes.alternative(hop.span, without, even_avoided=True)
+        if route is None:
+            return None
+        try:
+            for part in route:
+                inputs = inputs.with_hidden(await self._run_hop(part, inputs))
+        except PeerError as error:
+            self._view.report(error)
+            return None
+        except ConfigurationError:  # too many tokens for one batch
+            return None
+        self._view.counts["spot_checks"] += 1
+        return inputs.hidden_states, [part.server for part in route]
+
+    def _agree(self, first: Tensor, second: Tensor, inputs: BlockInputs, *servers: ServerInfo) -> bool:
+        """Whether they are the same at each position that isn't padding; both end with the last one of `inputs`."""
+        config, axis = self._view.config, self._traits.batch_axis
+        tolerance = min(config.verify_tolerance, max(map(honest_error, servers)))
+        if config.compression != "none":
+            tolerance += BY_COMPRESSION
+        first, second = (
+            tensor.double().movedim((axis, axis + 1), (0, 1)).flatten(start_dim=2) for tensor in (first, second)
+        )
+        right = (first - second).norm(dim=-1) <= tolerance * second.norm(dim=-1)  # [batch, seq]; NaN is never right
+        mask = inputs.attention_mask
+        if mask is not None and mask.ndim == 2:
+            right |= ~mask[:, -right.shape[1] :].bool()
+        return bool(right.all())
+
+    def _caught(self, servers: Sequence[ServerInfo]) -> CorruptActivationsError:
+        """Judge servers whose common work was wrong: one alone is proven to lie, of several at least one is."""
+        if len(servers) > 1:
+            return self._doubted(servers, "of several servers, some returned wrong hidden states")
+        (server,) = servers
+        error = CorruptActivationsError("a spot check found wrong hidden states", server.peer_id)
+        if server.peer_id in self._view.health.quarantined:
+            return error  # another check, which ran at the same time, has told it
+        self._view.counts["spot_checks_failed"] += 1
+        self._view.health.quarantine(server.peer_id)
+        logger.warning(
+            "server %s (%s) returned wrong hidden states for blocks %s: this client doesn't use it any more",
+            server.peer_id,
+            server.public_name or "no name",
+            server.span,
+        )
+        return error
+
+    def _doubted(self, servers: Sequence[ServerInfo], what: str) -> CorruptActivationsError:
+        """One of them is wrong, and nobody knows which."""
+        self._view.counts["spot_checks_undecided"] += 1
+        peer_ids = [server.peer_id for server in servers]
+        for peer_id in peer_ids:
+            self._view.report(CorruptActivationsError(what, peer_id))
+        logger.warning("%s: this client avoids %s for a while", what, ", ".join(peer_ids))
+        return CorruptActivationsError(what)

@@ -1,0 +1,190 @@
+"""One server of a chain and our session there: the requests that a chain makes of it.
+
+Used by the parts of `session/chain`, which decide what is asked for and what to do when it fails.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from typing import Self
+
+from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
+from swarmllm.client.view.inner_answers import wanted_header
+from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.data_structures import RouteHop, Span
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.compression import as_received
+from swarmllm.network.wire.messages import LinkHeader, OpenHeader, ReplayHeader, StepHeader, Successor
+from swarmllm.network.wire.protocol import MessageType
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """A chain as all its requests describe it: how often it was repaired, and its batch's rows chosen."""
+
+    epoch: int
+    rows: int = 0
+    batch_index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms on which a chain's sessions are opened, the same on every server."""
+
+    on_answer: OnAnswer
+    batch_size: int
+    max_length: int
+    record_past: bool = False
+    adapter: BlockAdapter | None = None
+
+
+@dataclass(eq=False)
+class Hop:
+    """A session on one server; its cache is `new`, that is empty, until a repair has filled it."""
+
+    route_hop: RouteHop
+    connection: Connection
+    session: str
+    token: str
+    timeout_s: float
+    new: bool = True
+    lost: bool = False
+    """The server answers, but this session is of no use there any more."""
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Steps go in the order in which they were given, also where a long one is packed in a thread meanwhile."""
+
+    @classmethod
+    async def open(cls, view: SwarmView, route_hop: RouteHop, terms: Terms, *, epoch: int) -> Self:
+        """Connect, and lease KV cache for the session.
+
+        Raises:
+            SwarmError: the server can't be reached or refuses.
+        """
+        connection = await view.open_connection(route_hop.server, terms.on_answer)
+        session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
+        hop = cls(route_hop, connection, session, token, timeout_s)
+        try:
+            await hop._lease(view, terms, epoch)
+        except BaseException:
+            connection.close()
+            raise
+        view.health.succeeded(hop.peer_id)
+        return hop
+
+    async def _lease(self, view: SwarmView, terms: Terms, epoch: int) -> None:
+        adapter = await view.adapters.header_fields(
+            self.connection, terms.adapter, self.span, timeout_s=view.config.step_timeout_s
+        )
+        header = OpenHeader(
+            id=new_request_id(),
+            session=self.session,
+            token=self.token,
+            start=self.span.start,
+            end=self.span.end,
+            batch_size=terms.batch_size,
+            max_length=terms.max_length,
+            epoch=epoch,
+            record_past=terms.record_past,
+            compression=view.config.compression,
+            **adapter,
+        )
+        # Blocks that nobody has used for long are loaded first.
+        timeout_s = view.config.step_timeout_s if self.connection.asleep else self.timeout_s
+        await self.connection.request(MessageType.OPEN, header, timeout_s=timeout_s)
+
+    @property
+    def span(self) -> Span:
+        return self.route_hop.span
+
+    @property
+    def peer_id(self) -> str:
+        return self.route_hop.server.peer_id
+
+    @property
+    def usable(self) -> bool:
+        return not self.lost and self.connection.error is None
+
+    async def link(self, successor: "Hop | None", epoch: int) -> int:
+        """Have outputs sent to `successor`, or (None) to us; returns the position up to which it has sent outputs.
+
+        Raises:
+            SwarmError: it can't reach the successor (who is then the error's peer), or doesn't answer.
+        """
+        target = None
+        if successor is not None:
+            server = successor.route_hop.server
+            target = Successor(
+                peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
+            )
+        header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
+        # The server dials its successor meanwhile, within a timeout of its own.
+        timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
+        others = [] if successor is None else [successor.connection]
+        answer = await self.connection.request(
+            MessageType.LINK,
+            header,
+            timeout_s=timeout_s,
+            others=others,
+            may_accuse=None if successor is None else successor.peer_id,
+        )
+        return answer.header.position
+
+    async def send_step(
+        self,
+        request: int,
+        state: ChainState,
+        position: int,
+        inputs: BlockInputs,
+        *,
+        replay_hops: int = 0,
+        exactly: bool = False,
+    ) -> BlockInputs:
+        """Send a step, whose answer comes from the end of the chain; returns the inputs as the server sees them.
+
+        `exactly`: nothing may be rounded, because somebody has seen these hidden states already.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        tensors = inputs.tensors()
+        if ones_mask := inputs.has_ones_mask(position):
+            del tensors["attention_mask"]
+        header = StepHeader(
+            id=request,
+            session=self.session,
+            epoch=state.epoch,
+            position=position,
+            batch_size=inputs.batch_size,
+            seq_len=inputs.seq_len,
+            tensors=(),
+            rows=state.rows,
+            batch_index=state.batch_index,
+            ones_mask=ones_mask,
+            replay_hops=replay_hops,
+            inner=wanted_header(inputs),
+        )
+        async with self._sending:
+            outgoing = await self.connection.compressed(tensors, exactly=exactly)
+            await self.connection.send(MessageType.STEP, header, outgoing)
+        return inputs.with_tensors(as_received(outgoing))
+
+    async def send_replay(self, request: int, state: ChainState, length: int, replay_hops: int) -> None:
+        """Have the kept outputs for positions [0, length) sent again, through the next `replay_hops` servers.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        header = ReplayHeader(
+            id=request,
+            session=self.session,
+            epoch=state.epoch,
+            length=length,
+            replay_hops=replay_hops,
+            rows=state.rows,
+            batch_index=state.batch_index,
+        )
+        await self.connection.send(MessageType.REPLAY, header)
+
+    def __str__(self) -> str:
+        return str(self.route_hop)

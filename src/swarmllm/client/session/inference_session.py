@@ -1,0 +1,285 @@
+"""A session as users hold it: synchronous, closed when left or forgotten.
+
+with model.inference_session(max_length=2048) as session:
+    hidden = session.step(model.embed(ids))      # [batch, seq, hidden], after the last block
+    session.position = 5                         # forget everything from position 5 on
+    model.generate(ids)                          # continues on this session
+"""
+
+import operator
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Self
+
+from torch import Tensor
+
+from swarmllm.client.activation_noise import noise_for
+from swarmllm.client.batches.spot_checks import SpotChecks
+from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
+from swarmllm.client.session.chain import Chain
+from swarmllm.client.session.legs import Leg, Legs, LocalLeg, RemoteLeg
+from swarmllm.client.session.pipelined_chain import PipelinedChain
+from swarmllm.client.session.session_text import SessionText
+from swarmllm.client.session.user_inputs import block_inputs, check_position
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.data_structures import BlockTraits, RouteHop, Span
+from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.messages import MAX_BATCH, MAX_POSITION, Timings
+
+DEFAULT_MAX_LENGTH = 2048
+
+_entered: ContextVar[tuple["InferenceSession", ...]] = ContextVar("swarmllm_sessions", default=())
+"""Sessions entered by `with` in this thread or task, of all models, the innermost last."""
+
+
+def entered_session(view: SwarmView) -> "InferenceSession | None":
+    """The innermost session of that model whose `with` block this thread or task is in."""
+    return next((session for session in reversed(_entered.get()) if session.belongs_to(view)), None)
+
+
+class InferenceSession:
+    """KV caches for one batch on all servers of a route; implements `models.remote_cache.CacheSession`."""
+
+    def __init__(
+        self,
+        view: SwarmView,
+        traits: BlockTraits,
+        spot_checks: SpotChecks,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 1,
+        grows: bool = False,
+        local: LocalBlocks = NONE_HERE,
+    ) -> None:
+        guessed = grows and max_length is None
+        max_length = DEFAULT_MAX_LENGTH if max_length is None else operator.index(max_length)
+        batch_size = operator.index(batch_size)
+        view.loop.check_open()
+        if not (1 <= max_length <= MAX_POSITION and 1 <= batch_size <= MAX_BATCH):
+            raise ConfigurationError(
+                f"max_length must be 1 to {MAX_POSITION} and batch_size 1 to {MAX_BATCH}, "
+                f"not {max_length} and {batch_size}"
+            )
+        self.batch_size = batch_size
+        self.history: Tensor | None = None
+        """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
+        self.step_s = 0.0
+        """Seconds that the last step took."""
+        self._loop = view.loop
+        self._hidden_size = view.hidden_size
+        legs: list[Leg] = []
+        for span, here in local.parts(Span(0, view.num_blocks)):
+            text = SessionText(traits, max_length, grows, guessed)
+            if here is None:
+                legs.append(RemoteLeg(view.loop, PipelinedChain(view, text, spot_checks, span)))
+            else:
+                legs.append(LocalLeg(here, text))
+        self._legs, self._local = Legs(legs, noise_for(view.config, traits)), local
+        self._text, self._chain = legs[0].text, self._legs.chains[0]
+        self._generating = threading.Lock()
+        # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
+        self._close = weakref.finalize(self, _close_chains, self._loop, self._legs.chains)
+        self._close.atexit = False
+
+    def step(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Run all blocks on hidden states that follow `position`; returns hidden states of the same shape.
+
+        Args:
+            hidden_states: `[batch, seq, hidden]`, as `model.embed` gives them.
+            attention_mask: `[batch, position + seq]` of 0 and 1, if the batch is padded.
+
+        Raises:
+            ConfigurationError: the inputs don't fit the model.
+            SessionLengthExceededError: `max_length` would be passed.
+            SwarmError: the blocks can't be reached any more; see the class.
+        """
+        inputs = block_inputs(
+            self._text.traits,
+            self._hidden_size,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            past=self.position,
+        )
+        if position_ids is None:
+            check_position(hidden_states, self.position)
+        self.history = None
+        return self.run(inputs)
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """Run all blocks on inputs that are already together."""
+        self._check_open()
+        began_at = time.perf_counter()
+        output = self._legs.run(inputs)
+        self.step_s = time.perf_counter() - began_at
+        return output
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step and don't wait for its result; at a lower position than before it replaces what is under way."""
+        self._check_open()
+        self._legs.send(inputs, position)
+
+    def receive(self) -> Tensor:
+        """Wait for the result of the oldest step under way.
+
+        Raises:
+            SwarmError: as `step()`; nothing is under way then.
+        """
+        self._check_open()
+        return self._legs.receive()
+
+    def abandon(self) -> None:
+        """Give up the results of what is under way."""
+        if self._close.alive:
+            self._legs.abandon()
+
+    def remember(self, inputs: BlockInputs) -> None:
+        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
+        self._legs.remember(inputs)
+
+    def fork(self) -> "InferenceSession":
+        """Another session with the same past, which servers compute again when it is continued."""
+        self._check_open()
+        chain, text = self._chain, self._text
+        twin = InferenceSession(
+            chain.view,
+            text.traits,
+            chain.spot_checks,
+            max_length=text.max_length,
+            batch_size=self.batch_size,
+            grows=text.grows,
+            local=self._local,
+        )
+        for twins in twin._legs.texts:
+            twins.record_past, twins.guessed = text.record_past, text.guessed
+        for inputs in self._legs.past():
+            twin._legs.remember(inputs, was_sent=True)
+        return twin
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise SessionClosedError("the session has been closed")
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the servers keep room for."""
+        return min(text.max_length for text in self._legs.texts)
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen. Set it lower to forget the ones behind."""
+        return self._legs.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        value = operator.index(value)
+        if not 0 <= value <= self.position:
+            raise ConfigurationError(
+                f"position can only be set back, from {self.position} to 0 or more, not to {value}"
+            )
+        self._legs.position = value
+
+    def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
+        """Roll back to where the history and `input_ids` `[batch, seq]` part, for `generate()` to go on from there.
+
+        At least one token is left to compute. What was fed by `step()` is taken to be the beginning of `input_ids`.
+        """
+        same = min(self.position, input_ids.shape[1] - 1)
+        if rows_per_prompt > 1 or input_ids.shape[0] != self.batch_size:
+            same = 0
+        elif self.history is not None:
+            common = min(same, self.history.shape[1])
+            differs = (self.history[:, :common].to(input_ids.device) != input_ids[:, :common]).any(0)
+            same = int(differs.nonzero()[0]) if bool(differs.any()) else common
+        self.position = same
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Make the batch consist of these rows of it, in this order, from the next step on; rows may repeat."""
+        self._legs.select_batch(indices)
+
+    def record_past(self) -> None:
+        """Rollbacks will happen: caches that forget early shall keep more. Call it before the first step."""
+        for text in self._legs.texts:
+            text.record_past = True
+
+    @property
+    def records_past(self) -> bool:
+        """Whether every rollback is possible, also where caches forget early."""
+        return self._text.record_past
+
+    @property
+    def route(self) -> list[RouteHop]:
+        """The servers in use and the blocks that each runs; empty before the first step."""
+        return self._legs.route
+
+    @property
+    def timings(self) -> Timings:
+        """Times of the last step, per server: first block, microseconds in its queue, microseconds of computing."""
+        return self._legs.timings
+
+    @property
+    def num_repairs(self) -> int:
+        """Number of repairs of chains of servers."""
+        return sum(chain.repairs.num_repairs for chain in self._legs.chains)
+
+    def watch(
+        self, *, on_failure: Callable[[SwarmError], None], on_route: Callable[[list[RouteHop], float], None]
+    ) -> None:
+        """Tell of failures, and of each route when it has been opened or repaired, and the seconds that took.
+
+        Both are called in the client's event loop, which waits for them.
+        """
+        self._legs.watch(on_failure, on_route)
+
+    def close(self) -> None:
+        """Free the caches on all servers; harmless when done twice."""
+        self._close()
+
+    @contextmanager
+    def for_one_text(self) -> Iterator[None]:
+        """A lock around `generate()`: two texts at once would roll each other back.
+
+        Raises:
+            ConfigurationError: another call is in here.
+        """
+        if not self._generating.acquire(blocking=False):
+            raise ConfigurationError(
+                "this session is generating another text now: open an inference_session() for each text"
+            )
+        try:
+            yield
+        finally:
+            self._generating.release()
+
+    def belongs_to(self, view: SwarmView) -> bool:
+        """Whether it is a session of that model."""
+        return self._chain.view is view
+
+    def __enter__(self) -> Self:
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(tuple(session for session in _entered.get() if session is not self))
+        self.close()
+
+
+def _close_chains(loop: EventLoop, chains: Sequence[Chain]) -> None:
+    for chain in chains:
+        loop.call_soon(chain.close())

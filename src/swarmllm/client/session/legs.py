@@ -1,0 +1,224 @@
+"""The way of one text through all blocks: legs on servers, and legs in this process where the client has blocks itself.
+
+Used by `session/inference_session`, whose threads run the local legs; each leg has a text, that is a past, of its own.
+A server that is lost concerns its own leg alone, and what is behind it waits.
+
+    event                          what happens
+    run                            each leg computes what the one before it gave; local ones here, at once
+    a leg fails                    the text stays where the last leg is; those ahead of it go back before they run again
+    send (speculation)             local legs before the first remote one compute, and that one is sent their result
+    receive                        its result goes through all legs behind it
+    remember                       one leg knows its inputs; more compute what is remembered when it is needed
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from swarmllm.client.activation_noise import ActivationNoise
+from swarmllm.client.local_blocks import LocalSpan
+from swarmllm.client.session.pipelined_chain import PipelinedChain
+from swarmllm.client.session.session_text import SessionText
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.data_structures import RouteHop
+from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.network.wire.messages import Timings
+
+
+class Leg(Protocol):
+    """Some blocks, for one text."""
+
+    text: SessionText
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """Their outputs for what follows the text's position."""
+        ...
+
+
+class RemoteLeg:
+    """Blocks on servers."""
+
+    def __init__(self, loop: EventLoop, chain: PipelinedChain) -> None:
+        self.loop, self.chain, self.text = loop, chain, chain.text
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        return self.loop.run(self.chain.step(inputs))
+
+
+class LocalLeg:
+    """Blocks of this process, and their KV cache, which is rebuilt from the text where it can't be rolled back."""
+
+    def __init__(self, blocks: LocalSpan, text: SessionText) -> None:
+        self.text = text
+        self._blocks = blocks
+        self._cache: SpanCache | None = None
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        text = self.text
+        text.admit(text.position, inputs)
+        cache = self._ready_cache()
+        self._cache = None  # who fails in the middle leaves a cache that nobody can trust
+        output = self._blocks.forward(inputs, cache=cache)
+        self._cache = cache
+        text.append(text.position, inputs)
+        return output
+
+    def _ready_cache(self) -> SpanCache:
+        """A cache with today's rows that ends at the text's position."""
+        text, cache = self.text, self._cache
+        selection, text.selection = text.selection, None
+        if cache is not None and cache.records_past == text.record_past:
+            try:
+                if selection is not None and cache.position:
+                    cache.select_batch(selection)
+                cache.rollback(text.position)
+                return cache
+            except RollbackUnsupportedError:
+                pass
+        cache = self._blocks.new_cache(record_past=text.record_past)
+        for _, past in text.past():
+            self._blocks.forward(past, cache=cache)
+        return cache
+
+
+class Legs:
+    """All legs of one text, at least one of them remote; those are given the hidden states with `noise`."""
+
+    def __init__(self, legs: Sequence[Leg], noise: ActivationNoise) -> None:
+        self._legs, self._noise = legs, noise
+        remote = [index for index, leg in enumerate(legs) if isinstance(leg, RemoteLeg)]
+        self._first_remote = remote[0]
+        self.chains = [leg.chain for leg in legs if isinstance(leg, RemoteLeg)]
+        self._remembered: list[tuple[BlockInputs, bool]] = []
+        """What is yet to be computed, and whether it has been sent to servers before."""
+        self._sent: deque[tuple[int, BlockInputs]] = deque()
+        """(position, inputs) of the first remote leg's steps under way, where others come behind it."""
+
+    @property
+    def texts(self) -> list[SessionText]:
+        """The texts of all legs; they differ in what was put in and in little else."""
+        return [leg.text for leg in self._legs]
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen."""
+        return self._legs[-1].text.position + sum(inputs.seq_len for inputs, _ in self._remembered)
+
+    @position.setter
+    def position(self, value: int) -> None:
+        """Set it lower to forget what is behind."""
+        if value == 0:
+            self._remembered.clear()
+        elif value < self.position:
+            self._catch_up()
+        for leg in self._legs:
+            _go_back(leg, value)
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """Hidden states after the last block, for inputs that follow the position."""
+        self._catch_up()
+        return self._run(self._legs, inputs, self._legs[-1].text.position)
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step, which at a lower position than before replaces what is under way."""
+        self._catch_up()
+        if self._sent and position < self._sent[-1][0] + self._sent[-1][1].seq_len:
+            self._sent.clear()
+        before, first = self._legs[: self._first_remote], self._remote
+        if before:
+            inputs = inputs.with_hidden(self._run(before, inputs, position))
+        first.loop.run(first.chain.send(self._noise(inputs), position))
+        self._sent.append((position, inputs))
+
+    def receive(self) -> Tensor:
+        """The result of the oldest step under way."""
+        try:
+            hidden = self._remote.loop.run(self._remote.chain.receive())
+        except BaseException:  # the chain has nothing under way then
+            self._sent.clear()
+            raise
+        position, inputs = self._sent.popleft()
+        try:
+            return self._run(self._legs[self._first_remote + 1 :], inputs.with_hidden(hidden), position)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give up the results of what is under way."""
+        self._sent.clear()
+        self._remote.loop.run(self._remote.chain.abandon())
+
+    def remember(self, inputs: BlockInputs, *, was_sent: bool = False) -> None:
+        """All blocks have seen `inputs` elsewhere; `was_sent`: they are what `past` of another text gave."""
+        text = self._legs[0].text
+        if len(self._legs) > 1:  # nobody knows what came out of the first leg, and went into the next one
+            self._remembered.append((inputs, was_sent))
+            return
+        text.append(text.position, inputs if was_sent else self._noise(inputs))
+        text.adapter = inputs.adapter
+
+    def past(self) -> list[BlockInputs]:
+        """The inputs of all positions, in order, in as few calls as they can be computed with."""
+        self._catch_up()
+        _go_back(self._legs[0], self.position)
+        text = self._legs[0].text
+        if self._first_remote == 0:
+            return [inputs for _, inputs in self._remote.loop.run(self.chains[0].past())]
+        return [inputs for _, inputs in text.past()]
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Take these rows before the next step."""
+        self._catch_up()
+        for leg in self._legs:
+            leg.text.select_batch(indices)
+
+    @property
+    def route(self) -> list[RouteHop]:
+        """The servers in use; empty before the first step."""
+        return [hop for chain in self.chains for hop in chain.route]
+
+    @property
+    def timings(self) -> Timings:
+        """Times of the last step, per server."""
+        return tuple(time for chain in self.chains for time in chain.timings)
+
+    def watch(
+        self, on_failure: Callable[[SwarmError], None], on_route: Callable[[list[RouteHop], float], None]
+    ) -> None:
+        """Tell of failures and of routes; see `InferenceSession.watch`."""
+        for chain in self.chains:
+            chain.on_failure = on_failure
+            chain.repairs.on_route = lambda _, took_s: on_route(self.route, took_s)
+
+    @property
+    def _remote(self) -> RemoteLeg:
+        first = self._legs[self._first_remote]
+        assert isinstance(first, RemoteLeg)
+        return first
+
+    def _catch_up(self) -> None:
+        """Compute what was only remembered."""
+        while self._remembered:
+            inputs, was_sent = self._remembered[0]
+            self._run(self._legs, inputs, self._legs[-1].text.position, was_sent=was_sent)
+            del self._remembered[0]
+
+    def _run(self, legs: Sequence[Leg], inputs: BlockInputs, position: int, *, was_sent: bool = False) -> Tensor:
+        """The outputs of these legs, from `position` on."""
+        for leg in legs:
+            if isinstance(leg, RemoteLeg) and not (was_sent and leg is self._legs[0]):
+                inputs = self._noise(inputs)
+            _go_back(leg, position)
+            if leg.text.position != position:
+                raise ConfigurationError(f"a step can't start at position {position}: {leg.text.position} is known")
+            inputs = inputs.with_hidden(leg.run(inputs))
+        return inputs.hidden_states
+
+
+def _go_back(leg: Leg, position: int) -> None:
+    leg.text.position = min(leg.text.position, position)

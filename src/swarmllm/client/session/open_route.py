@@ -1,0 +1,258 @@
+"""The servers of a chain, in the order of their blocks, with a session of ours on each: opened, linked, replaced, left.
+
+Used by `session/chain`, which decides when, and whose steps go through them.
+
+What one server says of another is never believed, because one of them lies or their link is broken, and nobody else can
+know which. The client looks itself instead:
+
+    a server says of its neighbour           what follows
+    that it can't be reached, or is lost     both are asked for a sign of life; who gives none is lost, and to blame
+    the same, though it lives                they are linked once more; the second time this client carries between them
+    that it passes on what can't be right    this client carries between them, and so sees what it passes on
+    anything more, then                      the accuser is to blame; also whoever accuses another than a neighbour
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import overload
+
+from swarmllm.client.session.hop import Hop, Terms
+from swarmllm.client.view.concurrency import gather
+from swarmllm.client.view.connection import Connection, attended, baseless
+from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.data_structures import RouteHop, Span
+from swarmllm.errors import CorruptActivationsError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.swarm.route_costs import RouteCosts
+
+logger = logging.getLogger(__name__)
+
+MAX_DOUBTS = 2
+"""Doubts about two neighbours, after which nothing passes between them any more."""
+
+
+class OpenRoute(Sequence[Hop]):
+    """Empty at first, and without some blocks between the loss of a server and the next `complete`."""
+
+    def __init__(self, view: SwarmView, span: Span) -> None:
+        self._view = view
+        self._span = span
+        self._hops: list[Hop] = []
+        self._doubts: dict[tuple[Hop, Hop], int] = {}
+        """Accusations between a server and its successor since a step went well."""
+
+    def __len__(self) -> int:
+        return len(self._hops)
+
+    @overload
+    def __getitem__(self, index: int) -> Hop: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Hop]: ...
+    def __getitem__(self, index: int | slice) -> Hop | list[Hop]:
+        return self._hops[index]
+
+    @property
+    def route(self) -> list[RouteHop]:
+        """The servers and their blocks."""
+        return [hop.route_hop for hop in self._hops]
+
+    @property
+    def usable(self) -> bool:
+        """Whether no server is known to be lost."""
+        return all(hop.usable for hop in self._hops)
+
+    def hop_of(self, connection: Connection) -> Hop | None:
+        """The one that is reached by it, if it is still part of the route."""
+        return next((hop for hop in self._hops if hop.connection is connection), None)
+
+    def lose(self, peer_id: str) -> None:
+        """Nothing of that server is to be used any more."""
+        for hop in self._hops:
+            if hop.peer_id == peer_id:
+                hop.lost = True
+
+    def leave_out_old(self, inner: InnerStates) -> None:
+        """Lose the servers that are asked what passes between their blocks, and don't know how to tell."""
+        for hop in self._hops:
+            if inner.wants(hop.span) and not hop.route_hop.server.inner_states:
+                hop.lost = True
+
+    def close(self) -> None:
+        """Leave all servers: they free our sessions when the streams end."""
+        for hop in self._hops:
+            hop.connection.close()
+        self._hops = []
+        self._forget_doubts()
+
+    # ------------------------------------------------------------------ who says what of whom
+
+    def is_neighbour(self, hop: Hop, peer_id: str | None) -> bool:
+        """Whether that peer comes right before or behind this hop."""
+        index = self._hops.index(hop)
+        return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
+
+    def judged(self, accuser: Hop, error: SwarmError) -> SwarmError:
+        """Judge a server's error: it is an accusation that is looked into, or a fault of its own."""
+        index = self._hops.index(accuser)
+        before = self._hops[index - 1] if index else None
+        after = self._hops[index + 1] if index + 1 < len(self._hops) else None
+        if isinstance(error, LocalProtocolError) and before is not None and self._passes_on(before, accuser):
+            # It doesn't understand what `before` has made of our step.
+            error = RemoteProtocolError(str(error), before.peer_id)
+            error.accused_by = accuser.peer_id
+        if not isinstance(error, PeerError) or not error.is_hearsay:
+            return error
+        if before is not None and before.peer_id == error.peer_id and self._passes_on(before, accuser):
+            pair = before, accuser
+        elif after is not None and after.peer_id == error.peer_id and self._passes_on(accuser, after):
+            pair = accuser, after
+        else:
+            return baseless(error)
+        is_about_link = not isinstance(error, CorruptActivationsError | RemoteProtocolError)
+        self._doubts[pair] = self._doubts.get(pair, 0) + 1 if is_about_link else MAX_DOUBTS
+        return error
+
+    def step_went_well(self) -> None:
+        """Links that have failed once work again."""
+        if self._doubts:
+            self._doubts = {pair: count for pair, count in self._doubts.items() if count >= MAX_DOUBTS}
+
+    async def look_after_accused(self, timeout_s: float) -> None:
+        """Ask those between whom there are doubts for a sign of life: who gives none is lost."""
+        accused = list(dict.fromkeys(hop for pair in self._doubts for hop in pair if not hop.lost))
+        with attended(hop.connection for hop in accused):
+            await asyncio.gather(*(self._look_after(hop, timeout_s) for hop in accused))
+
+    async def _look_after(self, hop: Hop, timeout_s: float) -> None:
+        try:
+            if hop.connection.error is not None:  # it broke after the accusation came, so nobody has reported that
+                raise hop.connection.error
+            async with asyncio.timeout(timeout_s):
+                await hop.connection.ping()
+        except PeerError as error:
+            hop.lost = True
+            self._view.report(error)
+        except (SwarmError, TimeoutError):
+            pass  # closed by this side; or it is slow, which isn't dead
+
+    def _passes_on(self, hop: Hop, successor: Hop) -> bool:
+        return self._view.config.push and self._doubts.get((hop, successor), 0) < MAX_DOUBTS
+
+    def _forget_doubts(self) -> None:
+        """About servers that have been left."""
+        hops = set(self._hops)
+        self._doubts = {pair: count for pair, count in self._doubts.items() if hops.issuperset(pair)}
+
+    # ------------------------------------------------------------------ opening
+
+    async def complete(self, terms: Terms, epoch: int, costs: RouteCosts) -> None:
+        """Leave what isn't usable; for each gap look for a new route, and open sessions on its servers.
+
+        Raises:
+            SwarmError: that failed somewhere; the sessions that could be opened are kept.
+        """
+        for hop in self._hops:
+            if not hop.usable:
+                hop.connection.close()
+        self._hops = [hop for hop in self._hops if hop.usable]
+        self._forget_doubts()
+        for gap in self._gaps():
+            await self._open(gap, terms, epoch, costs)
+
+    def _gaps(self) -> list[Span]:
+        gaps: list[Span] = []
+        start = self._span.start
+        for hop in self._hops:
+            if start < hop.span.start:
+                gaps.append(Span(start, hop.span.start))
+            start = hop.span.end
+        if start < self._span.end:
+            gaps.append(Span(start, self._span.end))
+        return gaps
+
+    async def _open(self, span: Span, terms: Terms, epoch: int, costs: RouteCosts) -> None:
+        async def open_hop(route_hop: RouteHop) -> None:
+            hop = await Hop.open(self._view, route_hop, terms, epoch=epoch)
+            self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
+
+        route = await self._view.routes.find(span, costs)
+        opening = await asyncio.gather(*map(open_hop, route), return_exceptions=True)
+        errors = [error for error in opening if isinstance(error, BaseException)]
+        for error in errors[1:]:
+            if isinstance(error, SwarmError):
+                self._view.report(error)
+        if errors:
+            raise errors[0]
+
+    async def exchange(self, route: Sequence[RouteHop], terms: Terms, epoch: int) -> bool:
+        """Open what is new of `route`; only if that works, leave what isn't part of it. Otherwise nothing changes."""
+        held = {(hop.peer_id, hop.span): hop for hop in self._hops}
+        kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
+        wanted = [hop for hop in route if (hop.server.peer_id, hop.span) not in held]
+        opened: list[Hop] = []
+
+        async def open_hop(route_hop: RouteHop) -> None:
+            opened.append(await Hop.open(self._view, route_hop, terms, epoch=epoch))
+
+        try:
+            await gather([partial(open_hop, hop) for hop in wanted])
+        except BaseException as error:
+            for hop in opened:
+                hop.connection.close()
+            if not isinstance(error, SwarmError):
+                raise
+            self._view.report(error)
+            logger.info("staying on the route, because a better one can't be taken: %s", error)
+            return False
+        logger.info("moving to a better route: %s", ", ".join(map(str, route)))
+        left = [hop for hop in self._hops if hop not in kept]
+        self._hops = sorted([*kept, *opened], key=lambda hop: hop.span)
+        self._forget_doubts()
+        for hop in left:
+            hop.connection.close()
+        return True
+
+    async def link(self, epoch: int) -> None:
+        """Tell every hop where its outputs go; where that fails the client relays.
+
+        Raises:
+            SwarmError: a server doesn't answer.
+        """
+        pairs = [
+            (hop, successor if self._passes_on(hop, successor) else None) for hop, successor in pairwise(self._hops)
+        ]
+        if self._hops:
+            pairs.append((self._hops[-1], None))
+        await gather([partial(self._link, hop, successor, epoch) for hop, successor in pairs])
+
+    async def _link(self, hop: Hop, successor: Hop | None, epoch: int) -> None:
+        if hop.new and successor is None:
+            return  # a new session's outputs go to the client anyway
+        try:
+            await hop.link(successor, epoch)
+        except PeerError as error:
+            is_own = error.peer_id == hop.peer_id
+            if successor is not None and successor.peer_id == hop.peer_id:
+                # What one server says of both its sessions doesn't tell which is lost: relayed steps will.
+                is_own = error.accused_by is None and successor.connection.error is None
+            if successor is None or hop.connection.error is not None or is_own:
+                hop.lost = True
+                raise
+            logger.info("%s can't reach its successor, so hidden states go through this client: %s", hop, error)
+
+    def new_runs(self) -> Iterator[tuple[Hop | None, list[Hop]]]:
+        """(the hop before, the new hops) for each stretch of new hops."""
+        before: Hop | None = None
+        run: list[Hop] = []
+        for hop in self._hops:
+            if hop.new:
+                run.append(hop)
+                continue
+            if run:
+                yield before, run
+            before, run = hop, []
+        if run:
+            yield before, run

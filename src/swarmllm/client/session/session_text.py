@@ -1,0 +1,120 @@
+"""The text of a session: what it has seen so far, and how much more its servers have room for.
+
+Part of `session/chain`. Pure: it decides about inputs before anything is sent, and keeps what replays need.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError, SessionLengthExceededError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.activation_log import ActivationLog
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.messages import MAX_POSITION
+
+
+@dataclass(eq=False)
+class SessionText:
+    """One batch of texts. `position` counts what all blocks have seen and the client has got back."""
+
+    traits: BlockTraits
+    max_length: int
+    grows: bool = False
+    """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
+    guessed: bool = False
+    """Whether `max_length` is more than anybody has asked for: where servers have no room for it, less will do."""
+    record_past: bool = False
+    shows: bool = False
+    """Whether the last step wanted to see what passes between blocks, which older servers don't tell."""
+    position: int = 0
+    batch_size: int = 1
+    adapter: BlockAdapter | None = None
+    """The adapter with which everything was computed."""
+    num_selections: int = 0
+    """Number of selections of rows of the batch."""
+    selection: tuple[int, ...] | None = None
+    """The rows to take before the next step; servers learn of them with it."""
+    _needed_length: int = 0
+    """Positions that were to be computed so far."""
+    _log: ActivationLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._log = ActivationLog(self.traits)
+
+    def admit(self, position: int, inputs: BlockInputs) -> bool:
+        """Whether the servers' sessions have room for `inputs` at `position`; if not, new ones will have.
+
+        Raises:
+            SessionLengthExceededError, ConfigurationError: they can't follow; nothing has changed.
+        """
+        wanted, max_length = position + inputs.seq_len, self.max_length
+        if self.grows and max_length < wanted <= MAX_POSITION:
+            # Twice as long each time: replaying what is known costs less in all than computing it once.
+            max_length = min(MAX_POSITION, max(wanted, 2 * max_length))
+        if wanted > max_length:
+            raise SessionLengthExceededError(
+                f"{position} + {inputs.seq_len} tokens are more than the session's max_length of "
+                f"{max_length}: open it with a larger max_length"
+            )
+        is_same_adapter = (self.adapter and self.adapter.version) == (inputs.adapter and inputs.adapter.version)
+        if position and not is_same_adapter:
+            raise ConfigurationError(
+                "the adapter has changed since the session began: set its position to 0, or open another one"
+            )
+        kept = min(position, self.position)
+        if kept and inputs.batch_size != self._log.batch_size:
+            raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
+        has_rows = kept > 0 or inputs.batch_size == self.batch_size  # the servers keep room for that many
+        fits = is_same_adapter and has_rows and max_length == self.max_length
+        self.guessed = self.guessed or max_length > self.max_length
+        self.max_length, self._needed_length = max_length, wanted
+        self.batch_size = inputs.batch_size
+        if not is_same_adapter:
+            self.adapter = inputs.adapter
+        return fits
+
+    def ask_for_less(self) -> bool:
+        """Lower a guessed `max_length`, for which a server has no room; whether that was possible."""
+        if not self.guessed or self.max_length <= self._needed_length:
+            return False
+        self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
+        return True
+
+    def append(self, position: int, inputs: BlockInputs) -> None:
+        """All blocks have seen `inputs` at that position, and nothing behind them."""
+        # Copies: users may change their tensors in place, as loops do that count positions on.
+        owned = inputs.with_tensors({name: tensor.detach().clone() for name, tensor in inputs.tensors().items()})
+        self._log.append(position, owned)
+        self.position = position + inputs.seq_len
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Take these rows of the batch before the next step."""
+        chosen = tuple(indices)
+        if self.selection is None:
+            self.num_selections += 1
+            self.selection = chosen
+        else:
+            self.selection = tuple(self.selection[index] for index in chosen)
+        self._log.select_batch(chosen)
+
+    def chunks(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
+        """A long prompt in pieces, so that several servers work on it at once."""
+        size = max(1, max_tokens // inputs.batch_size)
+        if not self.traits.chunked_prefill or inputs.seq_len <= size:
+            yield inputs
+            return
+        num_chunks = -(-inputs.seq_len // size)
+        size = -(-inputs.seq_len // num_chunks)  # all about equally long
+        for start in range(0, inputs.seq_len, size):
+            yield inputs.columns(start, min(start + size, inputs.seq_len), self.position, self.traits)
+
+    def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
+        """(position, inputs) of all up to `position`, in pieces of about `max_tokens`."""
+        self._log.rollback(self.position)
+        return self._log.replay(max_tokens)
+
+    def past(self) -> list[tuple[int, BlockInputs]]:
+        """(position, inputs) of all up to `position`, in as few calls as it can be computed with: mostly one."""
+        self._log.rollback(self.position)
+        return [(position, replace(inputs, adapter=self.adapter)) for position, inputs in self._log.calls()]

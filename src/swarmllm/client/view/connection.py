@@ -1,0 +1,247 @@
+"""One stream to one server: requests and their answers, told apart by id.
+
+Used by sessions (one connection per server of the chain) and by batches (one per server, shared). Lives in the client's
+event loop.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarmllm.data_structures import PeerModel, ServerInfo
+from swarmllm.errors import (
+    LocalProtocolError,
+    PeerError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    SwarmError,
+    error_from_code,
+)
+from swarmllm.network.wire.compression import Outgoing, compressed
+from swarmllm.network.wire.messages import ErrorHeader, ResultHeader, parse
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
+
+_ids = itertools.count(1)
+
+
+def new_request_id() -> int:
+    """An id that no other request of this client has: answers may come on another connection than the request went."""
+    return next(_ids)
+
+
+class Answer:
+    """A RESULT: its header, and its tensors decoded when asked for."""
+
+    def __init__(self, header: ResultHeader, message: Message, peer_id: str) -> None:
+        self.header = header
+        self.peer_id = peer_id
+        self._message = message
+        self._tensors: dict[str, Tensor] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Raises: RemoteProtocolError: they are not what the header says."""
+        if self._tensors is None:
+            payload = self._message.payload
+            try:
+                self._tensors = decode_tensors(self.header.tensors, payload, max_bytes=len(payload))
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(str(error), self.peer_id) from None
+        return self._tensors
+
+
+USUAL_WAIT_S = 0.4
+"""Answers that come sooner cost no look at the servers."""
+
+OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    answer: "asyncio.Future[Answer]"
+    may_accuse: str | None
+
+
+class Connection:
+    """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`.
+
+    Errors in which the server names another one as the one at fault say so (`PeerError.is_hearsay`). In the answer to
+    a request only those get out that it may accuse; whoever names somebody else is at fault himself.
+    """
+
+    def __init__(
+        self, stream: FrameStream, server: ServerInfo, on_answer: OnAnswer | None = None, *, compression: str = "none"
+    ) -> None:
+        self.server = server
+        self.asleep = False
+        """Whether the server said, when it was greeted, that it has to load its blocks first."""
+        self.compression = compression
+        """The setting of `ClientConfig`."""
+        self._stream = stream
+        self._on_answer = on_answer
+        self._pending: dict[int, _Request] = {}
+        self._needed_for: set[asyncio.Future[Answer]] = set()
+        """Answers of others that can't come without this server."""
+        self.error: PeerError | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self.server.peer_id
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Smoothed over the last pings; None before the first."""
+        return self._stream.liveness.round_trip_s
+
+    async def ping(self) -> float:
+        """Seconds of one round trip, measured now.
+
+        Raises:
+            PeerError: the stream is broken.
+        """
+        return await self._stream.ping()
+
+    async def compressed(self, tensors: Mapping[str, Tensor], *, exactly: bool = False) -> Outgoing:
+        """The tensors as this connection would best send them; `exactly`: only if that doesn't change them."""
+        return await compressed(tensors, self._stream, self.compression, exactly=exactly)
+
+    async def send(self, message_type: MessageType, header: PeerModel, tensors: Outgoing | None = None) -> None:
+        """Send without waiting for an answer.
+
+        Raises:
+            PeerError: the stream is broken.
+        """
+        if self.error is not None:
+            raise self.error
+        fields = header.model_dump()
+        if tensors:
+            descriptors, chunks = encode_tensors(tensors)
+            fields["tensors"] = descriptors
+            await self._stream.send(message_type, fields, chunks)
+        else:
+            await self._stream.send(message_type, fields)
+
+    async def request(
+        self,
+        message_type: MessageType,
+        header: PeerModel,
+        tensors: Outgoing | None = None,
+        *,
+        timeout_s: float,
+        others: Sequence["Connection"] = (),
+        may_accuse: str | None = None,
+    ) -> Answer:
+        """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`, too.
+
+        `may_accuse` is the one other server of which it may say that it doesn't do its part.
+
+        Raises:
+            SwarmError: what the server answered, or the stream to one of them broke.
+            PeerTimeoutError: no answer came in time.
+        """
+        request_id: int = header.id  # type: ignore[attr-defined]
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = _Request(future, may_accuse)
+        try:
+            for other in others:
+                if other.error is not None:
+                    raise other.error
+                other._needed_for.add(future)
+            async with asyncio.timeout(timeout_s):
+                await self.send(message_type, header, tensors)
+                with attended([self, *others]):
+                    return await future
+        except TimeoutError as error:
+            if isinstance(error, SwarmError):
+                raise
+            raise PeerTimeoutError(f"no answer to {message_type.name} within {timeout_s:.0f} s", self.peer_id) from None
+        finally:
+            self._pending.pop(request_id, None)
+            for other in others:
+                other._needed_for.discard(future)
+
+    async def read(self) -> None:
+        """Take in answers until the stream breaks; run as a task of the event loop."""
+        try:
+            while True:
+                self._take(await self._stream.receive())
+        except PeerError as error:
+            self.error = error
+        except SwarmError:
+            pass  # closed by this side
+        finally:
+            self.error = self.error or PeerUnreachableError("the connection was closed", self.peer_id)
+            self._stream.abort()
+            for future in (*(request.answer for request in self._pending.values()), *self._needed_for):
+                if not future.done():
+                    future.set_exception(self.error)
+            if self._on_answer is not None:
+                self._on_answer(self, self.error, None)
+
+    def close(self) -> None:
+        """Close the stream; the reader's task ends with it."""
+        self._stream.abort()
+
+    def _take(self, message: Message) -> None:
+        if message.type == MessageType.RESULT:
+            header = parse(ResultHeader, message.header, self.peer_id)
+            self._settle(Answer(header, message, self.peer_id), header.id)
+        elif message.type == MessageType.ERROR:
+            refusal = parse(ErrorHeader, message.header, self.peer_id)
+            self._settle(self._error(refusal), refusal.id)
+        else:
+            raise RemoteProtocolError(f"a client doesn't take {message.type.name} messages", self.peer_id)
+
+    def _error(self, refusal: ErrorHeader) -> SwarmError:
+        accused = refusal.peer_id
+        if refusal.code == RemoteProtocolError.code and accused is None:  # else it is about its neighbour
+            return LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
+        error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
+        if isinstance(error, PeerError) and accused is not None:
+            error.accused_by = self.peer_id
+            request = None if refusal.id is None else self._pending.get(refusal.id)
+            if error.is_hearsay and request is not None and request.may_accuse != accused:
+                return baseless(error)
+        return error
+
+    def _settle(self, answer: Answer | SwarmError, request_id: int | None) -> None:
+        request = None if request_id is None else self._pending.get(request_id)
+        future = None if request is None else request.answer
+        if future is None:
+            if self._on_answer is not None:
+                self._on_answer(self, answer, request_id)
+        elif not future.done():
+            future.set_exception(answer) if isinstance(answer, SwarmError) else future.set_result(answer)
+
+
+def baseless(accusation: PeerError) -> RemoteProtocolError:
+    """The fault of the accuser, who can't know what it says."""
+    return RemoteProtocolError(
+        f"server {accusation.accused_by} blames {accusation.peer_id} for what that one can't have to do with: "
+        f"{accusation}",
+        accusation.accused_by,
+    )
+
+
+@contextmanager
+def attended(connections: Iterable[Connection]) -> Iterator[None]:
+    """Watch all these servers closely while an answer needs them: one that is frozen is noticed sooner."""
+    streams: list[FrameStream] = []
+
+    def attend() -> None:
+        for connection in connections:
+            connection._stream.attend()
+            streams.append(connection._stream)
+
+    timer = asyncio.get_running_loop().call_later(USUAL_WAIT_S, attend)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for stream in streams:
+            stream.liveness.relax()

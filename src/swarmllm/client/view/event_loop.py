@@ -1,0 +1,151 @@
+"""The client's one event-loop thread, and the one function at which synchronous callers cross into it.
+
+Owned by the model; works inside Jupyter, whose own loop runs in another thread. Calls cross without the caller's
+context variables: tasks that outlive the call (readers of streams) would keep alive whatever those refer to, such as
+the very session whose end is to end the task.
+
+A task that fails ends neither the loop nor other tasks: a mistake about one session is that session's.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError as FutureCancelledError
+from contextvars import Context
+from typing import Any, TypeVar
+
+import uvloop
+
+from swarmllm.errors import SessionClosedError, SwarmError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALLS_END_S = 2.0
+"""Longest time that calls which `close()` cancels may take to clean up. Assumed: nothing that they do then waits."""
+
+
+class EventLoop:
+    """A thread that runs an event loop until `close()`."""
+
+    on_close: list[Callable[[], Awaitable[None]]]
+    """Awaited in the loop when it is closed."""
+
+    def __init__(self, name: str = "swarmllm-client") -> None:
+        self.on_close = []
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Event()
+        self._closed = False
+        self._pid = os.getpid()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._lock = threading.RLock()  # finalizers may come at any moment, in any thread
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def check_open(self) -> None:
+        """Raises: SessionClosedError: the loop has been closed."""
+        if self._closed:
+            raise self._is_closed()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives and takes what it is given."""
+        return self._thread.is_alive() and not self._closed
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's value, run in the loop's thread while this thread waits; Ctrl-C cancels it.
+
+        Raises:
+            SessionClosedError: the loop has been closed.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("called from the client's own event loop, which would wait for itself")
+        with self._lock:  # what is handed over before `close()` is run or cancelled, never forgotten
+            if self._closed or not self._thread.is_alive():
+                coroutine.close()
+                raise self._is_closed()
+            future = Context().run(asyncio.run_coroutine_threadsafe, self._call(coroutine), self._loop)
+        try:
+            return future.result()
+        except FutureCancelledError:
+            coroutine.close()  # it may not have begun
+            raise SessionClosedError("the session or the model was closed meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _is_closed(self) -> SessionClosedError:
+        if os.getpid() != self._pid:
+            return SessionClosedError(
+                "the model belongs to the process that this one was forked from: load it here anew"
+            )
+        return SessionClosedError("the model has been closed")
+
+    async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Noted, so that closing ends it before anything that it leans on."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._calls.discard(task)
+
+    def call_soon(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the coroutine some time soon, without waiting; safe in finalizers, also in the loop's own thread."""
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                coroutine.close()
+                return
+            self._loop.call_soon_threadsafe(self.spawn, coroutine, context=Context())
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str | None = None) -> "asyncio.Task[T]":
+        """A task that lives until it ends or the loop is closed; call it in the loop's thread.
+
+        What it raises harms nobody but those who wait for it.
+        """
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            level = logging.DEBUG if isinstance(error, SwarmError) else logging.ERROR
+            logger.log(level, "%s failed; everything else goes on", task.get_name(), exc_info=error)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread; harmless when done twice, and in finalizers."""
+        with self._lock:
+            if not self._closed and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._closed = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._ready.set()
+        await self._closing.wait()
+        if calls := set(self._calls):
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls, timeout=CALLS_END_S)
+        while self._tasks:  # some begin others while they end
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.wait(tuple(self._tasks))
+        for cleanup in self.on_close:
+            await cleanup()

@@ -1,0 +1,40 @@
+"""Whether this machine could hold the model itself, and how fast it would be then: for explained routes.
+
+Called by `view/swarm_view`. A decode step at batch 1 reads each weight once and does little else, so what counts is
+how fast a matrix can be multiplied with a vector, which is measured once per process.
+"""
+
+import time
+from functools import cache
+
+import psutil
+import torch
+
+MEMORY_SHARE = 0.8
+"""Share of the free memory that blocks may take. Assumed: the rest is cache, activations and what else runs here."""
+ROWS, COLUMNS = 8192, 4096
+"""64 MB in bfloat16: more than caches hold."""
+REPEATS = 3
+
+
+def decode_ms(num_bytes: int) -> float | None:
+    """Milliseconds, about, that one token would take with blocks of this many bytes; None if they don't fit.
+
+    Too many for a mixture of experts, which reads only some of its weights.
+    """
+    if num_bytes > MEMORY_SHARE * psutil.virtual_memory().available:
+        return None
+    return 1e3 * num_bytes / _bytes_per_s()
+
+
+@cache
+def _bytes_per_s() -> float:
+    matrix = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+    vector = torch.ones(COLUMNS, dtype=torch.bfloat16)
+    torch.mv(matrix, vector)  # the first one waits for threads and pages
+    elapsed_s = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        torch.mv(matrix, vector)
+        elapsed_s.append(time.perf_counter() - started)
+    return matrix.nbytes / min(elapsed_s)

@@ -1,0 +1,134 @@
+"""`swarmllm adapters`: what others have trained on a swarm and shared on the hub, found by the tags of its cards.
+
+`client/saving` writes those tags into cards, its own and (through `model_tags`) peft's.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarmllm.command_line import Parser, run_program
+from swarmllm.config import hub_token, require_positive
+from swarmllm.data_structures import printable
+from swarmllm.errors import ConfigurationError, SwarmError
+
+EXAMPLES = """examples:
+  swarmllm adapters --base bigscience/bloom --task text-classification
+  swarmllm adapters --base ./my-model --json
+"""
+TASKS = ("text-generation", "text-classification", "token-classification", "question-answering", "feature-extraction")
+"""As the hub calls them; `models/architecture` says which class each is."""
+SWARM_TAG = "swarmllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is looked for."""
+
+    base: str | None = None
+    """Hub id of the base model, or a directory with its files; None = any. A directory is known by its fingerprint."""
+    task: str | None = None
+    """Task as the hub calls it, such as text-classification; None = any."""
+    limit: int = 50
+    """Most repositories to list."""
+    token: str | None = field(default_factory=hub_token, repr=False)
+    """Hub token, for private repositories."""
+    json: bool = False
+    """Print JSON, for programs."""
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise ConfigurationError(f"task {self.task!r} is not known; use one of {', '.join(TASKS)}")
+        require_positive(self, "limit")
+
+    def tags(self) -> list[str]:
+        """Those that a repository must have.
+
+        Raises:
+            SwarmError: the directory is no checkpoint.
+        """
+        tags = [SWARM_TAG]
+        if self.base is not None and Path(self.base).expanduser().is_dir():
+            from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+            from swarmllm.models.checkpoint.fingerprint import fingerprint
+
+            tags.append(f"fingerprint:{fingerprint(open_checkpoint(self.base))}")
+        elif self.base is not None:
+            tags.append(f"base_model:{self.base}")
+        if self.task is not None:
+            tags.append(f"task:{self.task}")
+        return tags
+
+
+def find_shared(search: Search) -> list[dict[str, Any]]:
+    """Repositories of the hub, the most downloaded first: `id`, `method`, `task`, `downloads`, `fingerprint`.
+
+    Raises:
+        SwarmError: the hub can't be asked.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it tells of each of its retries, twice
+    tags = search.tags()
+    try:
+        models = HfApi(token=search.token).list_models(filter=tags, sort="downloads", limit=search.limit)
+        found = list(itertools.islice(models, search.limit))
+    except OfflineModeIsEnabled as error:
+        raise ConfigurationError("HF_HUB_OFFLINE is set, so the hub can't be asked: unset it") from error
+    except (HTTPError, OSError) as error:
+        raise SwarmError(f"the hub can't be asked: {error}") from error
+    return [_described(model.id, model.tags or [], model.downloads) for model in found]
+
+
+def _described(name: str, tags: Sequence[str], downloads: int | None) -> dict[str, Any]:
+    said = dict(tag.split(":", 1) for tag in tags if ":" in tag)
+    method = said.get("method") or ("lora" if "lora" in tags else None)
+    return {
+        "id": name,
+        "method": method,
+        "task": said.get("task"),
+        "downloads": downloads,
+        "fingerprint": said.get("fingerprint"),
+    }
+
+
+def as_text(found: Sequence[dict[str, Any]]) -> str:
+    """A table, or that there is nothing."""
+    if not found:
+        return "Nobody has shared anything of that kind yet."
+    columns = ("id", "method", "task", "downloads")
+    rows = [columns, *(tuple(printable(str(one[name] or "-")) for name in columns) for one in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def build_parser() -> Parser:
+    """A flag for each field of Search."""
+    parser = Parser(
+        prog="swarmllm adapters", description="What others have trained on a swarm, on the hub.", epilog=EXAMPLES
+    )
+    parser.add_settings(Search, [Search])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    def program() -> None:
+        search = Search(**build_parser().parse_settings(argv))
+        found = find_shared(search)
+        print(json.dumps(found, indent=2) if search.json else as_text(found))
+
+    return run_program(program, default_log_level="WARNING")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`swarmllm dht`: a bootstrap peer. It keeps part of the DHT and lets others join through it; it serves no blocks.
+
+Worth its while as an address that stays: with `--port` and `--identity_path` its multiaddress is the same after each
+start, and so is the invite that it prints.
+"""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from swarmllm.command_line import Parser, run_command, stop_event, unless_stopped
+from swarmllm.config import PeerConfig, SwarmConfig
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.invite import Invite
+from swarmllm.network.relay.service import RelayRules
+
+if TYPE_CHECKING:
+    from swarmllm.network.p2p.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+NAMED_BY_THIS_PEER = "?"
+"""Stands for a private swarm's name until this peer's key is known, from which it follows; the same at each start."""
+
+EXAMPLES = """examples:
+  swarmllm dht --port 31337 --identity_path bootstrap.key
+  swarmllm dht --initial_peers /ip4/…/tcp/…/p2p/…          # one more, for a swarm that exists
+  swarmllm dht --port 31337 --identity_path bootstrap.key --invite --model DIR_OR_HUB_ID
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InviteConfig:
+    """An invite: one word that others give as --initial_peers."""
+
+    invite: bool = False
+    """Print one."""
+    model: str | None = None
+    """Model that it is for, so that the others need no --model."""
+    allowed_servers: tuple[str, ...] | None = None
+    """Peer ids of servers to use; None = any."""
+    allowed_clients: tuple[str, ...] | None = None
+    """Peer ids that servers should serve; None = any."""
+    private: bool = False
+    """A private swarm: only those who have the invite find it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DhtConfig(InviteConfig, PeerConfig):
+    """A bootstrap peer, and what its invite says."""
+
+    def __post_init__(self) -> None:
+        for name, default in vars(InviteConfig()).items():
+            if getattr(self, name) != default and not self.invite:
+                raise ConfigurationError(f"--{name} is for the invite: give --invite too")
+        super().__post_init__()
+
+    def _follow(self, invites: Sequence[Invite]) -> None:
+        """Who joined by an invite invites to the same swarm, and relays for nobody else."""
+        self._follow_lists(invites, "allowed_servers", "allowed_clients")
+
+
+def build_parser() -> Parser:
+    """A flag for each field of DhtConfig."""
+    parser = Parser(prog="swarmllm dht", description="A peer that others join through.", epilog=EXAMPLES)
+    parser.add_settings(DhtConfig, [SwarmConfig, PeerConfig], InviteConfig, without=["lan_discovery"])
+    return parser
+
+
+async def run_bootstrap_peer(config: DhtConfig, invite: Invite | None = None) -> None:
+    """Be a peer until SIGINT or SIGTERM. `invite` is printed with this peer's addresses in front of its own.
+
+    Raises:
+        SwarmError: it can't start, or its peer-to-peer daemon died.
+    """
+    from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
+
+    stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
+    joined = await unless_stopped(
+        stop,
+        Peer.create(
+            initial_peers=config.initial_peers,
+            host_maddrs=config.listen_maddrs,
+            announce_maddrs=config.announce_maddrs,
+            identity_path=config.identity_path,
+            relay=relay_rules(config),
+        ),
+    )
+    if joined is None:
+        logger.info("leaving")
+        return
+    async with joined as peer:
+        print(f"swarmllm: join with --initial_peers {' '.join(peer.join_maddrs)}", flush=True)
+        if invite is not None:
+            print(f"swarmllm: invite others with --initial_peers {_complete(invite, peer)}", flush=True)
+        await unless_stopped(stop, peer.daemon_exited())
+        if not stop.is_set():
+            raise PeerUnreachableError(
+                "the peer-to-peer daemon (p2pd) died, so nobody can reach this peer: start it again", peer.peer_id
+            )
+        logger.info("leaving")
+
+
+def relay_rules(config: DhtConfig) -> RelayRules | None:
+    """For whom to relay; None: for nobody."""
+    if not config.relay:
+        return None
+    return RelayRules(mbps=config.relay_mbps, servers=config.allowed_servers, clients=config.allowed_clients)
+
+
+def _complete(invite: Invite, peer: "Peer") -> Invite:
+    """The invite with this peer's addresses; those of this machine alone only if there are no others."""
+    reachable = [maddr for maddr in peer.join_maddrs if not maddr.startswith(("/ip4/127.", "/ip6/::1/"))]
+    name = invite.swarm_name
+    if name == NAMED_BY_THIS_PEER:  # nobody else can sign this, so nobody can guess it
+        name = hashlib.blake2b(peer.sign(b"swarmllm name of a private swarm 1\x00"), digest_size=16).hexdigest()
+    initial_peers = tuple(dict.fromkeys([*(reachable or peer.join_maddrs), *invite.initial_peers]))
+    return replace(invite, initial_peers=initial_peers, swarm_name=name)
+
+
+def parse_dht(argv: Sequence[str] | None) -> tuple[DhtConfig, Invite | None]:
+    """The settings, and the invite to print if one is asked for.
+
+    Raises:
+        ConfigurationError, SystemExit(2): they can't work.
+    """
+    config = DhtConfig(**build_parser().parse_settings(argv))
+    if not config.invite:
+        return config, None
+    return config, Invite(
+        initial_peers=config.initial_peers,
+        model=config.model,
+        allowed_servers=config.allowed_servers,
+        allowed_clients=config.allowed_clients,
+        # Who joined by an invite to a private swarm invites others to the same one.
+        swarm_name=config.swarm_name or (NAMED_BY_THIS_PEER if config.private else None),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    async def run() -> None:
+        await run_bootstrap_peer(*parse_dht(argv))
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The flags and the report of `swarmllm doctor`; the exit status is 1 if anything is wrong."""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from swarmllm.command_line import Parser, run_command
+from swarmllm.commands.doctor.findings import DoctorConfig, Finding, Verdict
+from swarmllm.commands.doctor.packages import check_versions
+from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig
+from swarmllm.server.settings import BlocksConfig
+
+EXAMPLES = """examples:
+  swarmllm doctor                                     # this machine, and the local network
+  swarmllm doctor --model M --port 31337              # as a server would start
+  swarmllm doctor --initial_peers /ip4/…/tcp/…/p2p/…   # whether a swarm can be reached from here
+"""
+
+
+async def examine(config: DoctorConfig) -> int:
+    """Make all checks and print what they find; how many findings are bad."""
+    num_bad = 0
+
+    def report(name: str, findings: Iterable[Finding]) -> None:
+        nonlocal num_bad
+        for finding in findings:
+            print(f"{finding.verdict:<5} {name:<9} {finding.text}", flush=True)
+            num_bad += finding.verdict is Verdict.BAD
+
+    report("versions", check_versions())
+    from swarmllm.commands.doctor import machine, network  # they import torch, which may be missing
+
+    report("device", machine.check_device(config))
+    report("model", machine.check_model(config))
+    report("disk", machine.check_disk(config))
+    report("identity", machine.check_identity(config))
+    report("network", await network.check_listening(config))
+    report("swarm", await network.check_swarm(config))
+    print(f"\n{num_bad} to mend." if num_bad else "\nNothing to mend.")
+    return num_bad
+
+
+def build_parser() -> Parser:
+    """A flag for each field of DoctorConfig, named as those of the server."""
+    parser = Parser(
+        prog="swarmllm doctor", description="Checks this machine and network, and names what to mend.", epilog=EXAMPLES
+    )
+    classes = [DoctorConfig, ModelConfig, BlocksConfig, SwarmConfig, PeerConfig]
+    parser.add_settings(DoctorConfig, classes, without=["stop_on_stdin_eof"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    async def run() -> int:
+        config = DoctorConfig(**build_parser().parse_settings(argv))
+        return 1 if await examine(config) else 0
+
+    return run_command(run, default_log_level="ERROR")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`swarmllm generate`: text from a swarm in the terminal, as it comes."""
+
+import sys
+from collections.abc import Sequence
+
+from swarmllm.client.text_generation import TextConfig, open_model
+from swarmllm.command_line import Parser, run_program
+from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig
+from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.invite import is_invite
+
+SHORTEST_PEER_ID = 40
+EXAMPLES = """examples:
+  swarmllm generate --model M --initial_peers /ip4/…/tcp/…/p2p/… "Once upon a time"
+  echo "Once upon a time" | swarmllm generate --model M --temperature 0.7 --top_p 0.9 --seed 1
+"""
+
+
+def build_parser() -> Parser:
+    """A flag for each field of TextConfig, and the prompt."""
+    parser = Parser(prog="swarmllm generate", description="Text from a swarm, as it comes.", epilog=EXAMPLES)
+    parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
+    parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
+    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig)
+    return parser
+
+
+def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
+    """The settings, and the prompt if there is one on the command line.
+
+    Raises:
+        ConfigurationError, SystemExit(2): they can't work.
+    """
+    settings = build_parser().parse_settings(argv)
+    prompt = settings.pop("prompt", None)
+    for name in ("initial_peers", "allowed_servers", "blocked_servers"):
+        peers = settings.get(name, [])
+        if prompt is None and len(peers) > 1 and not _names_peer(peers[-1]):
+            prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
+    if prompt is not None:  # bytes that are no UTF-8 come as halves of characters, which tokenizers refuse
+        prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
+    return TextConfig(**settings), prompt
+
+
+def _names_peer(word: str) -> bool:
+    return word.startswith("/") or is_invite(word) or (word.isalnum() and len(word) >= SHORTEST_PEER_ID)
+
+
+def generate(config: TextConfig, prompt: str) -> None:
+    """Stream the prompt and what follows it to standard output."""
+    from transformers import TextStreamer
+
+    model, tokenizer = open_model(config, seed=config.seed)
+    with model:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        try:
+            model.generate(
+                inputs.input_ids,
+                attention_mask=inputs.attention_mask,
+                streamer=streamer,
+                **config.generation_options(),
+            )
+        except SwarmError:
+            streamer.end()  # what was written so far is the reader's, and the error begins a line of its own
+            raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    def run() -> None:
+        config, prompt = parse_prompt(argv)
+        if prompt is None:
+            if sys.stdin.isatty():
+                raise ConfigurationError('give a prompt, like swarmllm generate … "Once upon a time"')
+            prompt = sys.stdin.read().rstrip("\n")
+        if not prompt.strip():
+            raise ConfigurationError("the prompt is empty; give at least one word")
+        generate(config, prompt)
+
+    return run_program(run, default_log_level="WARNING")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""`swarmllm status`: who serves what in a swarm, how fast, and what is missing; as a table or as JSON."""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from swarmllm.command_line import Parser, run_command
+from swarmllm.config import SwarmConfig
+from swarmllm.data_structures import ModelRecord, SwarmSnapshot
+from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.swarm.block_map import (
+    describe_adapters,
+    describe_coverage,
+    describe_different_weights,
+    describe_swarm,
+    state_name,
+)
+from swarmllm.swarm.routing import find_route, route_cost_ms
+
+if TYPE_CHECKING:
+    from swarmllm.network.p2p.block_directory import BlockDirectory
+
+EXAMPLES = """examples:
+  swarmllm status --initial_peers /ip4/…/tcp/…/p2p/…
+  swarmllm status --model bigscience/bloom --json
+"""
+
+SECOND_LOOK_S = 1.0
+"""Before blocks are called missing. Assumed: a busy node answers then."""
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One checkpoint of the swarm and its servers."""
+
+    record: ModelRecord
+    snapshot: SwarmSnapshot
+
+    def as_text(self) -> str:
+        """A headline, the table of servers, and what that means for users."""
+        return "\n".join(
+            [
+                f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
+                *(f"  {line}" for line in describe_swarm(self.snapshot)),
+                f"  {describe_coverage(self.snapshot)}",
+                *self._missing_memory(),
+                *(f"  {line}" for line in describe_different_weights(self.snapshot)),
+                *(f"  {line}" for line in describe_adapters(self.snapshot)),
+            ]
+        )
+
+    def _missing_memory(self) -> list[str]:
+        """What those would have to bring who could complete the model."""
+        num_missing, block_bytes = len(self.snapshot.missing_blocks()), self.record.block_bytes
+        if not num_missing or not block_bytes:
+            return []
+        gigabytes = num_missing * block_bytes / 1e9
+        return [
+            f"  {num_missing} blocks of {block_bytes / 1e9:.2f} GB are missing: {gigabytes:.2f} GB, and room for caches"
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """What is announced, and `missing_blocks` and `expected_ms_per_token` (null: it can't be used)."""
+        try:
+            expected_ms = round(route_cost_ms(find_route(self.snapshot)), 3)
+        except MissingBlocksError:
+            expected_ms = None
+        return {
+            **self.record.model_dump(mode="json"),
+            "missing_blocks": list(self.snapshot.missing_blocks()),
+            "expected_ms_per_token": expected_ms,
+            "servers": [
+                {**server.model_dump(mode="json"), "state": state_name(server.state)}
+                for server in self.snapshot.servers
+            ],
+        }
+
+
+async def look_up(directory: "BlockDirectory", name: str | None = None) -> list[ModelStatus]:
+    """All models of the swarm, or those called `name` (a path or hub id may be shortened to its last part).
+
+    Raises:
+        MissingBlocksError: nobody serves `name`.
+        PeerUnreachableError: this peer's daemon died.
+    """
+    records = {record.fingerprint: record for record in (await directory.models()).values()}
+    wanted = sorted(records.values(), key=lambda record: (record.name, record.fingerprint))
+    if name is not None:
+        names = {record.name for record in wanted}
+        wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
+        if not wanted:
+            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model at all"
+            raise MissingBlocksError(f"nobody in this swarm serves {name}; {served}")
+    found = []
+    for record in wanted:
+        servers = tuple(s for s in await directory.servers(record.fingerprint) if s.end <= record.num_blocks)
+        found.append(ModelStatus(record, SwarmSnapshot(record.num_blocks, servers)))
+    return found
+
+
+async def look_twice(directory: "BlockDirectory", name: str | None = None) -> list[ModelStatus]:
+    """What `look_up` finds, the second time if blocks seem to be missing: a node that answers too late is left out.
+
+    Raises:
+        MissingBlocksError, PeerUnreachableError: as `look_up`.
+    """
+    models = await look_up(directory, name)
+    if any(status.snapshot.missing_blocks() for status in models):
+        await asyncio.sleep(SECOND_LOOK_S)
+        models = await look_up(directory, name)
+    return models
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig(SwarmConfig):
+    """What to show."""
+
+    model: str | None = None
+    """Name of the only model to show; its last part is enough."""
+    json: bool = False
+    """Print JSON, for programs."""
+
+
+def build_parser() -> Parser:
+    """A flag for each field of StatusConfig."""
+    parser = Parser(
+        prog="swarmllm status", description="Who serves what in a swarm, and what is missing.", epilog=EXAMPLES
+    )
+    parser.add_settings(StatusConfig, [SwarmConfig, StatusConfig], without=["identity_path"])
+    return parser
+
+
+async def show_status(config: StatusConfig) -> None:
+    """Look once and print.
+
+    Raises:
+        SwarmError: the swarm can't be reached, or nobody serves the model.
+    """
+    if not config.initial_peers and not config.lan_discovery:
+        raise ConfigurationError("name peers of the swarm with --initial_peers (or SWARMLLM_INITIAL_PEERS)")
+    from swarmllm.network.p2p.block_directory import BlockDirectory
+    from swarmllm.network.p2p.discovery import find_any_swarm
+    from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
+
+    initial_peers = config.initial_peers or await find_any_swarm()
+    async with await Peer.create(initial_peers=initial_peers, client_mode=True) as peer:
+        models = await look_twice(BlockDirectory(peer, config.swarm_name), config.model)
+    if config.json:
+        print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
+    else:
+        texts = [status.as_text() for status in models] + _same_names(models)
+        print("\n\n".join(texts) or "This swarm serves no model.")
+
+
+def _same_names(models: Sequence[ModelStatus]) -> list[str]:
+    """What names don't tell: models that differ."""
+    counts = Counter(status.record.name for status in models)
+    return [
+        f"{count} models are called {name}: their config or weights differ, so clients and servers of one don't use "
+        "those of another"
+        for name, count in counts.items()
+        if count > 1
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+
+    async def run() -> None:
+        await show_status(StatusConfig(**build_parser().parse_settings(argv)))
+
+    return run_command(run, default_log_level="WARNING")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

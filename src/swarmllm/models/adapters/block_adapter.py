@@ -1,0 +1,266 @@
+"""What a client adds to blocks that it doesn't hold: small trained tensors, applied by servers for its calls alone.
+
+A `Patch` names a linear module of a block and how tensors change what it computes; `BlockAdapter` holds the patches of
+some blocks with their values. The client makes one from what peft has put into its hollow blocks (`hollow_blocks`); it
+travels as one flat tensor and a list of patches, never as code; the server checks it against its blocks (`checked`) and
+applies it by hooks while a call runs (`applied`). Gradients with respect to the values come back the same way.
+
+    kind       tensors                        what the module computes            (x its input, y its output)
+    lora       A [r, in], B [out, r]          y + B(A(x)) · scale
+    ia3_in     l [in]                         the module on x · l
+    ia3_out    l [out]                        y · l
+    loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
+    prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
+    prefix     k, v [heads, prefix, head]     a whole block with these keys and values before those of a text
+
+A prefix is no hook: `BlockSpan` puts it into the cache of a call, whose positions begin behind it then.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmllm.data_structures import Patch, Span
+from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.block_slots import BlockSlots
+
+MAX_RANK = 1024
+MAX_PROMPTS = 1024
+"""Positions of deep prompts, or of a prefix. Assumed: papers use up to some hundreds."""
+
+KeyValueShapes = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
+"""(heads, head size) of the keys and of the values that a block keeps; blocks that can't have a prefix are missing."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAdapter:
+    """Patches and their values: on a client a copy of what was trained, on a server leaves of a call's graph."""
+
+    patches: tuple[Patch, ...]
+    values: tuple[tuple[Tensor, ...], ...]
+    """Tensors of each patch; all of one floating-point dtype."""
+    version: int = 0
+    """The client's: equal for equal values."""
+    name: str = ""
+    """Name of an adapter that a server offers to everybody; such a one isn't trained."""
+
+    @cached_property
+    def num_prompts(self) -> int:
+        """Positions at the beginning of a text at which it does something else than later."""
+        return max((patch.shapes[0][0] for patch in self.patches if patch.kind == "prompt"), default=0)
+
+    @cached_property
+    def num_prefix(self) -> int:
+        """Positions of keys and values that come before a text."""
+        return max((patch.shapes[0][1] for patch in self.patches if patch.kind == "prefix"), default=0)
+
+    def prefix(self, span: Span) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values `[heads, prefix, head]` by block of `span`."""
+        pairs = zip(self.patches, self.values, strict=True)
+        return {
+            patch.block: (values[0], values[1])
+            for patch, values in pairs
+            if patch.kind == "prefix" and patch.block in span
+        }
+
+    def part(self, span: Span) -> "BlockAdapter | None":
+        """The patches of the blocks of `span`; None if there are none."""
+        kept = [index for index, patch in enumerate(self.patches) if patch.block in span]
+        if not kept:
+            return None
+        return BlockAdapter(
+            tuple(self.patches[i] for i in kept), tuple(self.values[i] for i in kept), version=self.version
+        )
+
+    def indices(self, span: Span) -> list[int]:
+        """Where the tensors of `part(span)` are among all `tensors()`."""
+        counts = [len(patch.shapes) if patch.block in span else -len(patch.shapes) for patch in self.patches]
+        starts = itertools.accumulate((abs(count) for count in counts), initial=0)
+        return [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
+
+    def tensors(self) -> list[Tensor]:
+        """All values in their order."""
+        return [tensor for of_patch in self.values for tensor in of_patch]
+
+    def flat(self) -> Tensor:
+        """All values in one dimension, as they travel."""
+        return torch.cat([tensor.detach().flatten() for tensor in self.tensors()])
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """The inverse of `flat`, for gradients."""
+        sizes = [tensor.numel() for tensor in self.tensors()]
+        parts = zip(torch.split_with_sizes(flat, sizes), self.tensors(), strict=True)
+        return [part.view(like.shape) for part, like in parts]
+
+    def leaves(self) -> "BlockAdapter":
+        """The same values as tensors that want gradients of their own."""
+        values = tuple(tuple(tensor.detach().requires_grad_() for tensor in of_patch) for of_patch in self.values)
+        return BlockAdapter(self.patches, values, version=self.version)
+
+
+def checked(
+    patches: Sequence[Patch],
+    flat: Tensor,
+    slots: BlockSlots,
+    hidden_size: int | None = None,
+    key_value_shapes: KeyValueShapes | None = None,
+) -> BlockAdapter:
+    """What a client sent, as an adapter for these blocks.
+
+    Args:
+        hidden_size: of hidden states `[batch, seq, hidden]`; None: they have another form, or are not known.
+        key_value_shapes: what these blocks keep in a cache; None: they can't have a prefix.
+
+    Raises:
+        RemoteProtocolError: it doesn't fit them.
+    """
+    needed = 0
+    _check_prefix([patch for patch in patches if patch.kind == "prefix"], key_value_shapes or {})
+    for patch in patches:
+        _check_patch(patch, slots, hidden_size)
+        needed += sum(math.prod(shape) for shape in patch.shapes)
+    if flat.ndim != 1 or not flat.is_floating_point() or len(flat) != needed:
+        raise RemoteProtocolError(f"the adapter's values must be {needed} floats, got {list(flat.shape)} {flat.dtype}")
+    if not bool(flat.isfinite().all()):
+        raise RemoteProtocolError("the adapter's values must be finite: its training has diverged")
+    sizes = [math.prod(shape) for patch in patches for shape in patch.shapes]
+    parts = iter(torch.split_with_sizes(flat, sizes))
+    values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
+    return BlockAdapter(tuple(patches), values)
+
+
+def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> None:
+    where = f"{patch.kind} for {patch.path or 'the whole'} of block {patch.block}"
+    if patch.block not in slots.hosted:
+        raise RemoteProtocolError(f"{where}: this server holds blocks {slots.hosted}")
+    if patch.kind == "prompt":
+        num_prompts = patch.shapes[0][0] if patch.shapes else 0
+        if patch.path or patch.shapes != ((num_prompts, hidden_size),) or num_prompts > MAX_PROMPTS:
+            raise RemoteProtocolError(
+                f"{where}: prompts must be [at most {MAX_PROMPTS}, {hidden_size}], got {patch.shapes}"
+            )
+        return
+    if patch.kind == "prefix":
+        return  # `_check_prefix` has
+    try:
+        module = slots.block(patch.block).get_submodule(patch.path)
+    except AttributeError:
+        raise RemoteProtocolError(f"{where}: this model has no such module") from None
+    features = in_and_out_features(module)
+    if features is None:
+        raise RemoteProtocolError(f"{where}: it is a {type(module).__name__}, not a linear module")
+    fan_in, fan_out = features
+    rank = patch.shapes[0][0] if patch.kind == "lora" else patch.shapes[0][-1]
+    wanted: tuple[tuple[int, ...], ...] = {
+        "lora": ((rank, fan_in), (fan_out, rank)),
+        "ia3_in": ((fan_in,),),
+        "ia3_out": ((fan_out,),),
+        "loha": ((fan_out, rank), (rank, fan_in)) * 2,
+    }[patch.kind]
+    if patch.shapes != wanted or (patch.kind in ("lora", "loha") and rank > MAX_RANK):
+        raise RemoteProtocolError(f"{where}: its shapes {patch.shapes} don't fit a module {fan_in} → {fan_out}")
+
+
+def _check_prefix(patches: Sequence[Patch], shapes: KeyValueShapes) -> None:
+    """One for each block, and as long for all."""
+    if not patches:
+        return
+    num_prefix = patches[0].shapes[0][1] if len(patches[0].shapes[0]) == 3 else 0
+    if num_prefix > MAX_PROMPTS:
+        raise RemoteProtocolError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
+    for patch in patches:
+        if patch.block not in shapes:
+            raise RemoteProtocolError(f"block {patch.block} keeps no keys and values that a prefix could come before")
+        wanted = tuple((heads, num_prefix, size) for heads, size in shapes[patch.block])
+        if patch.path or patch.shapes != wanted:
+            raise RemoteProtocolError(
+                f"the prefix of block {patch.block} must be keys and values {wanted}, got {patch.shapes}"
+            )
+    if len({patch.block for patch in patches}) < len(patches):
+        raise RemoteProtocolError("a block can have one prefix only")
+
+
+def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
+    """(features in, features out) of a linear module; None if it is something else (GPT-2's Conv1D is linear)."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":
+        weight = getattr(module, "weight", None)
+        return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else None
+    return None
+
+
+@contextmanager
+def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0) -> Iterator[None]:
+    """Within, the blocks of `span` compute with the adapter, on positions from `past` on."""
+    with ExitStack() as hooks:
+        for patch, values in zip(adapter.patches, adapter.values, strict=True):
+            if patch.block not in span or patch.kind == "prefix":
+                continue
+            module = slots.block(patch.block).get_submodule(patch.path)
+            if patch.kind == "prompt":
+                if past < len(values[0]):
+                    hooks.callback(_prompt(module, values[0][past:], slots).remove)
+                continue
+            hooks.callback(_HOOKS[patch.kind](module, values, patch.scale).remove)
+        yield
+
+
+def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
+    down, up = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        inner = functional.linear(functional.linear(args[0].to(down.dtype), down), up)
+        return (output + inner * scale).to(output.dtype)
+
+    return module.register_forward_hook(hook)
+
+
+def _ia3_in(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
+    (factors,) = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return ((args[0].to(factors.dtype) * factors).to(args[0].dtype), *args[1:])
+
+    return module.register_forward_pre_hook(hook)
+
+
+def _ia3_out(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
+    (factors,) = values
+    return module.register_forward_hook(lambda _, __, output: (output * factors).to(output.dtype))
+
+
+def _loha(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
+    a1, b1, a2, b2 = values
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        delta = (a1 @ b1) * (a2 @ b2) * scale
+        return (output + functional.linear(args[0].to(delta.dtype), delta)).to(output.dtype)
+
+    return module.register_forward_hook(hook)
+
+
+def _prompt(block: nn.Module, values: Tensor, slots: BlockSlots) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = slots.hidden_argument(args, kwargs)
+        seq_len = hidden.shape[1]
+        added = functional.pad(values[:seq_len], (0, 0, 0, max(0, seq_len - len(values))))
+        return slots.with_hidden(args, kwargs, (hidden + added).to(hidden.dtype))
+
+    return block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "lora": _lora,
+    "ia3_in": _ia3_in,
+    "ia3_out": _ia3_out,
+    "loha": _loha,
+}

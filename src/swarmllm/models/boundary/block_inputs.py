@@ -1,0 +1,185 @@
+"""Everything that one forward call through some blocks needs, as it travels on the wire.
+
+Made by the client shell, encoded by `network/`, used up by a server's `BlockSpan`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.inner_states import InnerStates
+
+AXES = {"position_ids": (-2, -1), "token_type_ids": (0, -1), "input_ids": (0, 1), "inputs_embeds": (0, 1)}
+"""Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class BlockInputs:
+    """The inputs of one call; tensors that the caller didn't give are None.
+
+    Nobody changes one that exists. It isn't frozen, because that would cost every hop of every token 10 µs.
+    """
+
+    hidden_states: Tensor
+    """Opaque: `[batch, seq, hidden]` for most models, other axes around (batch, seq) for some (`batch_axis`)."""
+    batch_size: int
+    seq_len: int
+    attention_mask: Tensor | None = None
+    """`[batch, past + seq]` of 0 and 1, or `[batch, 1, seq, past + seq]`, as the caller gave it."""
+    position_ids: Tensor | None = None
+    """`[batch or 1, seq]`, or `[kinds, batch or 1, seq]`."""
+    token_type_ids: Tensor | None = None
+    """`[batch, seq]`."""
+    input_ids: Tensor | None = None
+    """`[batch, seq]`; only if the blocks need it (`BlockTraits.extra_inputs`)."""
+    inputs_embeds: Tensor | None = None
+    """`[batch, seq, embedding]`; only if the blocks need it."""
+    adapter: BlockAdapter | None = None
+    """What the blocks shall compute with besides their weights; travels apart, by handle."""
+    trained: tuple[Tensor, ...] = ()
+    """Parameters that `adapter.tensors()` are copies of, in their order, on a client; gradients go to them."""
+    inner: InnerStates | None = None
+    """What is wanted of the blocks besides their result, and where it is put."""
+    whole: bool = False
+    """Whether the caller, a client's model, looks at outputs of padding; otherwise they needn't be computed."""
+
+    @property
+    def num_prefix(self) -> int:
+        """Positions before the text whose keys and values come with the adapter."""
+        return 0 if self.adapter is None else self.adapter.num_prefix
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a batch, of all its rows, that take memory on a server; for limits."""
+        return self.batch_size * (self.seq_len + self.num_prefix)
+
+    def has_ones_mask(self, past: int) -> bool:
+        """Whether a server can make the mask itself; to read it once more costs less than to send it every time."""
+        mask, shape = self.attention_mask, (self.batch_size, past + self.seq_len)
+        return mask is not None and mask.dtype == torch.int64 and mask.shape == shape and bool(mask.all())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be encoded."""
+        values = ((name, getattr(self, name)) for name in TENSOR_NAMES)
+        return {name: value for name, value in values if value is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], *, batch_size: int, seq_len: int) -> Self:
+        """The inverse of `tensors`; unknown names (of newer peers) are ignored."""
+        known: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in TENSOR_NAMES}
+        return cls(batch_size=batch_size, seq_len=seq_len, **known)
+
+    def with_hidden(self, hidden_states: Tensor) -> Self:
+        """The same call for the next blocks."""
+        return replace(self, hidden_states=hidden_states)
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        """The same call with these tensors instead of its own, by name; other names are ignored."""
+        known: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in TENSOR_NAMES}
+        return replace(self, **known)
+
+    def detached(self) -> Self:
+        """The same call outside of autograd's graph."""
+        detached = self.from_tensors(
+            {name: tensor.detach() for name, tensor in self.tensors().items()},
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+        )
+        return replace(detached, adapter=self.adapter, inner=self.inner, whole=self.whole)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """The same call on another device, with floating-point tensors in another dtype (masks keep theirs)."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        for name in ("hidden_states", "inputs_embeds"):
+            if name in moved:
+                moved[name] = moved[name].to(dtype)
+        return replace(self, **moved)
+
+    def rows(self, start: int, end: int, traits: BlockTraits) -> Self:
+        """Samples `[start, end)` of the batch."""
+        return self._of_rows(end - start, lambda tensor, axis: tensor.narrow(axis, start, end - start), traits)
+
+    def rows_in_order(self, order: Tensor, traits: BlockTraits) -> Self:
+        """These samples of the batch; some may come more than once."""
+        return self._of_rows(
+            len(order), lambda tensor, axis: tensor.index_select(axis, order.to(tensor.device)), traits
+        )
+
+    def _of_rows(self, batch_size: int, take: Callable[[Tensor, int], Tensor], traits: BlockTraits) -> Self:
+        def taken(tensor: Tensor | None, axis: int) -> Tensor | None:
+            if tensor is None or tensor.shape[axis] != self.batch_size:  # [1, seq]: the same for all samples
+                return tensor
+            return take(tensor, axis)
+
+        beside: dict[str, Any] = {name: taken(getattr(self, name), axis) for name, (axis, _) in AXES.items()}
+        return replace(
+            self,
+            hidden_states=take(self.hidden_states, traits.batch_axis),
+            batch_size=batch_size,
+            attention_mask=taken(self.attention_mask, 0),
+            inner=None if self.inner is None else self.inner.fresh(),
+            **beside,
+        )
+
+    def columns(self, start: int, end: int, past: int, traits: BlockTraits) -> Self:
+        """Positions `[start, end)` of this call's sequence, which itself follows `past` positions."""
+        count = end - start
+        mask = self.attention_mask
+        if mask is not None:
+            mask = mask[..., : past + end]
+            mask = mask[..., start:end, :] if mask.ndim > 2 else mask
+        given = {
+            name: (tensor, axis) for name, (_, axis) in AXES.items() if (tensor := getattr(self, name)) is not None
+        }
+        beside: dict[str, Any] = {name: tensor.narrow(axis, start, count) for name, (tensor, axis) in given.items()}
+        return replace(
+            self,
+            hidden_states=self.hidden_states.narrow(traits.batch_axis + 1, start, count),
+            seq_len=count,
+            attention_mask=mask,
+            inner=None if self.inner is None else self.inner.fresh(),
+            **beside,
+        )
+
+    def cut_to(self, start: int, end: int, traits: BlockTraits) -> Self:
+        """Positions `[start, end)` of a batch as a batch of their own, which knows of nothing before them.
+
+        They keep their places: blocks that are told none count from 0.
+        """
+        cut = self.columns(start, end, 0, traits)
+        mask, positions = cut.attention_mask, cut.position_ids
+        if start and positions is None:
+            positions = torch.arange(start, end, device=self.hidden_states.device)[None]
+        return replace(cut, attention_mask=None if mask is None else mask[..., start:], position_ids=positions)
+
+
+_NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole")
+TENSOR_NAMES = tuple(field.name for field in fields(BlockInputs) if field.name not in _NO_TENSORS)
+
+
+def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
+    """Whether it has a column for each of the `past` positions and of the call's, no more and no fewer.
+
+    Models pad and cut masks of another width without a word.
+
+    Raises:
+        ConfigurationError: it hasn't.
+    """
+    shape, width = list(mask.shape), past + seq_len
+    rows = (batch_size,) if len(shape) == 2 else (1, batch_size)
+    if (
+        len(shape) not in (2, 3, 4)
+        or shape[0] not in rows
+        or shape[-1] != width
+        or (len(shape) > 2 and shape[-2] != seq_len)
+    ):
+        raise ConfigurationError(
+            f"attention_mask must be [{batch_size}, {width}] or [{batch_size}, 1, {seq_len}, {width}], with a column "
+            f"for each position of the text{f', {past} earlier ones included' if past else ''}, not {shape}"
+        )

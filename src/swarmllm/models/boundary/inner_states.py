@@ -1,0 +1,174 @@
+"""What passes between the blocks of one call, for those who ask: outputs of blocks, and attention weights.
+
+Transformers calls them hidden states and attentions. The wish travels with the inputs (`BlockInputs.inner`), and what
+has been found is put into the same object: by a server's `models/span`, and on a client from the servers' answers,
+which are checked here. Whoever cuts inputs into pieces joins what the pieces have found.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError, CorruptActivationsError
+from swarmllm.models.boundary.activation_checks import checked, plausible
+
+ANSWER_BYTES = 32 << 20
+"""What a client asks for at a time, if it can ask in pieces. Assumed: much more than a message costs, and little enough
+for a server that answers several."""
+MAX_ANSWER_BYTES = 128 << 20
+"""What a server answers to one request: a quarter of what one peer may have under way there."""
+MAX_HEADS = 4096
+MAX_PLACE = 15
+"""As in `wire/messages`."""
+
+Map = tuple[int, int, Tensor]
+"""Block, place, weights `[batch, heads, seq, past + seq]`. Place 0: found inside the block; k: the k-th of the values
+that the block returns beside its hidden states, which is where transformers' older models look for them."""
+Described = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""(block, place, shape) of each tensor of weights."""
+
+
+class InnerStates:
+    """The wish of one call, and what was found."""
+
+    def __init__(self, outputs: Collection[int], *, attentions: bool = False, num_heads: int = 1) -> None:
+        self.outputs = frozenset(outputs)
+        """Blocks whose outputs are wanted."""
+        self.attentions = attentions
+        """Whether the attention weights of all blocks are."""
+        self.num_heads = num_heads
+        """Of one block, to estimate sizes."""
+        self.found: dict[int, Tensor] = {}
+        """Outputs by block: hidden states as the block has returned them."""
+        self.maps: dict[int, list[Map]] = {}
+        """Attention weights by block, in the order in which they were computed."""
+
+    def fresh(self) -> Self:
+        """The same wish for a piece of the call."""
+        return type(self)(self.outputs, attentions=self.attentions, num_heads=self.num_heads)
+
+    def within(self, span: Span) -> list[int]:
+        """Blocks of `span` whose outputs are wanted."""
+        return [block_idx for block_idx in span if block_idx in self.outputs]
+
+    def wants(self, span: Span) -> bool:
+        """Whether anything is wanted of these blocks."""
+        return self.attentions or bool(self.within(span))
+
+    def num_bytes(self, span: Span, batch_size: int, seq_len: int, past: int, position_bytes: int) -> int:
+        """Memory of what is wanted of these blocks, whose hidden states take `position_bytes` for each position."""
+        of_outputs = len(self.within(span)) * batch_size * seq_len * position_bytes
+        if not self.attentions:
+            return of_outputs
+        return of_outputs + len(span) * batch_size * self.num_heads * seq_len * (past + seq_len) * 4
+
+    def join(self, parts: Sequence["InnerStates | None"], axis: int) -> None:
+        """Take over what the pieces of this call have found; `axis` is the one of hidden states that was cut.
+
+        Attention weights can only be cut along the batch.
+        """
+        found = [part for part in parts if part is not None and part is not self]
+        if not found:
+            return
+        for block_idx in found[0].found:
+            self.found[block_idx] = _joined([part.found[block_idx] for part in found], axis)
+        for block_idx, maps in found[0].maps.items():
+            of_parts = zip(*(part.maps[block_idx] for part in found), strict=True)
+            self.maps[block_idx] = [
+                (block_idx, place, _joined([one[2] for one in same], 0))
+                for (_, place, _), same in zip(maps, of_parts, strict=True)
+            ]
+
+    def copy(self, span: Span, like: Tensor) -> None:
+        """Make what was found in these blocks the caller's own, where and in what dtype `like` is."""
+        device, dtype = like.device, like.dtype
+        for block_idx in self.within(span):
+            self.found[block_idx] = self.found[block_idx].clone().to(device, dtype)
+        for block_idx in self.maps.keys() & set(span):
+            maps = self.maps[block_idx]
+            self.maps[block_idx] = [(idx, place, one.clone().to(device, dtype)) for idx, place, one in maps]
+
+    # ------------------------------------------------------------------ as an answer
+
+    def as_answer(self, span: Span) -> tuple[tuple[int, ...], Described, dict[str, Tensor]]:
+        """What was found in these blocks: blocks whose outputs are there, attention weights described, tensors.
+
+        Raises:
+            ConfigurationError: outputs of these blocks don't fit into one tensor.
+        """
+        blocks = tuple(self.within(span))
+        outputs = [self.found[block_idx] for block_idx in blocks]
+        if len({(output.shape, output.dtype) for output in outputs}) > 1:
+            raise ConfigurationError("this model's blocks return hidden states of several shapes: leave them out")
+        tensors = {"block_outputs": torch.stack(outputs)} if outputs else {}
+        maps = [one for block_idx in span for one in self.maps.get(block_idx, ())]
+        if maps:
+            tensors["attentions"] = torch.cat([weights.flatten() for _, _, weights in maps])
+        return blocks, tuple((block_idx, place, tuple(weights.shape)) for block_idx, place, weights in maps), tensors
+
+    def take(
+        self,
+        blocks: tuple[int, ...],
+        described: Described,
+        tensors: dict[str, Tensor],
+        *,
+        span: Span,
+        like: Tensor,
+        batch_axis: int,
+        end: int,
+        mask: Tensor | None,
+        peer_id: str,
+    ) -> None:
+        """Take what a server has answered about its blocks, after making sure that it can be that.
+
+        Args:
+            like: hidden states of this call.
+            end: positions that attention can have seen, a prefix included.
+
+        Raises:
+            CorruptActivationsError: it can't be right.
+        """
+        if blocks != tuple(self.within(span)):
+            raise CorruptActivationsError(f"outputs of blocks {blocks} were answered, others were wanted", peer_id)
+        outputs = tensors.get("block_outputs")
+        if blocks and (outputs is None or outputs.shape != (len(blocks), *like.shape)):
+            raise CorruptActivationsError("the outputs of blocks are missing or of another shape", peer_id)
+        found = {
+            block_idx: checked(output, like, peer_id=peer_id, batch_axis=batch_axis, attention_mask=mask)
+            for block_idx, output in zip(blocks, () if outputs is None else outputs, strict=True)
+        }
+        maps = _unpacked(described if self.attentions else (), tensors.get("attentions"), peer_id)
+        batch_size, seq_len = like.shape[batch_axis : batch_axis + 2]
+        for block_idx, _, weights in maps:
+            fits = fits_attention(weights, batch_size, seq_len, end) and block_idx in span
+            if not fits or not plausible(weights.movedim(1, 2), 0, mask):
+                raise CorruptActivationsError("attention weights of another shape, or no numbers, came", peer_id)
+        self.found |= found
+        for block_idx in span if self.attentions else ():
+            self.maps[block_idx] = [(one[0], one[1], one[2].to(like)) for one in maps if one[0] == block_idx]
+
+
+def fits_attention(weights: Tensor, batch_size: int, seq_len: int, end: int) -> bool:
+    """Whether these can be attention weights `[batch, heads, seq, up to end]`."""
+    if weights.ndim != 4 or not weights.is_floating_point():
+        return False
+    rows, heads, queries, keys = weights.shape
+    return rows == batch_size and 1 <= heads <= MAX_HEADS and queries == seq_len and 1 <= keys <= end
+
+
+def _unpacked(described: Described, flat: Tensor | None, peer_id: str) -> list[Map]:
+    if not described:
+        return []
+    sizes = [math.prod(shape) for _, _, shape in described]
+    if flat is None or flat.ndim != 1 or sum(sizes) != len(flat):
+        raise CorruptActivationsError("attention weights are missing, or aren't what their shapes say", peer_id)
+    parts = torch.split_with_sizes(flat, sizes)
+    return [(one[0], one[1], part.view(one[2])) for one, part in zip(described, parts, strict=True)]
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=axis)

@@ -1,0 +1,124 @@
+"""A checkpoint in GGUF: one file, or several parts of one, with config and weights.
+
+Which file, its name says: `path/to/file.gguf`, `owner/repository/file.gguf` on the hub, or a directory that holds one.
+Used by `checkpoint`.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
+from swarmllm.models.checkpoint.sources import Source, first_line
+from swarmllm.models.checkpoint.stored_files import LAYOUTS, OnRead, StoredFiles
+from swarmllm.models.checkpoint.weight_files import StoredPlace
+from swarmllm.models.formats.gguf.config import architecture_of, config_of
+from swarmllm.models.formats.gguf.header import Header, read_header
+from swarmllm.models.formats.gguf.weights import ROPE_FACTORS, GgufView, GgufWeight
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")
+
+
+def split_name(name_or_path: str) -> tuple[str, str | None]:
+    """(directory or repository, GGUF file in it or None).
+
+    Raises:
+        ConfigurationError: a directory holds several, and nothing else.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path.endswith(SUFFIX) and not path.is_dir():
+        if path.is_file() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") < 2:
+            return str(path.parent), path.name
+        owner, repository, filename = name_or_path.split("/", 2)
+        return f"{owner}/{repository}", filename
+    if not path.is_dir() or any((path / filename).is_file() for filename, _ in LAYOUTS):
+        return name_or_path, None
+    found = sorted(
+        one.name for one in path.glob(f"*{SUFFIX}") if not (part := _PART.search(one.name)) or part[1] == "00001"
+    )
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{name_or_path} holds {len(found)} GGUF files: name one of them, such as {path / found[0]}"
+        )
+    return name_or_path, found[0] if found else None
+
+
+class GgufFiles(StoredFiles):
+    """What a GGUF file holds, as transformers would have it."""
+
+    def __init__(self, source: Source, filename: str) -> None:
+        """Reads the header, and factors of the rotation if there are any.
+
+        Raises:
+            BlockWeightsNotFoundError: there is no such file.
+            CorruptWeightsError: it, or a part of it, is damaged.
+            UnsupportedModelError: it holds what swarmllm can't read.
+        """
+        self._source, self._filename = source, filename
+        headers = [read_header(source.file(part)) for part in _parts(filename)]
+        header = Header(headers[0].settings, {name: one for part in headers for name, one in part.tensors.items()})
+        if header.settings.get("split.count", 1) not in (0, len(headers)):
+            raise CorruptWeightsError(
+                f"{filename} is one of {header.settings['split.count']} parts: name the first of them, "
+                "…-00001-of-0000N.gguf, and keep the others beside it"
+            )
+        factors = header.tensors.get(ROPE_FACTORS)
+        read = None if factors is None else GgufWeight(factors, None, None, 0.0, None)[...]
+        try:
+            self._fields = config_of(header, read)
+            fields = dict(self._fields)
+            self.config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        except (UnsupportedModelError, CorruptWeightsError):
+            raise
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptWeightsError(f"{filename} describes no model ({first_line(error)})") from error
+        self._tensors = header.tensors
+        self._view = GgufView(architecture_of(header), header.tensors, self.config)
+        self.comes_packed = any(self._view.kept_bits(weight) for weight in self._view.stored)
+
+    def weight_map(self) -> dict[str, str]:
+        return {weight: tensor.path.name for weight, (tensor, _) in self._view.stored.items()}
+
+    def kept_bits(self, weight: str) -> float | None:
+        return self._view.kept_bits(weight)
+
+    def tensors(
+        self, names: Iterable[str], packed_for: torch.dtype | None, on_read: OnRead | None = None
+    ) -> dict[str, Any]:
+        return self._view.tensors(names, packed_for, on_read)
+
+    def filenames(self) -> list[str]:
+        return _parts(self._filename)
+
+    def local(self, filename: str) -> Path | None:
+        return self._source.local(filename)
+
+    def places(self, filename: str) -> list[StoredPlace]:
+        """Read anew, as there may be another file by now."""
+        header = read_header(self._source.file(filename))
+        return [StoredPlace(name, one.start, one.num_bytes) for name, one in header.tensors.items()]
+
+    def raw_config(self) -> dict[str, Any]:
+        """With the name of a file that has a commit: another one of the same commit may be another model."""
+        if self._source.commit is None:
+            return self._fields
+        return {**self._fields, "gguf_file": f"{self._source.folder}{self._filename}"}
+
+    def identity(self) -> dict[str, Any]:
+        """The list of tensors, whatever the file is called."""
+        return {"headers": sorted((name, one.kind, one.shape) for name, one in self._tensors.items())}
+
+
+def _parts(filename: str) -> list[str]:
+    """Names of all parts of the file that this one begins."""
+    part = _PART.search(filename)
+    if part is None:
+        return [filename]
+    if part[1] != "00001":
+        raise ConfigurationError(f"{filename} is a part of a GGUF file: name the first one, …-00001-of-{part[2]}.gguf")
+    return [f"{filename[: part.start()]}-{index:05}-of-{part[2]}.gguf" for index in range(1, int(part[2]) + 1)]

@@ -1,0 +1,347 @@
+"""A model without weights, cut down to some blocks or to none, and the checkpoint tensors that it needs.
+
+transformers' own renaming rules decide which tensors those are, so renamed, fused and quantized checkpoints work
+without a table of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import logging as hf_logging
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import (
+    BlockWeightsNotFoundError,
+    CorruptWeightsError,
+    LocalProtocolError,
+    UnsupportedModelError,
+    WeightsMismatchError,
+)
+from swarmllm.models.architecture import blocks_class, decoder_stack, find_blocks
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped
+from swarmllm.models.checkpoint.block_digests import BlockDigests
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
+from swarmllm.models.quantization.rules import may_be_packed
+
+Prune = Callable[[PreTrainedModel], None]
+"""Replaces the parts of a freshly built model that are not wanted."""
+
+
+class GivenEmbeddings(nn.Module):
+    """Stands in for the input embeddings of a server, which has none: returns what the call prepared."""
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.weight = torch.empty(0, embedding_dim)  # no parameter: only for code that initializes or measures it
+        self.prepared: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor | None:
+        return self.prepared
+
+
+class _LeftOut(nn.Module):
+    """Stands in for a part that nobody calls; transformers' initialization still looks for weights there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, 1)
+        self.bias = torch.empty(0)
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        raise LocalProtocolError("a part of the model was called that had been left out")
+
+
+def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model's modules without storage; `options` are arguments of the class's own."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return cls(copy.deepcopy(config), **options)
+
+
+def pruned(cls: type[PreTrainedModel], prune: Prune, *mixins: type) -> type[PreTrainedModel]:
+    """A subclass of the same name whose instances lose parts before any weight is read."""
+
+    def build(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        prune(self)
+
+    return type(cls.__name__, (*mixins, cls), {"__init__": build, "__module__": cls.__module__})
+
+
+def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
+    """Keeps the blocks of `span` and the rest of the stack, without its embeddings and its parts named in `unused`."""
+
+    def prune(model: PreTrainedModel) -> None:
+        stack = decoder_stack(model)
+        _drop_all_but(model, stack)
+        for name in unused:
+            setattr(stack, name, _LeftOut())
+        stack.set_input_embeddings(GivenEmbeddings(stack.get_input_embeddings().weight.shape[1]))
+        found = find_blocks(model)
+        blocks = list(found.blocks)
+        prefix = next(name for name, module in model.named_modules() if module is found.blocks)
+        slots = BlockSlots(blocks, span)
+        setattr(found.owner, found.attribute, slots)
+        for block_idx, names in _borrowed(model, prefix, span).items():
+            slots.add_module(str(block_idx), _parameters_alone(blocks[block_idx], names))
+        _forget_ties(model)
+
+    return prune
+
+
+def unused_before_blocks(config: PreTrainedConfig) -> set[str]:
+    """Parts of the stack (its final norm, mostly) that are not called before the first block.
+
+    A server that needs none of them doesn't have to download the shard that holds them. Found by a forward with zeros
+    for weights that stops at the first block; empty if the model can't be run that way.
+    """
+    model = on_meta(pruned(blocks_class(config), prune_to_span(Span(0, 1))), config).eval()
+    stack = decoder_stack(model)
+    slots = find_blocks(model).blocks
+    assert isinstance(slots, BlockSlots)  # prune_to_span has put them there
+    parts = {
+        name: part
+        for name, part in stack.named_children()
+        if not isinstance(part, GivenEmbeddings) and all(module is not slots for module in part.modules())
+    }
+    called: set[str] = set()
+    for name, part in parts.items():
+        for tensor in (*part.to_empty(device="cpu").parameters(), *part.buffers()):
+            tensor.data.zero_()
+        part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    embeds = torch.zeros(1, 2, stack.get_input_embeddings().weight.shape[1])
+    slots.begin_preamble()
+    try:
+        with torch.no_grad():
+            stack(inputs_embeds=embeds, use_cache=False)
+    except ForwardStopped:
+        return {name for name, part in parts.items() if name not in called and any(True for _ in part.parameters())}
+    except Exception:  # noqa: BLE001 - model code that needs more than embeddings: keep all that may come before
+        return parts.keys() & {"pooler"}
+    finally:
+        slots.end()
+    return set()
+
+
+def _borrowed(model: PreTrainedModel, prefix: str, span: Span) -> dict[int, set[str]]:
+    """Parameters of other blocks that hosted blocks share: {block: names within it}."""
+    borrowed: dict[int, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        user, owner = (_inside_block(name, prefix) for name in (target, source))
+        if user is not None and owner is not None and user[0] in span and owner[0] not in span:
+            borrowed.setdefault(owner[0], set()).add(owner[1])
+    return borrowed
+
+
+def _inside_block(name: str, prefix: str) -> tuple[int, str] | None:
+    """`model.layers.3.mlp.weight` → (3, "mlp.weight")."""
+    if not name.startswith(f"{prefix}."):
+        return None
+    index, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+    return int(index), rest
+
+
+def _drop_all_but(model: nn.Module, kept: nn.Module) -> None:
+    """Replace everything that is neither `kept` nor around it."""
+    if model is kept:
+        return
+    for tensors in (model._parameters, model._buffers):
+        for name in tensors:
+            tensors[name] = None
+    for name, child in list(model.named_children()):
+        if any(module is kept for module in child.modules()):
+            _drop_all_but(child, kept)
+        else:
+            setattr(model, name, _LeftOut())
+
+
+def _parameters_alone(block: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A module that does nothing but hold some parameters of `block` under their names."""
+    root = nn.Module()
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        holder = root
+        for part in path.split("."):
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(leaf, block.get_parameter(name))
+    return root
+
+
+def _forget_ties(model: PreTrainedModel) -> None:
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if target in present and source in present
+    }
+
+
+def drop_blocks(model: PreTrainedModel) -> None:
+    """Keeps everything but the blocks."""
+    found = find_blocks(model)
+    setattr(found.owner, found.attribute, nn.ModuleList())
+    _forget_ties(model)
+
+
+def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of the checkpoint's tensors that end up in `model`."""
+    return list(parameters_of(model, names))
+
+
+def parameters_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Each of the checkpoint's tensors that ends up in `model` → the parameter that it is, or is merged into."""
+    wanted = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for name in sorted(names):
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed = name
+        if renamed in wanted:
+            found[name] = renamed
+    return found
+
+
+def client_tensor_names(checkpoint: Checkpoint) -> list[str]:
+    """The checkpoint's tensors outside the blocks: embeddings, norms, head."""
+    cls = pruned(blocks_class(checkpoint.config), drop_blocks)
+    return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
+
+
+def block_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, quantization: Quantization = FULL_PRECISION
+) -> list[int]:
+    """Bytes that each block takes in memory (dtype None = as stored), computed without reading any weight."""
+    model, dtype = on_meta(blocks_class(checkpoint.config), checkpoint.config), dtype or checkpoint.stored_dtype()
+    bits: dict[str, set[float | None]] = {}
+    for name, parameter in parameters_of(model, checkpoint.weight_map() if checkpoint.comes_packed else ()).items():
+        bits.setdefault(parameter, set()).add(checkpoint.kept_bits(name))
+
+    def stored(name: str, parameter: nn.Parameter) -> int:
+        kept = [*bits.get(name, ())]  # several if it is merged of weights that are stored differently: not kept then
+        if len(kept) == 1 and kept[0] is not None and may_be_packed(model, name):
+            return int(parameter.numel() * kept[0] / 8)
+        return stored_bytes(model, name, dtype, quantization)
+
+    return [
+        sum(stored(f"{prefix}.{name}", parameter) for name, parameter in block.named_parameters())
+        for prefix, block in _named_blocks(model)
+    ]
+
+
+def _tensors(
+    cls: type[PreTrainedModel], checkpoint: Checkpoint, packed_for: torch.dtype | None, digests: BlockDigests | None
+) -> dict[str, Any]:
+    """Those of the checkpoint that an instance of the class needs."""
+    model = on_meta(cls, checkpoint.config)
+    found = parameters_of(model, checkpoint.weight_map())
+    if checkpoint.comes_packed:
+        _check_biases(checkpoint, found)
+    if digests is None:
+        return checkpoint.tensors(found, packed_for=packed_for)
+    digests.expect(model, found)
+    return checkpoint.tensors(found, packed_for=packed_for, on_read=digests.on_read)
+
+
+def _named_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    blocks = find_blocks(model).blocks
+    prefix = next(name for name, module in model.named_modules() if module is blocks)
+    return [(f"{prefix}.{block_idx}", block) for block_idx, block in enumerate(blocks)]
+
+
+_loading = threading.Lock()
+"""transformers switches process-wide settings while it builds and loads a model: two at once spoil each other."""
+
+
+def load_pruned(
+    cls: type[PreTrainedModel],
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    progress: bool = True,
+    may_lack: Collection[str] = (),
+    digests: BlockDigests | None = None,
+    **hf_kwargs: Any,
+) -> PreTrainedModel:
+    """An instance of a `pruned` class with its weights, through transformers' own `from_pretrained`.
+
+    Tensors of `may_lack` (a new head) are initialized as transformers does it if the checkpoint lacks them. `digests`
+    takes note of what is read.
+
+    Raises:
+        BlockWeightsNotFoundError: the checkpoint lacks a tensor or file.
+        CorruptWeightsError: a file is damaged.
+        UnsupportedModelError: it has biases that its architecture lacks.
+        WeightsMismatchError: a tensor has another shape than the config says.
+    """
+    with _loading:
+        return _load_pruned(
+            cls, checkpoint, dtype=dtype, progress=progress, may_lack=may_lack, digests=digests, **hf_kwargs
+        )
+
+
+def _load_pruned(
+    cls: type[PreTrainedModel],
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    progress: bool,
+    may_lack: Collection[str],
+    digests: BlockDigests | None,
+    **hf_kwargs: Any,
+) -> PreTrainedModel:
+    tensors = _tensors(cls, checkpoint, dtype if "quantization_config" in hf_kwargs else None, digests)
+    bar_was_on = hf_logging.is_progress_bar_enabled()
+    (hf_logging.enable_progress_bar if progress else hf_logging.disable_progress_bar)()
+    try:
+        # transformers initializes missing tensors; only a new head may take from the user's random state
+        with torch.random.fork_rng(devices=[], enabled=not may_lack):
+            model, info = cls.from_pretrained(
+                None,
+                config=checkpoint.config,
+                state_dict=tensors,
+                dtype=dtype,
+                output_loading_info=True,
+                **hf_kwargs,
+            )
+    except SafetensorError as error:
+        raise CorruptWeightsError(f"{checkpoint.name}: a weights file is damaged ({error})") from error
+    except RuntimeError as error:
+        raise WeightsMismatchError(f"the tensors of {checkpoint.name} don't fit its config: {error}") from error
+    finally:
+        (hf_logging.enable_progress_bar if bar_was_on else hf_logging.disable_progress_bar)()
+    if missing := sorted({*info["missing_keys"]} - {*may_lack}):
+        raise BlockWeightsNotFoundError(
+            f"{checkpoint.name} lacks {missing[0]}" + (f" and {len(missing) - 1} more tensors" * (len(missing) > 1))
+        )
+    model.config.name_or_path = checkpoint.name
+    return model
+
+
+def _check_biases(checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Rounding to few bits may have given linear maps a bias, to make up for errors. It may be 0 (AutoGPTQ's is).
+
+    Raises:
+        UnsupportedModelError: there is one, which the model has no place for.
+    """
+    biases = {name.removesuffix("weight") + "bias" for name in names if name.endswith(".weight")}
+    homeless = biases.intersection(checkpoint.weight_map()).difference(names)
+    for name, bias in checkpoint.tensors(sorted(homeless)).items():
+        if bias[...].any():
+            raise UnsupportedModelError(
+                f"{checkpoint.name} has {name}, which its architecture lacks in transformers, so blocks would compute "
+                "something else: use another checkpoint of the model"
+            )

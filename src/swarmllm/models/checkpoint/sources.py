@@ -1,0 +1,138 @@
+"""Where the files of a checkpoint or adapter come from: a directory, or the hub.
+
+Errors of huggingface_hub become ours here. Called by `checkpoint`, by `adapters` and by whoever loads what was saved.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download, is_offline_mode
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
+
+_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+class Source:
+    """Where the files of a checkpoint or adapter come from."""
+
+    name: str
+    public_name: str
+    commit: str | None = None
+    folder: str = ""
+    """Where in a repository it is, with a slash at the end; of directories in the hub's cache."""
+
+    def path(self, filename: str, *, required: bool) -> Path | None:
+        raise NotImplementedError
+
+    def size(self, filename: str) -> int | None:
+        """Bytes of a local file, without opening it; None on the hub."""
+        raise NotImplementedError
+
+    def local(self, filename: str) -> Path | None:
+        """The file if it is here; on the hub: if it has been downloaded by now."""
+        raise NotImplementedError
+
+    def file(self, filename: str) -> Path:
+        """A local path of the file, downloaded if needed.
+
+        Raises:
+            BlockWeightsNotFoundError: the checkpoint lacks it.
+        """
+        path = self.path(filename, required=True)
+        assert path is not None  # required=True raises instead
+        return path
+
+
+class _Directory(Source):
+    def __init__(self, directory: Path) -> None:
+        self.name = str(directory)
+        self._directory = directory
+        snapshot = _SNAPSHOT.search(directory.absolute().as_posix())
+        self.commit = snapshot[2] if snapshot else None
+        self.public_name = snapshot[1].replace("--", "/") if snapshot else directory.absolute().name
+        if snapshot and (folder := directory.absolute().as_posix()[snapshot.end() :]):
+            self.folder = f"{folder}/"
+
+    def path(self, filename: str, *, required: bool) -> Path | None:
+        path = self._directory / filename
+        if path.is_file():
+            return path
+        if required:
+            raise BlockWeightsNotFoundError(f"{self._directory} lacks {filename}; copy it there or download it again")
+        return None
+
+    def size(self, filename: str) -> int | None:
+        path = self._directory / filename
+        return path.stat().st_size if path.is_file() else -1
+
+    def local(self, filename: str) -> Path | None:
+        return self.path(filename, required=False)
+
+
+class _Hub(Source):
+    def __init__(self, repo_id: str, revision: str | None, token: str | None, cache_dir: str | None) -> None:
+        self.name = self.public_name = repo_id
+        self._options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        self._known: dict[str, Path | None] = {}
+
+    def path(self, filename: str, *, required: bool) -> Path | None:
+        if filename not in self._known:
+            self._known[filename] = self._download(filename)
+        path = self._known[filename]
+        if path is None and required:
+            raise BlockWeightsNotFoundError(f"{self.name} on the hub lacks {filename}, or it can't be downloaded now")
+        return path
+
+    def size(self, filename: str) -> int | None:
+        return None
+
+    def local(self, filename: str) -> Path | None:
+        path = self._known.get(filename)
+        return path if path is not None and path.is_file() else None
+
+    def _download(self, filename: str) -> Path | None:
+        try:
+            path = Path(hf_hub_download(self.name, filename, **self._options))
+        except RepositoryNotFoundError as error:
+            raise ConfigurationError(
+                f"{self.name!r} is neither a directory nor a model that you may read on the hub "
+                "(a private or gated one needs --token)"
+            ) from error
+        except LocalEntryNotFoundError as error:
+            if self.commit is not None and is_offline_mode():  # what has been downloaded is all there is
+                return None
+            raise ConfigurationError(
+                f"{self.name!r} is no directory, and the hub can't be reached to look for a model of that name"
+            ) from error
+        except EntryNotFoundError:
+            return None
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise ConfigurationError(f"{self.name!r} can't be read from the hub: {first_line(error)}") from error
+        snapshot = _SNAPSHOT.search(path.parent.as_posix())
+        self.commit = snapshot[2] if snapshot else None
+        if self.commit:  # all further files from the very same commit, even if the branch moves meanwhile
+            self._options["revision"] = self.commit
+        return path
+
+
+def find_source(name_or_path: str, *, revision: str | None, token: str | None, cache_dir: str | None) -> Source:
+    """A directory, or else a repository of the hub.
+
+    Raises:
+        ConfigurationError: it looks like a directory, but there is none.
+    """
+    directory = Path(name_or_path).expanduser()
+    if directory.is_dir():
+        return _Directory(directory)
+    looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if looks_like_a_path or directory.exists():
+        raise ConfigurationError(f"the directory {name_or_path!r} does not exist")
+    return _Hub(name_or_path, revision, token, cache_dir)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

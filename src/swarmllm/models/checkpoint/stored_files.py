@@ -1,0 +1,213 @@
+"""How a checkpoint's weights lie in files: safetensors or pickles beside a config.json; `gguf_files` has the others.
+
+Used by `Checkpoint`; what it gives are weights of transformers' names, each as one tensor.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from swarmllm.errors import BlockWeightsNotFoundError, UnsupportedModelError
+from swarmllm.models.checkpoint import weight_files
+from swarmllm.models.checkpoint.sources import Source
+from swarmllm.models.formats.logical_view import LogicalView
+from swarmllm.models.formats.stored_format import StoredFormat
+
+CONFIG = "config.json"
+LAYOUTS = (
+    ("model.safetensors.index.json", True),
+    ("model.safetensors", False),
+    ("pytorch_model.bin.index.json", True),
+    ("pytorch_model.bin", False),
+)
+"""What weights are looked for, in this order: (file, whether it is an index of shards)."""
+
+OnRead = Callable[[str, str, torch.Tensor], None]
+"""Gets (weight, which of the tensors that it is stored as, that tensor), whenever one has been read."""
+
+
+class StoredFiles(ABC):
+    """The files of one checkpoint."""
+
+    comes_packed: bool
+    """Whether some of the weights are stored in few bits."""
+
+    @abstractmethod
+    def weight_map(self) -> dict[str, str]:
+        """Name of each weight → name of the file that holds it, or most of it."""
+
+    @abstractmethod
+    def kept_bits(self, weight: str) -> float | None:
+        """Bits of a weight, with its scales, if it can stay packed; None of others. To plan memory by."""
+
+    @abstractmethod
+    def tensors(
+        self, names: Iterable[str], packed_for: torch.dtype | None, on_read: OnRead | None = None
+    ) -> dict[str, Any]:
+        """As `Checkpoint.tensors`."""
+
+    @abstractmethod
+    def filenames(self) -> list[str]:
+        """The files that hold weights."""
+
+    @abstractmethod
+    def local(self, filename: str) -> Path | None:
+        """Where such a file is; None if it isn't on this machine."""
+
+    @abstractmethod
+    def places(self, filename: str) -> list[weight_files.StoredPlace]:
+        """Where the tensors of such a file, which is here, are in it now."""
+
+    @abstractmethod
+    def raw_config(self) -> dict[str, Any]:
+        """The config as it is written; of a GGUF file, as transformers would write it."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What tells local checkpoints of one config apart, for the fingerprint; reads no weights."""
+
+    def generation_config(self) -> GenerationConfig | None:
+        """What its makers advise for `generate()`."""
+        return None
+
+
+class ConfigAndWeights(StoredFiles):
+    """transformers' own layouts."""
+
+    def __init__(self, source: Source, form: StoredFormat | None) -> None:
+        self._source, self._form = source, form
+        self.comes_packed = form is not None
+
+    @cached_property
+    def layout(self) -> tuple[str, bool]:
+        """(weights file or index, whether it is an index).
+
+        Raises:
+            BlockWeightsNotFoundError: the checkpoint has no weights in a known format.
+            UnsupportedModelError: they are in pickles that no other program can read.
+        """
+        for filename, is_index in LAYOUTS:
+            if self._source.path(filename, required=False) is not None:
+                if self._form is not None and self._form.described and ".safetensors" not in filename:
+                    raise UnsupportedModelError(
+                        f"the weights of {self._source.name} are pickled objects of {type(self._form).__name__}, which "
+                        "swarmllm doesn't open: use a checkpoint in safetensors, as recent releases save it"
+                    )
+                return filename, is_index
+        raise BlockWeightsNotFoundError(
+            f"{self._source.name} has no weights: neither {' nor '.join(f for f, _ in LAYOUTS)} "
+            f"(a GGUF file must be named: {self._source.name}/FILE.gguf)"
+        )
+
+    @cached_property
+    def _view(self) -> LogicalView | None:
+        """The weights, if some are stored as several tensors each."""
+        return None if self._form is None else LogicalView(self._form, self._stored)
+
+    @cached_property
+    def _weight_map(self) -> Mapping[str, str]:
+        if self._view is None:
+            return self._stored
+        return {weight: self._stored[name] for weight, name in self._view.names().items()}
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Name of each stored tensor → name of its file."""
+        filename, is_index = self.layout
+        if not is_index:
+            return dict.fromkeys(weight_files.tensor_names(self._file(filename)), filename)
+        return weight_files.read_index(self._file(filename))
+
+    def weight_map(self) -> dict[str, str]:
+        """Reads the index, or the header of a single file."""
+        return dict(self._weight_map)
+
+    def kept_bits(self, weight: str) -> float | None:
+        if self._form is None or self._view is None or not self._view.is_packed(weight):
+            return None
+        return self._form.kept_bits()
+
+    def tensors(
+        self, names: Iterable[str], packed_for: torch.dtype | None, on_read: OnRead | None = None
+    ) -> dict[str, Any]:
+        names = list(names)
+        if self._view is None:
+            return self._read({name: name for name in names}, on_read)
+        stored = {one: name for name in names for one in self._view.stored([name])}
+        described = self._note if self._form is not None and self._form.described else None
+        return self._view.tensors(names, self._read(stored, on_read), packed_for, described)
+
+    def _note(self, weight: str) -> weight_files.LazyNote:
+        return weight_files.LazyNote(self._file(self._weight_map[weight]), weight)
+
+    def _read(self, weight_of: Mapping[str, str], on_read: OnRead | None) -> dict[str, Any]:
+        by_file: dict[str, list[str]] = {}
+        for name in weight_of:
+            by_file.setdefault(self._stored[name], []).append(name)
+        found: dict[str, Any] = {}
+        for filename, wanted in sorted(by_file.items()):
+            found.update(weight_files.lazy_tensors(self._file(filename), wanted))
+        if on_read is None:
+            return found
+        return {name: _watched(lazy, partial(on_read, weight_of[name], name)) for name, lazy in found.items()}
+
+    def filenames(self) -> list[str]:
+        return sorted(set(self._stored.values()))
+
+    def local(self, filename: str) -> Path | None:
+        return self._source.local(filename)
+
+    def places(self, filename: str) -> list[weight_files.StoredPlace]:
+        return weight_files.places(self._file(filename))
+
+    def raw_config(self) -> dict[str, Any]:
+        return dict(json.loads(self._file(CONFIG).read_text()))
+
+    def identity(self) -> dict[str, Any]:
+        """The index and the size of each shard; of one file, its list of tensors with types and shapes."""
+        filename, is_index = self.layout
+        weight_map = self.weight_map()
+        if is_index:
+            sizes = {shard: self._source.size(shard) for shard in sorted(set(weight_map.values()))}
+            return {"tensors": weight_map, "sizes": sizes}
+        return {"tensors": weight_map, "headers": weight_files.headers(self._file(filename))}
+
+    def generation_config(self) -> GenerationConfig | None:
+        """generation_config.json, if there is one."""
+        path = self._source.path("generation_config.json", required=False)
+        return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
+
+    def _file(self, filename: str) -> Path:
+        return self._source.file(filename)
+
+
+def _watched(lazy: Any, on_read: Callable[[torch.Tensor], None]) -> Any:
+    if not isinstance(lazy, torch.Tensor):
+        return _WatchedTensor(lazy, on_read)
+    on_read(lazy)  # of a pickle, which transformers takes as it is
+    return lazy
+
+
+class _WatchedTensor:
+    """A lazy tensor that tells when all of it has been read, for transformers' loader."""
+
+    def __init__(self, lazy: Any, on_read: Callable[[torch.Tensor], None]) -> None:
+        self._lazy, self._on_read = lazy, on_read
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._lazy[index]
+        if index is Ellipsis:
+            self._on_read(tensor)
+        return tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._lazy.get_shape())
+
+    def get_dtype(self) -> str:
+        return str(self._lazy.get_dtype())

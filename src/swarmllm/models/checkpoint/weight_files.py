@@ -1,0 +1,190 @@
+"""Reading single tensors of weight files: safetensors, and pickles through torch's `weights_only` loader.
+
+Called by `checkpoint`; knows files, not models.
+"""
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swarmllm.errors import BlockWeightsNotFoundError, CorruptWeightsError
+
+MAX_HEADER_BYTES = 100 << 20
+"""As in safetensors itself."""
+
+
+@dataclass(frozen=True, order=True)
+class StoredPlace:
+    """Where the bytes of a tensor are in a file."""
+
+    name: str
+    start: int
+    num_bytes: int
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name → file name, from the index of a sharded checkpoint.
+
+    Raises:
+        CorruptWeightsError: it is no such index, or names files outside the checkpoint.
+    """
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        names = {str(name): str(filename) for name, filename in weight_map.items()}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptWeightsError(f"{path} is not a valid index of weights: {error!r}") from error
+    for filename in set(names.values()):
+        if Path(filename).name != filename:
+            raise CorruptWeightsError(f"{path} refers to {filename!r}, which is not a file beside it")
+    return names
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of all tensors in a file; reads its header only.
+
+    Raises:
+        CorruptWeightsError: the file is damaged, or a pickle that would run code.
+    """
+    if path.suffix == ".safetensors":
+        with _safetensors(path) as file:
+            return list(file.keys())
+    return list(_pickle(path))
+
+
+def lazy_tensors(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """The named tensors as memory-mapped, lazily read ones (`lazy[...]` gives the tensor).
+
+    Raises:
+        BlockWeightsNotFoundError: the file lacks one of them.
+        CorruptWeightsError: the file is damaged, or a pickle that would run code.
+    """
+    tensors = dict.fromkeys(tensor_names(path)) if path.suffix == ".safetensors" else _pickle(path)
+    names = list(names)
+    if missing := [name for name in names if name not in tensors]:
+        raise BlockWeightsNotFoundError(f"{path} lacks {missing[0]} (and {len(missing) - 1} more tensors)")
+    if path.suffix == ".safetensors":
+        return {name: _LazyTensor(path, name) for name in names}
+    return {name: tensors[name] for name in names}
+
+
+class _LazyTensor:
+    """A tensor of a safetensors file, which stays mapped only while the tensor that was read from it lives.
+
+    So a tensor that is converted while it is loaded doesn't keep its shard in memory until the last one is.
+    Looks like safetensors' own slices, for transformers' loader.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with _safetensors(self._path) as file:
+            tensor: torch.Tensor = file.get_slice(self._name)[index]
+        return tensor
+
+    def get_shape(self) -> list[int]:
+        with _safetensors(self._path) as file:
+            return list(file.get_slice(self._name).get_shape())
+
+    def get_dtype(self) -> str:
+        with _safetensors(self._path) as file:
+            return str(file.get_slice(self._name).get_dtype())
+
+
+class LazyNote:
+    """What the header of a safetensors file says under a name, as a tensor of its bytes; none if it says nothing."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        with _safetensors(self._path) as file:
+            text = (file.metadata() or {}).get(self._name, "")
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptWeightsError(
+            f"{path} is damaged or incomplete ({error}); delete it and download it again"
+        ) from error
+
+
+def _pickle(path: Path) -> dict[str, Any]:
+    """A `.bin` file; the formats of before torch 1.6 are no zip files and can't be memory-mapped."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise CorruptWeightsError(f"{path} is refused: it is damaged, or holds more than tensors") from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CorruptWeightsError(f"{path} is damaged or incomplete; delete it and download it again") from error
+    if not isinstance(tensors, dict):
+        raise CorruptWeightsError(f"{path} holds a {type(tensors).__name__} instead of named tensors")
+    return tensors
+
+
+def headers(path: Path) -> list[tuple[str, str, list[int]]]:
+    """(name, dtype, shape) of each tensor of a file, sorted.
+
+    Raises:
+        CorruptWeightsError: the file is damaged, or a pickle that would run code.
+    """
+    if path.suffix == ".safetensors":
+        with _safetensors(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            return sorted((name, str(lazy.get_dtype()), list(lazy.get_shape())) for name, lazy in slices.items())
+    return sorted((name, str(tensor.dtype), list(tensor.shape)) for name, tensor in _pickle(path).items())
+
+
+def places(path: Path) -> list[StoredPlace]:
+    """Where the tensors of a file are; those of pickles by names that only the pickle itself explains.
+
+    Raises:
+        CorruptWeightsError: the file is damaged.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return _safetensors_places(path)
+        if not zipfile.is_zipfile(path):
+            return [StoredPlace("", 0, path.stat().st_size)]
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            return [_zipped_place(entry, file) for entry in archive.infolist()]
+    except (ValueError, KeyError, TypeError, OverflowError, OSError, struct.error, zipfile.BadZipFile) as error:
+        raise CorruptWeightsError(
+            f"{path} is damaged or incomplete ({error}); delete it and download it again"
+        ) from error
+
+
+def _zipped_place(entry: zipfile.ZipInfo, file: BinaryIO) -> StoredPlace:
+    """Without the first folder in its name, which torch names after the file; the tensor's bytes follow its header."""
+    file.seek(entry.header_offset + 26)
+    name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+    start = entry.header_offset + 30 + name_bytes + extra_bytes
+    return StoredPlace(entry.filename.partition("/")[2], start, entry.compress_size)
+
+
+def _safetensors_places(path: Path) -> list[StoredPlace]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < num_bytes <= min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError("it has no header")
+        header = json.loads(file.read(num_bytes))
+    begin, found = 8 + num_bytes, []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= size - begin:
+                raise ValueError(f"{name[:100]} is outside the file")
+            found.append(StoredPlace(name, begin + first, last - first))
+    return found

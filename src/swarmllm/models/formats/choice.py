@@ -1,0 +1,74 @@
+"""Which format a checkpoint has: its config says so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.formats.awq import Awq
+from swarmllm.models.formats.bitsandbytes import BitsAndBytes
+from swarmllm.models.formats.compressed_tensors import CompressedTensors
+from swarmllm.models.formats.fp8 import Fp8
+from swarmllm.models.formats.gptq import Gptq
+from swarmllm.models.formats.hqq import Hqq
+from swarmllm.models.formats.modelopt import ModelOpt
+from swarmllm.models.formats.mxfp4 import Mxfp4
+from swarmllm.models.formats.stored_format import StoredFormat
+from swarmllm.models.formats.torchao import TorchAo, unknown
+
+FORMATS: dict[str, type[StoredFormat]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+    "gptq": Gptq,
+    "hqq": Hqq,
+    "modelopt": ModelOpt,
+    "mxfp4": Mxfp4,
+    "torchao": TorchAo,
+}
+"""`quant_method` of the config → format."""
+
+
+def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
+    """The format of a checkpoint with this config.json; None if it is stored as ever.
+
+    Raises:
+        UnsupportedModelError: it isn't known here, or a form of it that isn't.
+    """
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings is None and isinstance(text := config.get("text_config"), Mapping):
+        settings = text.get("quantization_config")
+    if not settings:
+        return None
+    method = _method(settings)
+    form = FORMATS.get(method)
+    if form is None:
+        raise _refused(f"the format {method!r}")
+    if form is Awq and (settings.get("bits", 4) != 4 or settings.get("version", "gemm").lower() != "gemm"):
+        raise _refused(f"AWQ of version {settings.get('version')!r} with {settings.get('bits')} bits")
+    if form is Gptq and settings.get("bits") not in (2, 4, 8):
+        raise _refused(f"GPTQ with {settings.get('bits')} bits")
+    if form is TorchAo and (what := unknown(settings)):
+        raise _refused(f"torchao's {what}")
+    if (sparsity := settings.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":
+        raise _refused(f"sparse weights ({sparsity.get('format')})")
+    return form(settings)
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    """As `FORMATS` names it: auto-round packs as others do, and old checkpoints of bitsandbytes don't name it."""
+    method = str(settings.get("quant_method", "")).lower()
+    if method in ("auto-round", "auto_round"):
+        packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
+        return "awq" if "awq" in packing else "gptq" if "gptq" in packing else packing
+    if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return method
+
+
+def _refused(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the weights of this checkpoint are in {what}, which swarmllm can't read: use another one of the model, in "
+        f"bfloat16 (servers make 8 or 4 bits of it) or in one of {', '.join(sorted(FORMATS))}"
+    )

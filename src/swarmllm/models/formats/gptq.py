@@ -1,0 +1,53 @@
+"""GPTQ: 2, 4 or 8 bits in words along the inputs; a scale and a zero per group of inputs."""
+
+import torch
+from torch import Tensor
+
+from swarmllm.models.formats.stored_format import Parts, StoredFormat
+from swarmllm.models.quantization.codes import pairs, words
+from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.published import Uint4
+
+
+class Gptq(StoredFormat):
+    """qweight `[in·bits/32, out]`, qzeros `[groups, out·bits/32]`, scales `[groups, out]`, g_idx `[in]`.
+
+    Format 1 stores zeros less 1. g_idx says which group an input belongs to: neighbours are together unless the
+    checkpoint was made with `desc_act`.
+    """
+
+    parts = (".qweight", ".qzeros", ".scales", ".g_idx")
+    main = (".qweight",)
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        codes, scale, zero = self._unpacked(parts)
+        group = self._groups(parts, codes.shape[1], scale.shape[1])
+        return (codes - zero[:, group]).float() * scale.float()[:, group]
+
+    def keep(self, parts: Parts, dtype: torch.dtype) -> Packed | None:
+        codes, scale, zero = self._unpacked(parts)
+        num_inputs, num_groups = codes.shape[1], scale.shape[1]
+        in_order = torch.arange(num_inputs) * num_groups // num_inputs
+        if self.settings["bits"] != 4 or not torch.equal(self._groups(parts, num_inputs, num_groups), in_order):
+            return None
+        return Uint4(pairs(codes), scale, dtype, zero.to(torch.uint8))
+
+    def kept_bits(self) -> float | None:
+        group = self.settings.get("group_size", 128)
+        kept = self.settings["bits"] == 4 and not self.settings.get("desc_act")
+        return 4 + (16 + 8) / group if kept and group > 0 else 4.0 if kept else None
+
+    def _unpacked(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes `[out, in]`, scales and zeros `[out, groups]`."""
+        bits: int = self.settings["bits"]
+        codes, scale = words(parts[".qweight"], bits, 0), parts[".scales"]
+        zero = words(parts[".qzeros"], bits, 1)[:, : scale.shape[1]]
+        if self.settings.get("checkpoint_format", "gptq") != "gptq_v2":
+            zero = (zero + 1) & ((1 << bits) - 1)
+        return codes.T.contiguous(), scale.T.contiguous(), zero.T.contiguous()
+
+    def _groups(self, parts: Parts, num_inputs: int, num_groups: int) -> Tensor:
+        """Which group each input belongs to."""
+        if ".g_idx" in parts:
+            return parts[".g_idx"].long()
+        return torch.arange(num_inputs) * num_groups // num_inputs

@@ -1,0 +1,204 @@
+/* The blocks of GGUF (ggml) → floats: a function for each kind takes codes and scales apart.
+ *
+ * Included by kernels.c. A block is some bytes that stand for 32 or 256 neighbours of a row, with the scales of its
+ * groups; numbers are little-endian. Every product here is exact in float32, so only a minimum that is taken away rounds,
+ * once, whatever the compiler fuses: the floats are those of package gguf, bit for bit.
+ */
+enum gguf { GGUF = 64, Q4_0 = 66, Q4_1, Q5_0 = 70, Q5_1, Q8_0, Q2_K = 74, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 84, IQ4_XS = 87 };
+
+#if defined(__GNUC__) && !defined(__clang__)
+#define AS_VECTORS _Pragma("GCC unroll 1") /* a loop of 16 would be written out before GCC looks for vectors */
+#else
+#define AS_VECTORS
+#endif
+
+/* Weight i of a block is codes[i] * scale[its group] - less[its group]. */
+typedef struct {
+    int8_t codes[256];
+    float scale[16], less[16];
+} unpacked;
+
+INLINE float half_float(const uint8_t *bytes) {
+    uint32_t bits = (uint32_t)(bytes[0] | (bytes[1] & 0x7f) << 8) << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p112f;
+    return bytes[1] & 0x80 ? -value : value;
+}
+
+/* Codes of 4 bits: first the lower ones of all bytes, then the upper ones. */
+INLINE void nibbles(const uint8_t *bytes, int count, int zero, int8_t *codes) {
+    AS_VECTORS
+    for (int i = 0; i < count; i++) {
+        codes[i] = (int8_t)((bytes[i] & 15) - zero);
+        codes[i + count] = (int8_t)((bytes[i] >> 4) - zero);
+    }
+}
+
+/* Blocks of 32 are unpacked as groups of one of 256. With a minimum, it follows the scale. */
+INLINE void q4(const uint8_t *block, int zero, int minimum, int group, unpacked *to) {
+    to->scale[group] = half_float(block);
+    to->less[group] = minimum ? -half_float(block + 2) : 0;
+    nibbles(block + (minimum ? 4 : 2), 16, zero, to->codes + 32 * group);
+}
+
+/* Fifth bits, in 4 bytes, are before the others. */
+INLINE void q5(const uint8_t *block, int zero, int minimum, int group, unpacked *to) {
+    const uint8_t *high = block + (minimum ? 4 : 2);
+    int8_t *codes = to->codes + 32 * group;
+    uint32_t bits = high[0] | high[1] << 8 | high[2] << 16 | (uint32_t)high[3] << 24;
+    to->scale[group] = half_float(block);
+    to->less[group] = minimum ? -half_float(block + 2) : 0;
+    nibbles(high + 4, 16, zero, codes);
+    for (int i = 0; i < 32; i++)
+        codes[i] = (int8_t)(codes[i] + (int)(bits >> i & 1) * 16);
+}
+
+INLINE void q8_0(const uint8_t *block, int group, unpacked *to) {
+    to->scale[group] = half_float(block);
+    to->less[group] = 0;
+    memcpy(to->codes + 32 * group, block + 2, 32);
+}
+
+/* Codes of 2 bits: the lowest ones of 32 bytes, then the next ones, and so on for each 32 bytes. */
+INLINE void quarters(const uint8_t *bytes, int8_t *codes) {
+    for (int half = 0; half < 2; half++, bytes += 32)
+        for (int shift = 0; shift < 8; shift += 2, codes += 32)
+            for (int i = 0; i < 32; i++)
+                codes[i] = bytes[i] >> shift & 3;
+}
+
+INLINE void q2_k(const uint8_t *block, unpacked *to) {
+    float scale = half_float(block + 80), less = half_float(block + 82);
+    quarters(block + 16, to->codes);
+    for (int group = 0; group < 16; group++) {
+        to->scale[group] = scale * (float)(block[group] & 15);
+        to->less[group] = less * (float)(block[group] >> 4);
+    }
+}
+
+INLINE void q3_k(const uint8_t *block, unpacked *to) {
+    const uint8_t *scales = block + 96;
+    float scale = half_float(block + 108);
+    quarters(block + 32, to->codes);
+    for (int bit = 0; bit < 8; bit++)
+        for (int i = 0; i < 32; i++)
+            to->codes[32 * bit + i] = (int8_t)(to->codes[32 * bit + i] + (block[i] >> bit & 1) * 4 - 4);
+    for (int group = 0; group < 16; group++) {
+        int low = scales[group % 8] >> group / 8 * 4 & 15, high = scales[8 + group % 4] >> group / 4 * 2 & 3;
+        to->scale[group] = scale * (float)((low | high << 4) - 32);
+        to->less[group] = 0;
+    }
+}
+
+/* Q4_K, and Q5_K with fifth bits in `high`: scales and minima have 6 bits each, in 12 bytes. */
+INLINE void k_nibbles(const uint8_t *block, const uint8_t *high, const uint8_t *codes, unpacked *to) {
+    const uint8_t *six = block + 4;
+    float scale = half_float(block), less = half_float(block + 2);
+    for (int pair = 0; pair < 4; pair++)
+        nibbles(codes + 32 * pair, 32, 0, to->codes + 64 * pair);
+    for (int bit = 0; high && bit < 8; bit++)
+        for (int i = 0; i < 32; i++)
+            to->codes[32 * bit + i] = (int8_t)(to->codes[32 * bit + i] | (high[i] >> bit & 1) << 4);
+    for (int group = 0; group < 4; group++) {
+        to->scale[group] = scale * (float)(six[group] & 63);
+        to->less[group] = less * (float)(six[group + 4] & 63);
+        to->scale[group + 4] = scale * (float)((six[group + 8] & 15) | six[group] >> 6 << 4);
+        to->less[group + 4] = less * (float)(six[group + 8] >> 4 | six[group + 4] >> 6 << 4);
+    }
+}
+
+INLINE void q6_k(const uint8_t *block, unpacked *to) {
+    const uint8_t *low = block, *high = block + 128;
+    float scale = half_float(block + 208);
+    for (int half = 0; half < 2; half++, low += 64, high += 32) {
+        int8_t *codes = to->codes + 128 * half;
+        nibbles(low, 64, 32, codes);
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int i = 0; i < 32; i++)
+                codes[32 * quarter + i] = (int8_t)(codes[32 * quarter + i] + ((high[i] >> 2 * quarter & 3) << 4));
+    }
+    for (int group = 0; group < 16; group++) {
+        to->scale[group] = scale * (float)(int8_t)block[192 + group];
+        to->less[group] = 0;
+    }
+}
+
+INLINE void iq4(const uint8_t *bytes, float scale, int group, unpacked *to) {
+    static const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    int8_t *codes = to->codes + 32 * group;
+#ifdef VECTORS
+    typedef int8_t sixteen __attribute__((vector_size(16)));
+    typedef uint8_t places __attribute__((vector_size(16)));
+    sixteen table, low, high;
+    places pairs;
+    memcpy(&table, values, sizeof table);
+    memcpy(&pairs, bytes, sizeof pairs);
+    low = __builtin_shuffle(table, (sixteen)(pairs & 15));
+    high = __builtin_shuffle(table, (sixteen)(pairs >> 4));
+    memcpy(codes, &low, sizeof low);
+    memcpy(codes + 16, &high, sizeof high);
+#else
+    for (int i = 0; i < 16; i++) {
+        codes[i] = values[bytes[i] & 15];
+        codes[i + 16] = values[bytes[i] >> 4];
+    }
+#endif
+    to->scale[group] = scale;
+    to->less[group] = 0;
+}
+
+INLINE void iq4_xs(const uint8_t *block, unpacked *to) {
+    int high = block[2] | block[3] << 8;
+    for (int group = 0; group < 8; group++) {
+        int code = (block[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
+        iq4(block + 8 + 16 * group, half_float(block) * (float)(code - 32), group, to);
+    }
+}
+
+INLINE float *spread(const unpacked *from, int groups, int size, float *out) {
+    for (int group = 0; group < groups; group++, out += size) {
+        const int8_t *codes = from->codes + size * group;
+        float scale = from->scale[group], less = from->less[group];
+        AS_VECTORS
+        for (int i = 0; i < size; i++)
+            out[i] = (float)codes[i] * scale - less;
+    }
+    return out;
+}
+
+/* Columns [start, start + count) of a row that begins at `row`; they begin and end with a block. */
+INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+    unpacked one;
+    const uint8_t *block;
+#define WHOLE(groups, size, bytes, unpack)                                            \
+    for (block = row + start / 256 * (bytes); count > 0; block += (bytes), count -= 256) { \
+        unpack;                                                                        \
+        out = spread(&one, groups, size, out);                                         \
+    }                                                                                  \
+    break
+#define PARTS(bytes, unpack)                                                           \
+    for (block = row + start / 32 * (bytes); count > 0; count -= 256) {                \
+        int groups = count < 256 ? (int)count / 32 : 8;                                \
+        for (int group = 0; group < groups; group++, block += (bytes))                 \
+            unpack;                                                                    \
+        out = spread(&one, groups, 32, out);                                           \
+    }                                                                                  \
+    break
+    switch (kind) {
+    case Q4_0: PARTS(18, q4(block, 8, 0, group, &one));
+    case Q4_1: PARTS(20, q4(block, 0, 1, group, &one));
+    case Q5_0: PARTS(22, q5(block, 16, 0, group, &one));
+    case Q5_1: PARTS(24, q5(block, 0, 1, group, &one));
+    case Q8_0: PARTS(34, q8_0(block, group, &one));
+    case Q2_K: WHOLE(16, 16, 84, q2_k(block, &one));
+    case Q3_K: WHOLE(16, 16, 110, q3_k(block, &one));
+    case Q4_K: WHOLE(8, 32, 144, k_nibbles(block, NULL, block + 16, &one));
+    case Q5_K: WHOLE(8, 32, 176, k_nibbles(block, block + 16, block + 48, &one));
+    case Q6_K: WHOLE(16, 16, 210, q6_k(block, &one));
+    case IQ4_NL: PARTS(18, iq4(block + 2, half_float(block), group, &one));
+    case IQ4_XS: WHOLE(8, 32, 136, iq4_xs(block, &one));
+    }
+#undef PARTS
+#undef WHOLE
+}

@@ -1,0 +1,144 @@
+"""The Hugging Face model without its blocks: embeddings, final norm and head here, the blocks elsewhere.
+
+`loading` gives an instance of the architecture's own class, so `generate()`, `forward(labels=…)`, pipelines and
+trainers work on it. Its block list holds one proxy module (`blocks_proxy`), and its stack has a forward of ours
+(`stack_forward`). Here is what the class does otherwise than transformers: caches of `generate()`, peft's adapters.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.errors import ConfigurationError, LocalProtocolError
+from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.block_slots import ForwardStopped
+from swarmllm.models.boundary.block_inputs import check_mask
+from swarmllm.models.shell.blocks_proxy import BlocksRunner, detour
+from swarmllm.models.shell.call_cache import note_prepared
+from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
+from swarmllm.models.shell.training_notices import TrainingNotices
+from swarmllm.models.shell.tuned_prompts import TunedPrompts
+
+SOFT_PROMPT_ROOM = 128
+"""Positions that peft's soft prompts may take in a session that `generate()` opens, which doesn't count them. Assumed:
+they rarely have more than 100 tokens; the servers' cache for them costs little."""
+
+
+class ClientShell:
+    """Mixed into the architecture's class, below the caller's own mixin."""
+
+    swarm_runner: BlocksRunner
+    swarm_traits: BlockTraits
+    swarm_adapters: BlockAdapters
+    swarm_notices: TrainingNotices
+    config: PreTrainedConfig
+    tuned_prompts: TunedPrompts | None
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """peft's configs of the adapters that it has put into the model, by name."""
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError("the model has no adapter of peft")
+        found: dict[str, Any] = self.__dict__["_peft_config"]
+        return found
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        self.swarm_adapters.check(configs)
+        self.__dict__["_peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self.__dict__.pop("_peft_config", None)
+
+    @property
+    def local_blocks(self) -> nn.ModuleList:
+        """The blocks that run here, frozen at first: `.requires_grad_(True)` has them trained."""
+        return nn.ModuleList(self.swarm_adapters.blocks.here.values())
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters of the whole model, blocks included; `only_trainable`: of what can be trained here."""
+        here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
+        return here if only_trainable else here + self.swarm_adapters.blocks.num_parameters(exclude_embeddings)
+
+    def active_cache_session(self) -> CacheSession | None:
+        """The session that `generate()` shall continue, if the user has opened one."""
+        return None
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        name = cache_argument(decoder_stack(self))
+        given = model_kwargs.get(name)
+        if given is not None:
+            if not isinstance(given, RemoteCache):
+                raise ConfigurationError("past_key_values of generate() can only be what an earlier call has returned")
+            given._is_user_defined = True  # transformers' own mark: positions continue, the cache is returned
+            return
+        if generation_config.use_cache is False:
+            return
+        # Prompt lookup checks guesses up to, and some beyond, the last token that is wanted.
+        room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
+        room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)
+        cache = self.new_remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[name] = cache
+        note_prepared(self, cache)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:  # of ones alone, no forward would see it
+            cache = model_kwargs.get(cache_argument(decoder_stack(self)))
+            batch_size, seq_len = inputs_tensor.shape[:2]
+            past = cache.length if isinstance(cache, RemoteCache) and mask.shape[-1] > seq_len else 0
+            check_mask(mask, batch_size, seq_len, past)
+        positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
+        return positions
+
+    def new_remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
+        """A cache for that many rows, on the user's session or on a new one."""
+        session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
+        cache = RemoteCache(self.config, session, batch_size)
+        cache.num_hidden = 0 if self.tuned_prompts is None else len(self.tuned_prompts)
+        return cache
+
+
+def embed(model: PreTrainedModel, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """Everything that the model computes before its first block; returns hidden states `[batch, seq, hidden]`."""
+    entering: list[Tensor] = []
+
+    def stop(hidden: Tensor) -> Tensor:
+        entering.append(hidden)
+        raise ForwardStopped
+
+    with detour(stop):
+        try:
+            model(input_ids=input_ids, use_cache=False, **kwargs)
+        except ForwardStopped:
+            return entering[0]
+    raise LocalProtocolError(f"the forward of {type(model).__name__} never reached its blocks")
+
+
+def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Everything that the model computes after its last block; returns logits `[batch, seq, vocabulary]`."""
+    traits: BlockTraits = model.swarm_traits
+    batch_size, seq_len = hidden_states.shape[traits.batch_axis : traits.batch_axis + 2]
+    ids = torch.zeros((batch_size, seq_len), dtype=torch.long, device=hidden_states.device)
+    with detour(lambda _: hidden_states):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _rows_per_prompt(generation_config: Any) -> int:
+    """generate() repeats each prompt before the prefill."""
+    return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

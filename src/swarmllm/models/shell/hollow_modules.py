@@ -1,0 +1,228 @@
+"""Refusals of hollow blocks: what one would do to a local block, and can't reach the one on the servers.
+
+Its weights have shapes and no values, so nothing can read, change, merge, copy or optimize them; its modules take no
+hooks, no attributes, and no children but what peft wraps around them. Each refusal is raised by the attempt itself.
+Made by `hollow_blocks`; knows neither adapters nor the network.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, Never, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from swarmllm.errors import ConfigurationError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HARMLESS = {"training", "gradient_checkpointing", "_gradient_checkpointing_func", "_is_full_backward_hook"}
+"""Attributes that torch and transformers set on every module of a model, and that change no result."""
+_ABOUT_A_TENSOR: Any = {  # not is_leaf, by which an optimizer asks whether it can change a tensor
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "itemsize")),
+    *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_cuda", "is_sparse", "is_quantized", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "__len__")),
+    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_FREEZING: Any = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+class ModulePlace(NamedTuple):
+    """The words by which an error names a module or weight of a block."""
+
+    of: str
+    path: str = ""
+
+    def __truediv__(self, name: str) -> "ModulePlace":
+        return ModulePlace(self.of, f"{self.path}.{name}".strip("."))
+
+    def __str__(self) -> str:
+        return f"{self.path} of {self.of}" if self.path else self.of
+
+
+class HollowTensor(Tensor):
+    """A weight of a block as far as it is known here: where it is, its shape and its dtype."""
+
+    place: ModulePlace
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse everything that needs a value."""
+        kwargs = kwargs or {}
+        if func in _ABOUT_A_TENSOR:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _FREEZING and [*args[1:], *kwargs.values()] == [False]:
+            return args[0]
+        given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
+        where = next((tensor.place for tensor in given if isinstance(tensor, cls)), "a weight of a block")
+        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        raise ConfigurationError(
+            f"{where} is not here but on servers, which keep it as it is, so {name} can't work on it: train an adapter "
+            "of peft, and neither merge it nor choose one that reads base weights (DoRA, PiSSA, OLoRA, LoftQ)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.place}, {list(self.shape)} of {self.dtype}, on servers>"
+
+
+def _flat(value: Any) -> Collection[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def hollow_tensor(like: Tensor, dtype: torch.dtype, where: ModulePlace) -> HollowTensor:
+    """One of the shape of `like`, in `dtype` if `like` is of floats; takes no memory."""
+    one = torch.zeros((), dtype=dtype if like.is_floating_point() else like.dtype)
+    tensor = one.expand(like.shape).as_subclass(HollowTensor)
+    tensor.place = where
+    return tensor
+
+
+class _Closed(OrderedDict[Any, Any]):
+    """A module's table of hooks, parameters or buffers that takes no entry."""
+
+    refusal: str
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise ConfigurationError(self.refusal)
+
+
+def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> _Closed:
+    if was:
+        raise ConfigurationError(refusal)
+    table = _Closed()
+    table.refusal = refusal
+    return table
+
+
+class _Children(dict[str, nn.Module | None]):
+    """The children of a module, of which those `fixed` (None: all) can only be wrapped by peft, and unwrapped."""
+
+    where: ModulePlace
+    fixed: Collection[str] | None
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if self.fixed is None or name in self.fixed:
+            current = self.get(name)
+            if current is None or module is None or _bare(module) is not _bare(current):
+                refuse_change(self.where / name)
+            close_hooks(module, self.where / name)
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        if self.fixed is None or name in self.fixed:
+            refuse_change(self.where / name)
+        super().__delitem__(name)
+
+    def clear(self) -> None:
+        refuse_change(self.where)
+
+
+def fix_children(module: nn.Module, where: ModulePlace, names: Collection[str] | None = None) -> None:
+    """Let nobody but peft replace the children of `module`, or those of these names."""
+    children = _Children(module._modules)
+    children.where, children.fixed = where, names
+    module.__dict__["_modules"] = children
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module without what peft has put around it."""
+    bare: nn.Module = getattr(module, "get_base_layer", lambda: module)()
+    return bare
+
+
+def close_hooks(module: nn.Module, where: ModulePlace) -> None:
+    """Have `module` and all modules in it refuse hooks, of which none would ever run.
+
+    Raises:
+        ConfigurationError: it has some.
+    """
+    for path, part in module.named_modules():
+        for name in _HOOKS:
+            if not isinstance(hooks := part.__dict__[name], _Closed):
+                part.__dict__[name] = _closed(
+                    f"no hook can run in {where / path}, because servers run the blocks (adapter_names=[…] of peft "
+                    "needs such hooks, too): what passes between blocks is seen between slices of model.remote_blocks",
+                    hooks,
+                )
+
+
+def refuse_change(what: object) -> Never:
+    """Refuse a change of a block."""
+    raise ConfigurationError(
+        f"{what} can't be changed here, because servers keep the blocks as they are: adapt linear modules with peft, "
+        "or put modules of your own between slices of model.remote_blocks"
+    )
+
+
+def _is_same(known: Any, value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and type(known) is type(value) and bool(known == value)
+
+
+class HollowModule(nn.Module):
+    """Mixed into the class of each module of a hollow block."""
+
+    swarm_where: ModulePlace
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = self.__dict__
+        if not known:  # torch makes a bare copy for each device of DataParallel
+            raise ConfigurationError(
+                "blocks on servers can't be copied to several devices: show this program one, by CUDA_VISIBLE_DEVICES"
+            )
+        if not (
+            name in _HARMLESS
+            or (name in known and (known[name] is value or _is_same(known[name], value)))
+            or (name == "p" and value == 0 and isinstance(self, _DropoutNd))  # servers compute without dropout anyway
+            or (isinstance(value, nn.Module) and name in self._modules)  # `_Children` decides
+        ):
+            refuse_change(self.swarm_where / name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_change(self.swarm_where / name)
+
+    def __deepcopy__(self, _memo: Any) -> Never:
+        raise ConfigurationError(
+            f"{self.swarm_where} can't be copied, nor trained whole, because its weights are on servers "
+            "(modules_to_save and layer_replication of peft do so): train modules outside the blocks, or adapters "
+            "of linear modules inside"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Blocks are frozen as it is."""
+        if requires_grad:
+            refuse_change(self.swarm_where)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, value in self.__dict__.items():
+            if isinstance(value, HollowTensor) and f"{prefix}{name}" in state_dict:
+                refuse_change(value.place)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@cache
+def _hollow_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (HollowModule, cls), {"__module__": cls.__module__})
+
+
+def hollow_out(block: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Turn a block, whose weights may be on the meta device, into a hollow one; `name` is for errors."""
+    close_hooks(block, ModulePlace(name))
+    for path, module in list(block.named_modules()):
+        where = ModulePlace(name, path)
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                module.__dict__[key] = None if tensor is None else hollow_tensor(tensor, dtype, where / key)
+        for table in ("_parameters", "_buffers"):
+            nothing_new = f"{where} can't be given a tensor, because servers keep the blocks as they are"
+            module.__dict__[table] = _closed(nothing_new)
+        fix_children(module, where)
+        module.__dict__["swarm_where"] = where
+        cls: Any = type(module)
+        module.__class__ = _hollow_class(cls)

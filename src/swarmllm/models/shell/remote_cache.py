@@ -1,0 +1,168 @@
+"""The cache that callers of `generate()` and `forward()` see on a client: no keys, no values, one remote session.
+
+Everything that transformers asks of a cache (how long is it, crop, reorder, repeat, select) becomes an operation on the
+session, which is the authority on the position.
+
+A forward whose cache nobody may want, or whose outputs have gradients, computes its blocks as a batch; its cache is
+`deferred`: it costs a server nothing before it is continued, and then they compute what it remembers again.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Never, NoReturn, Protocol, Self, SupportsIndex
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.phantom_cache import PhantomCache
+
+
+class CacheSession(Protocol):
+    """The remote KV cache of one batch, over all servers of its route."""
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen."""
+        ...
+
+    @position.setter
+    def position(self, value: int) -> None:
+        """Roll back to a lower position."""
+        ...
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; rows may repeat."""
+        ...
+
+    def record_past(self) -> None:
+        """Rollbacks are going to happen: keep what they need."""
+        ...
+
+    def run(self, inputs: BlockInputs) -> Tensor:
+        """Run all blocks on what follows `position`."""
+        ...
+
+    def remember(self, inputs: BlockInputs) -> None:
+        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
+        ...
+
+    def fork(self) -> "CacheSession":
+        """Another session with the same past."""
+        ...
+
+    def close(self) -> None:
+        """Free the servers' caches; harmless when done twice."""
+        ...
+
+
+class RemoteCache(PhantomCache):
+    """A transformers cache whose content lives on servers."""
+
+    def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
+        super().__init__(config)
+        self.config = config
+        """The config of the model whose cache it is: the very object."""
+        self.session = session
+        self.deferred = False
+        """Whether the first forward goes through the blocks as a batch, and is only remembered."""
+        self.has_graph = False
+        """Whether locally gradients would flow through what it holds, or through what follows."""
+        self.num_hidden = 0
+        """Positions at the begin, if there are any, that nobody but the stack is told of (`shell/tuned_prompts`)."""
+        self.num_prefix = 0
+        """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prefix`)."""
+        self.begun_with: tuple[BlockAdapter | None] | None = None
+        """The adapter of the session's first forward with this cache; None before that."""
+        self._rows = batch_size
+
+    @property
+    def length(self) -> int:
+        return max(0, self.session.position - self.num_hidden) + self.num_prefix
+
+    @property
+    def batch_size(self) -> int:
+        return self._rows
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: compileable caches are given prepared masks, while the blocks want the raw one."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def forgets_early(self) -> bool:
+        """Whether some blocks drop what a rollback needs, unless their session records its past from its begin on."""
+        return any(
+            getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)
+            for layer in self.layers
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.length > 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes minus the number of positions to forget")
+        if tokens_to_remove:
+            self.session.position += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_batch(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select_batch([row for row in range(self._rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.select_batch(indices.tolist())
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        if not indices or not 0 <= min(indices) <= max(indices) < self._rows:
+            raise ConfigurationError(f"the cache has the rows 0 to {self._rows - 1}, so {list(indices)} can't be kept")
+        if list(indices) != list(range(self._rows)):
+            self.session.select_batch(indices)
+            self._rows = len(indices)
+
+    def activate_past_recording(self) -> None:
+        self.session.record_past()
+
+    def reset(self) -> None:
+        self.session.position = 0
+
+    def close(self) -> None:
+        """Free what the servers keep for it, without waiting until it is forgotten."""
+        self.session.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self)(self.config, self.session.fork(), self._rows)
+        memo[id(self)] = twin
+        twin.num_hidden, twin.num_prefix, twin.begun_with = self.num_hidden, self.num_prefix, self.begun_with
+        twin.has_graph = self.has_graph
+        return twin
+
+    def __copy__(self) -> Self:
+        return self  # transformers' shallow copies share their layers, so that each follows the other's changes
+
+    def __iter__(self) -> Iterator[Any]:
+        self.update()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        self.update()
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigurationError(
+            "the keys and values of this cache are on the servers, so they can't be read or changed here"
+        )

@@ -1,0 +1,149 @@
+"""The forward of the stack, the module that owns the loop over blocks: what it does more in a client.
+
+It is given a subclass by `loading`. Before the architecture's own forward, its arguments are checked, the cache is
+chosen (`call_cache`), trained prompts are put in, and what the blocks need besides hidden states is noted for the proxy
+(`blocks_proxy`).
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.boundary.block_inputs import check_mask
+from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
+from swarmllm.models.shell.call_cache import cache_of_call, note_spent
+from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.playback import wanted_inner
+from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache, text_mask
+from swarmllm.models.shell.tuned_prompts import TunedPrompts, whole_length
+
+INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
+_ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
+
+
+def adopt_stack(model: PreTrainedModel) -> None:
+    """Give the stack a subclass with our forward: unlike a hook, it also serves callers of `stack.forward`."""
+    stack = decoder_stack(model)
+    cls = type(stack)
+    shell = model
+    name = cache_argument(stack)
+    takes_cache = name in inspect.signature(cls.forward).parameters
+    positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
+
+    @functools.wraps(cls.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
+        inner = wanted_inner(self, self.config, kwargs)
+        if is_detoured():
+            if inner is not None:  # half a forward has no inside
+                asked = (one for one in INNER_OUTPUTS if kwargs.get(one) or getattr(self.config, one, False))
+                kwargs |= dict.fromkeys(asked, False)
+            ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(name)
+            if ids is not None and mask is not None:
+                check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
+            return cls.forward(self, **kwargs)
+        given = kwargs.get(name)
+        cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
+        prompts: TunedPrompts | None = shell.tuned_prompts
+        if prompts is not None and inner is not None and inner.attentions:
+            raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
+        with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
+        with whole_length(cache), calling(_described(shell, self, kwargs, cache, prefix, inner)):
+            try:
+                outputs = cls.forward(self, **kwargs)
+            finally:
+                if isinstance(spent := kwargs.get(name), TunedPrefixCache):
+                    spent.num_prefix = 0  # some models return it, and peft looks how long it is
+        if prefix is not None:
+            note_spent(given)
+        return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
+
+    stack.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _described(
+    shell: PreTrainedModel,
+    stack: PreTrainedModel,
+    kwargs: dict[str, Any],
+    cache: RemoteCache | None,
+    prefix: TunedPrefix | None,
+    inner: InnerStates | None,
+) -> StackCall:
+    given = _given(stack, kwargs)
+    tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigurationError(f"{name} must be a tensor, not a {type(tensor).__name__}")
+    num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
+    if num_prefix and "attention_mask" in tensors:
+        tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
+    if "attention_mask" in tensors:
+        past = 0 if cache is None else cache.session.position
+        check_mask(tensors["attention_mask"], given.shape[0], given.shape[1], past)
+    elif cache is not None and cache.deferred and "position_ids" in tensors:
+        # Servers run this without the cache that transformers would have here, and would take positions that begin
+        # anew for those of another text.
+        tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
+    tensors |= _extra_inputs(shell, stack, kwargs)
+    has_embeds = kwargs.get("inputs_embeds") is not None
+    adapter, trained = _adapter(shell, stack, cache, prefix)
+    return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
+
+
+def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
+    """The text, as ids or as embeddings."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    given: Tensor | None = ids if ids is not None else embeds
+    if given is None:
+        raise ConfigurationError("give the model either input_ids or inputs_embeds")
+    if 0 in given.shape:
+        raise ConfigurationError(f"the text is empty: {list(given.shape)}")
+    width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
+    if embeds is not None and width is not None and (embeds.ndim != 3 or embeds.shape[-1] != width):
+        raise ConfigurationError(f"inputs_embeds must be [batch, seq, {width}], not {list(embeds.shape)}")
+    return given
+
+
+def _extra_inputs(shell: PreTrainedModel, stack: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The text itself, as far as the blocks of some architectures need it."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    extra: dict[str, Tensor] = {}
+    if "input_ids" in shell.swarm_traits.extra_inputs:
+        if ids is None:
+            raise ConfigurationError(
+                f"the blocks of {type(shell).__name__} need input_ids; inputs_embeds are not enough"
+            )
+        extra["input_ids"] = ids
+    if "inputs_embeds" in shell.swarm_traits.extra_inputs:
+        extra["inputs_embeds"] = embeds if embeds is not None else stack.get_input_embeddings()(ids)
+    return extra
+
+
+def _adapter(
+    shell: PreTrainedModel, stack: PreTrainedModel, cache: RemoteCache | None, prefix: TunedPrefix | None
+) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
+    """The adapter to run the blocks with, and the parameters to be trained."""
+    adapters: BlockAdapters = shell.swarm_adapters
+    if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
+        return adapters.last if cache.begun_with is None else cache.begun_with[0], ()
+    if stack.training and (rate := getattr(stack, "layerdrop", 0)):
+        raise ConfigurationError(f"layerdrop={rate} would drop all blocks at once: set it to 0, or call model.eval()")
+    if shell.training and torch.is_grad_enabled():
+        shell.swarm_notices.tell(shell)
+    in_blocks = prefix if prefix is not None else shell.tuned_prompts
+    adapter, trained = adapters.collect(
+        getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()
+    )
+    if cache is not None:
+        cache.begun_with = (adapter,)
+    return adapter, trained

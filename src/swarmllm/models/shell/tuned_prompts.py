@@ -1,0 +1,140 @@
+"""Prompts that a client trains in place of weights: vectors before the text, and, in deep tuning, in each block.
+
+`tuning_mode="ptune"` puts `pre_seq_len` trained embeddings before every text (prompt tuning; Lester et al. 2021,
+arXiv:2104.08691). `"deep_ptune"` also adds trained vectors to what each block gets at these positions (after P-Tuning
+v2, Liu et al. 2021, arXiv:2110.07602): they travel to the servers like any other adapter
+(`adapters/block_adapter`, `prompt`).
+
+The stack prepends the prompts to what it is given and drops their outputs, so that whatever is around it (heads,
+losses, `generate()`) sees the text alone. The cache holds both: within the stack it tells its whole length, outside
+that of the text. Called by `stack_forward`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from swarmllm.data_structures import Patch
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.adapters.block_adapter import MAX_PROMPTS
+from swarmllm.models.architecture import decoder_stack, is_encoder, text_config
+from swarmllm.models.shell.remote_cache import RemoteCache
+
+MODES = ("ptune", "deep_ptune")
+
+
+class TunedPrompts(nn.Module):
+    """The trained vectors; registered in the model as `tuned_prompts`."""
+
+    def __init__(self, pre_seq_len: int, hidden_size: int, num_blocks: int, std: float) -> None:
+        """`num_blocks` 0: shallow prompts only."""
+        super().__init__()
+        self.shallow = nn.Parameter(torch.randn(pre_seq_len, hidden_size) * std)
+        """`[prompts, hidden]`, in float32 whatever the model computes in: small steps must not be lost."""
+        self.deep: nn.Parameter | None = None
+        if num_blocks:
+            self.deep = nn.Parameter(torch.zeros(num_blocks, pre_seq_len, hidden_size))  # begins as shallow prompts
+        self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+
+    def __len__(self) -> int:
+        return self._shapes["shallow"][0]
+
+    def check(self) -> None:
+        """Raises ConfigurationError if somebody has put prompts of another shape in their place."""
+        for name, parameter in self.named_parameters():
+            if parameter.shape != self._shapes.get(name):
+                raise ConfigurationError(
+                    f"tuned_prompts.{name} must be {list(self._shapes[name])} for this model and pre_seq_len, "
+                    f"not {list(parameter.shape)}"
+                )
+
+    def patches(self) -> Iterator[tuple[Patch, list[Tensor]]]:
+        """The deep prompts as changes of blocks."""
+        if self.deep is not None:
+            for block_idx, values in enumerate(self.deep):
+                yield Patch(block=block_idx, path="", kind="prompt", shapes=(tuple(values.shape),)), [values]
+
+    def prepend(self, stack: PreTrainedModel, kwargs: dict[str, Any], cache: RemoteCache | None) -> bool:
+        """Change the arguments of the stack's forward; whether the prompts are part of this call.
+
+        They are until the cache holds them.
+        """
+        self.check()
+        num_prompts = len(self)
+        begins = cache is None or cache.session.position == 0
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.ndim != 2:
+                raise ConfigurationError("with tuning_mode, attention_mask must be [batch, seq] of 0 and 1")
+            kwargs["attention_mask"] = torch.cat([mask.new_ones(len(mask), num_prompts), mask], dim=1)
+        if positions is not None:
+            shifted = positions + num_prompts
+            before = torch.arange(num_prompts, device=positions.device).expand(*positions.shape[:-1], num_prompts)
+            kwargs["position_ids"] = torch.cat([before.to(shifted), shifted], dim=-1) if begins else shifted
+        if not begins:
+            return False
+        ids, embeds = kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
+        if embeds is None:
+            if ids is None:
+                raise ConfigurationError("give the model either input_ids or inputs_embeds")
+            embeds = stack.get_input_embeddings()(ids)
+        prompts = self.shallow.to(embeds).expand(len(embeds), -1, -1)
+        kwargs["inputs_embeds"] = torch.cat([prompts, embeds], dim=1)
+        if (types := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = torch.cat([types.new_zeros(len(types), num_prompts), types], dim=1)
+        return True
+
+    def drop(self, outputs: Any) -> Any:
+        """The stack's outputs without the prompts' positions."""
+        if isinstance(outputs, tuple):
+            first, *others = outputs
+            return (first[:, len(self) :], *(self._dropped(part) if type(part) is tuple else part for part in others))
+        outputs.last_hidden_state = outputs.last_hidden_state[:, len(self) :]
+        if (hidden := getattr(outputs, "hidden_states", None)) is not None:
+            outputs.hidden_states = self._dropped(hidden)
+        return outputs
+
+    def _dropped(self, hidden: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if one is None else one[:, len(self) :] for one in hidden)
+
+
+def attach_prompts(model: PreTrainedModel, mode: str, pre_seq_len: int, num_blocks: int, new_head: set[str]) -> None:
+    """Give the model prompts to train, and freeze everything else but a head that is new.
+
+    Raises:
+        ConfigurationError: it can't have any, or the arguments make no sense.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"tuning_mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if not 1 <= pre_seq_len <= MAX_PROMPTS:
+        raise ConfigurationError(f"tuning_mode needs pre_seq_len, 1 to {MAX_PROMPTS} trained positions")
+    name = type(model).__name__
+    if is_encoder(model.config):
+        raise ConfigurationError(f"{name} is an encoder, whose heads look at the first position: use peft's prompts")
+    if "input_ids" in model.swarm_traits.extra_inputs or model.swarm_traits.batch_axis:
+        raise ConfigurationError(f"the blocks of {name} need token ids, which prompts don't have: use peft's LoRA")
+    embeddings = decoder_stack(model).get_input_embeddings()
+    hidden_size = int(text_config(model.config).hidden_size)
+    if embeddings.weight.shape[1] != hidden_size:
+        raise ConfigurationError(f"the embeddings of {name} are narrower than its blocks: use peft's prompts")
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name in new_head)
+    std = float(embeddings.weight.detach().float().std())
+    model.tuned_prompts = TunedPrompts(pre_seq_len, hidden_size, num_blocks if mode == "deep_ptune" else 0, std)
+
+
+@contextmanager
+def whole_length(cache: RemoteCache | None) -> Iterator[None]:
+    """Within, the cache counts the prompts as well."""
+    if cache is None:
+        yield
+        return
+    hidden, cache.num_hidden = cache.num_hidden, 0
+    try:
+        yield
+    finally:
+        cache.num_hidden = hidden

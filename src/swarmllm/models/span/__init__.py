@@ -1,0 +1,18 @@
+"""The server's half of a model: some of its blocks, run by the model's own forward.
+
+loading           blocks [a, b), read from a checkpoint
+block_span        those blocks, one call after the other
+span_cache        their KV cache
+cache_layer       keys and values of one block, in buffers that grow
+inner_recording   what passes between its blocks, for those who ask
+block_kinds       which blocks run the same code, so that one answers for all
+probes            what the blocks need and can do, seen when they are loaded
+cache_probe       what their cache can do
+padding_probe     on which sides padding makes no difference
+random_inputs     what blocks are tried and measured on
+packing           calls of several sessions, run together where they can be
+packed_forward    those that fit together as one forward
+packed_attention  sessions in one row, without padding
+padded_cache      sessions as rows of one batch, padded on the left
+packing_probe     which ways of packing give the right results
+"""

@@ -1,0 +1,267 @@
+"""Blocks [a, b) of a model, run through the model's own forward.
+
+`span/loading` reads them from a checkpoint, and `probes` finds out what the outside has to know of them
+(`BlockTraits`); then `BlockSpan.forward` runs any [c, d) of them, with a KV cache or with gradients. One thread (the
+server's device thread) alone calls it; it is not re-entrant.
+"""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
+from swarmllm.models.adapters.block_adapter import KeyValueShapes, applied
+from swarmllm.models.architecture import (
+    cache_argument,
+    decoder_stack,
+    find_blocks,
+    is_encoder,
+    length_of_equal_rotation,
+    text_config,
+)
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
+from swarmllm.models.quantization import QuantizedWeight
+from swarmllm.models.quantization.whole import Whole
+from swarmllm.models.span.inner_recording import InnerRecording
+from swarmllm.models.span.span_cache import SpanCache
+
+MOST_PADDING = 16
+"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
+_PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
+
+
+class BlockSpan:
+    """The hosted blocks `[span.start, span.end)` of one model."""
+
+    def __init__(self, model: PreTrainedModel, span: Span, digests: str) -> None:
+        """`model` has been pruned by `prune_to_span(span)`; `probes.probe` fills in what it finds."""
+        self.span = span
+        self.stack = decoder_stack(model)
+        slots = find_blocks(model).blocks
+        assert isinstance(slots, BlockSlots)
+        self.slots = slots
+        self._cache_argument = cache_argument(self.stack)
+        self.keeps_cache = not is_encoder(model.config)
+        """Whether there can be sessions; the blocks of an encoder run whole batches only."""
+        parameters = inspect.signature(self.stack.forward).parameters
+        if self.keeps_cache and self._cache_argument not in parameters:
+            raise UnsupportedModelError(f"{type(model).__name__} keeps no KV cache, so it can't continue a session")
+        self._takes_use_cache = "use_cache" in parameters
+        self.largest_weight = max(self._weights(), key=lambda weight: weight.numel())
+        """The one whose dtype is the blocks': some small ones stay in float32."""
+        self.device, self.dtype = self.largest_weight.device, self.largest_weight.dtype
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.eval()
+        self.traits = BlockTraits()
+        self.digests = digests
+        """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
+        self.key_value_shapes: KeyValueShapes = {}
+        """Heads and head sizes of the blocks that can have a prefix."""
+        self.cache_bytes_per_token = 0
+        """Cache of all hosted blocks, for one row of the batch. Sliding windows count as if they grew without bound,
+        which they do in sessions that record their past."""
+        self.cache_bytes_per_session = 0
+        """Recurrent states of all hosted blocks, for one row of the batch."""
+
+    def _weights(self) -> list[Any]:
+        packed = (part for part in self.slots.modules() if isinstance(part, QuantizedWeight))
+        return [*self.slots.parameters(), *packed]
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        """Whether weights were made smaller when they were loaded."""
+        return any(isinstance(one, QuantizedWeight) and not isinstance(one.packed, Whole) for one in self._weights())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole model."""
+        return len(self.slots)
+
+    @cached_property
+    def _embeddings(self) -> GivenEmbeddings:
+        found: GivenEmbeddings = self.stack.get_input_embeddings()
+        return found
+
+    @property
+    def embedding_dim(self) -> int:
+        return self._embeddings.embedding_dim
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(text_config(self.stack.config).vocab_size)
+
+    @cached_property
+    def max_positions(self) -> int | None:
+        """Positions that the model was made for; some have a learned embedding for each, and none for more."""
+        config = text_config(self.stack.config)
+        found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        for part in self.stack.modules():  # RoBERTa and its kin begin to count behind the position of padding
+            if found and hasattr(part, "position_embeddings") and getattr(part, "padding_idx", None) is not None:
+                return found - int(part.padding_idx) - 1
+        return found
+
+    @cached_property
+    def table_positions(self) -> range | None:
+        """The `position_ids` for which this model's tables have an entry; None if it looks up nothing by them."""
+        config = text_config(self.stack.config)
+        length = int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0)
+        ranges: list[range] = []
+        for name, part in self.stack.named_modules() if length else ():
+            tables = [part.weight] if isinstance(part, nn.Embedding) else []
+            # Sines and cosines of all positions, as GPT-J and XGLM keep them.
+            tables += [b for key, b in part.named_buffers(name, recurse=False) if b.ndim == 2 and "pos" in key]
+            offset = int(getattr(part, "offset", 0))  # OPT and its kin add it to each position
+            rows = [len(table) for table in tables if length <= len(table) <= length + MOST_PADDING]
+            ranges += [range(-offset, number - offset) for number in rows]
+        return range(max(r.start for r in ranges), min(r.stop for r in ranges)) if ranges else None
+
+    @property
+    def longest_text(self) -> int | None:
+        """Positions that a text may have, a prefix included; None if there is no table of them that could end."""
+        table = self.table_positions  # the first entries of some are for padding, so texts may have `max_positions`
+        return None if table is None else min(table.stop, self.max_positions or table.stop)
+
+    @cached_property
+    def max_equal_length(self) -> float:
+        """Positions up to which a row of a batch is computed alike, whatever other rows there are."""
+        return length_of_equal_rotation(text_config(self.stack.config))
+
+    @cached_property
+    def num_token_types(self) -> int:
+        """Token types that have an embedding; some models take those of their vocabulary instead."""
+        config = text_config(self.stack.config)
+        return int(getattr(config, "type_vocab_size", None) or self.vocab_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights that are here."""
+        tensors = (*self.stack.parameters(), *self.stack.buffers())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def new_cache(self, span: Span | None = None, *, record_past: bool = False) -> SpanCache:
+        """An empty cache for `span` (default: all hosted blocks); `record_past` for sessions that will roll back.
+
+        Raises:
+            UnsupportedModelError: these are blocks of an encoder.
+        """
+        if not self.keeps_cache:
+            raise UnsupportedModelError("the blocks of an encoder keep no KV cache, so they have no sessions")
+        return SpanCache(self.stack.config, self._inside(span), record_past=record_past)
+
+    def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
+        """Run the blocks of `span` (default: all hosted) on `inputs`; returns hidden states of the same shape.
+
+        With a cache: no gradients, and the cache has `inputs.seq_len` positions more afterwards (if this raises, it is
+        in an undefined state and must be dropped). Without: gradients flow to `hidden_states`, `inputs_embeds` and the
+        adapter's values.
+
+        Raises:
+            UnsupportedModelError: the span cuts the model where it can't be cut.
+            ConfigurationError: the span is not hosted, or an input that these blocks need is missing.
+        """
+        span = self._inside(span)
+        for cut in self.traits.forbidden_cuts:
+            if cut in (span.start, span.end):
+                raise UnsupportedModelError(f"blocks {span} can't run alone: the model can't be cut before block {cut}")
+        for name in self.traits.extra_inputs:
+            if getattr(inputs, name) is None:
+                raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
+        if cache is None:
+            with self.adapted(inputs, span):
+                return self.run(inputs, span, self._with_prefix(None, inputs, span))
+        with torch.inference_mode(), self.adapted(inputs, span, cache.position):
+            output = self.run(inputs, span, self._with_prefix(cache, inputs, span))
+            cache.advance(inputs.seq_len)
+            return output
+
+    def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
+        """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
+        return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span, past)
+
+    def _with_prefix(self, cache: SpanCache | None, inputs: BlockInputs, span: Span) -> SpanCache | None:
+        """The cache, or a new one for this call alone, with the adapter's prefix before a text that begins."""
+        if inputs.adapter is None or not inputs.num_prefix or (cache is not None and cache.length):
+            return cache
+        prefix = inputs.adapter.prefix(span)
+        if prefix.keys() != self.key_value_shapes.keys() & set(span):
+            raise ConfigurationError(f"blocks {span} need a prefix for each, or for none")
+        cache = self.new_cache(span) if cache is None else cache
+        of_blocks = {idx: (keys.to(self.dtype), values.to(self.dtype)) for idx, (keys, values) in prefix.items()}
+        cache.begin_with(of_blocks, inputs.batch_size)
+        return cache
+
+    def run(
+        self, inputs: BlockInputs, span: Span, cache: SpanCache | None = None, observer: Observer | None = None
+    ) -> Tensor:
+        """`forward` without its checks; the probes call it before the traits are known."""
+        # contiguous, as the previous block would have made them: some models use view()
+        hidden = inputs.hidden_states.contiguous()
+        if inputs.inner is None:
+            self.slots.begin(span, hidden, observer)
+            return self._call_stack(inputs, cache)
+        recording = InnerRecording(inputs.inner, self.stack, self.slots)
+        with recording.running():
+            self.slots.begin(span, hidden, observer, recording.record)
+            output = self._call_stack(inputs, cache, **recording.arguments)
+        recording.check(inputs, 0 if cache is None else cache.length)
+        return output
+
+    def preamble(self, inputs: BlockInputs) -> Tensor:
+        """What the model's own forward would feed the first hosted block (of the given embeddings)."""
+        self.slots.begin_preamble()
+        return self._call_stack(inputs, None)
+
+    def first_block(self, inputs: BlockInputs) -> Any:
+        """All that the first hosted block returns: a tensor, or a tuple that begins with one."""
+        self.slots.begin_first_block(inputs.hidden_states)
+        self._call_stack(inputs, None)
+        result, self.slots.result = self.slots.result, None
+        return result
+
+    def _call_stack(self, inputs: BlockInputs, cache: SpanCache | None, **more: Any) -> Tensor:
+        kwargs: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(inputs, name)) is not None}
+        kwargs |= more
+        if self._takes_use_cache:
+            kwargs["use_cache"] = cache is not None
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+            if cache.num_prefix and inputs.attention_mask is not None:
+                if inputs.attention_mask.ndim != 2:
+                    raise ConfigurationError("behind a prefix, attention_mask must be [batch, past + seq]")
+                kwargs["attention_mask"] = functional.pad(inputs.attention_mask, (cache.num_prefix, 0), value=1)
+        embeds = inputs.inputs_embeds
+        if embeds is None:  # the preamble computes with them, but nothing of it reaches the blocks
+            shape = (inputs.batch_size, inputs.seq_len, self.embedding_dim)
+            embeds = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if inputs.input_ids is not None and "input_ids" in self.traits.extra_inputs:
+            self._embeddings.prepared = embeds
+            kwargs["input_ids"] = inputs.input_ids
+        else:
+            kwargs["inputs_embeds"] = embeds
+        try:
+            self.stack(**kwargs)
+        except ForwardStopped:
+            pass
+        finally:
+            self._embeddings.prepared = None
+            output = self.slots.end()
+        if output is None:
+            raise LocalProtocolError(f"the forward of {type(self.stack).__name__} never reached its blocks")
+        return output
+
+    def _inside(self, span: Span | None) -> Span:
+        if span is None or span == self.span:
+            return self.span
+        if span not in self.span:
+            raise ConfigurationError(f"blocks {span} are not among the hosted {self.span}")
+        return span

@@ -1,0 +1,148 @@
+"""Calls of several sessions, run together: which of them can be, and that each gets its own result.
+
+`packed_forward` runs those that fit together, the others run one by one. Which ways give the right results for a span
+is found out when it is loaded (`packing_probe`). The first of them is used until somebody has measured which is fastest
+(`measuring/packing_speed`). Used by the server's device thread. Knows no queue and no clock: who runs with whom is
+decided there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmllm.errors import LocalProtocolError
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_attention import MAX_SHARED_POSITIONS
+from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
+
+MAX_PADDED_TOKENS = 16
+"""New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
+Assumed."""
+RAGGED_ALONE_FROM = 256
+"""Positions from which a session alone runs ragged on a CPU, where that is fastest for several. Measured on one kind of
+machine (docs/benchmarks.md): as fast as the usual way at 64 to 193, 1.3 times at 512, twice at 2000."""
+NEVER = float("inf")
+
+Outcome = Tensor | Exception
+"""Hidden states, or why there are none."""
+
+
+class Packer:
+    """Runs calls of several sessions on one `BlockSpan`."""
+
+    def __init__(self, blocks: BlockSpan, ways: Sequence[Packing]) -> None:
+        """`ways` are those that give the right results for these blocks, the usually best first."""
+        self.blocks = blocks
+        self.ways = tuple(ways)
+        self.way = self.ways[0]
+        """The one that is used."""
+        self.forward = PackedForward(blocks)
+        self.exact_alone = blocks.dtype == torch.float32 or not blocks.is_quantized
+        """Whether a session alone runs as transformers runs it, whatever is faster: with weights as they are stored its
+        tokens are those of the local model, and in short floats another order of adding up could change one."""
+        self.ragged_alone_from = NEVER
+        """Length of a session from which its steps run ragged even without company."""
+
+    def use(self, way: Packing) -> None:
+        """Use what was measured to be fastest, as far as it is right for these blocks."""
+        if way in self.ways:
+            self.way = way
+            gains_alone = way == Packing.RAGGED and not self.exact_alone and self.blocks.device.type == "cpu"
+            self.ragged_alone_from = RAGGED_ALONE_FROM if gains_alone else NEVER
+
+    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[Outcome]:
+        """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
+
+        The cache of a call that fails is in an undefined state then, the others are untouched by it. Each cache may
+        occur once. `way` None = the one in use.
+        """
+        way = way or self.way
+        outcomes: dict[int, Outcome] = {}
+        for group in self._groups(calls, way):
+            members = [calls[idx] for idx in group]
+            outcomes.update(zip(group, self._run_group(members, way), strict=True))
+        return [outcomes[idx] for idx in range(len(calls))]
+
+    def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[Outcome]:
+        if len(calls) == 1 and not self._gains_alone(calls[0], way):
+            return self._one_by_one(calls)
+        undo = [call.cache.keep_state() for call in calls]
+        try:
+            return list(self.forward.run(calls, way))
+        except Exception:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
+            for restore in undo:
+                restore()
+            return self._one_by_one(calls)
+
+    def _one_by_one(self, calls: Sequence[SessionCall]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for call in calls:
+            try:
+                outcomes.append(self.blocks.forward(call.inputs, call.span, call.cache))
+            except Exception as error:  # noqa: BLE001 - model code on a stranger's inputs: it ends this session alone
+                outcomes.append(error)
+        return outcomes
+
+    def _gains_alone(self, call: SessionCall, way: Packing) -> bool:
+        """Whether attention over a long past is worth the detour (`RaggedAttention.attend`)."""
+        return (
+            way == Packing.RAGGED
+            and call.end_position >= self.ragged_alone_from
+            and call.inputs.seq_len <= MAX_SHARED_POSITIONS
+            and self._key(call, way) is not None
+        )
+
+    # ------------------------------------------------------------------ who runs with whom
+
+    def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[list[int]]:
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        seen: set[int] = set()
+        for idx, call in enumerate(calls):
+            if id(call.cache) in seen:
+                raise LocalProtocolError("two calls of one session can't run together")
+            seen.add(id(call.cache))
+            groups.setdefault(self._key(call, way) or (idx,), []).append(idx)
+        return list(groups.values())
+
+    def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
+        """Equal for calls that fit together; None for one that has to run alone."""
+        inputs, blocks = call.inputs, self.blocks
+        if way == Packing.ONE_BY_ONE or not self._is_plain(call):
+            return None
+        axis = blocks.traits.batch_axis
+        shape = list(inputs.hidden_states.shape)
+        if shape[axis : axis + 2] != [inputs.batch_size, inputs.seq_len]:
+            return None
+        shape[axis : axis + 2] = []
+        # An adapter is applied to a whole forward, so calls with different ones take turns.
+        same = call.span, inputs.adapter, *shape
+        if way == Packing.RAGGED:
+            return same
+        if inputs.seq_len > MAX_PADDED_TOKENS:
+            return None
+        return inputs.seq_len, call.cache.records_past, call.cache.length > 0, *same
+
+    def _is_plain(self, call: SessionCall) -> bool:
+        """Whether nothing about the call is unusual: no padding of its own, no special positions."""
+        inputs, traits = call.inputs, self.blocks.traits
+        if inputs.inner is not None:
+            return False  # `BlockSpan.forward` records it
+        if inputs.adapter is not None and inputs.adapter.num_prompts > call.cache.position:
+            return False
+        if inputs.num_prefix != call.cache.num_prefix:
+            return False  # alone, `BlockSpan.forward` begins with it
+        if call.span not in self.blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
+            return False
+        if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:
+            return False
+        if inputs.hidden_states.dtype != self.blocks.dtype or call.end_position > self.blocks.max_equal_length:
+            return False
+        positions = inputs.position_ids
+        if positions is not None and (positions.ndim != 2 or not self.forward.takes_positions):
+            return False
+        mask = inputs.attention_mask
+        return mask is None or (
+            mask.shape == (inputs.batch_size, call.end_position - call.cache.num_prefix) and bool(mask.all())
+        )

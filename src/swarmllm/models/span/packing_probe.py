@@ -1,0 +1,123 @@
+"""Which ways of packing give a span the same results as running its sessions one by one.
+
+Looked at when blocks are loaded, in one part of each kind: three sessions of different lengths, one of them with two
+rows and one rolled back, take three steps each, together and alone. Called by the server, which makes a `Packer` of it.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_kinds import parts_of_each_kind
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.cache_probe import LENIENT, STRICT, in_float32, rms
+from swarmllm.models.span.packed_attention import PackingUnsupportedError
+from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
+from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+
+SEQ = 13
+"""Positions of the inputs, fewer where the model has no more; unlikely to be the size of another axis."""
+ROWS = ((0, 1), (1, 3), (0, 1))
+"""Rows `[start, end)` of the given inputs, for each session."""
+PROMPTS = (4, 2, 4)
+"""New positions of each session in the first step. The first session then forgets one of them, if it can."""
+NEXT_STEPS = ((1, 1, 2), (1, 1, 1))
+"""The second step has single tokens beside a piece of a prompt; the third one shows what the second left behind."""
+
+
+@torch.inference_mode()
+def right_ways(span: BlockSpan) -> list[Packing]:
+    """The ways of packing that are right for these blocks, in most measurements the fastest first."""
+    if not span.keeps_cache:
+        return [Packing.ONE_BY_ONE]
+    forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
+    probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
+    return [way for way in Packing if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+
+
+class PackingProbe:
+    """Blocks that can be cut off on both sides, run on the given inputs: 3 rows of at least 7 positions."""
+
+    def __init__(self, forward: PackedForward, part: Span, inputs: BlockInputs) -> None:
+        self.span, self.forward, self.part, self.inputs = forward.blocks, forward, part, inputs
+        self._alone: list[Tensor] | None = None
+        self._visible = 0.0
+        """How much of a result comes from the cache."""
+        self._limit = STRICT
+
+    def agrees(self, way: Packing) -> bool:
+        """Whether the sessions get together what they get alone, up to rounding."""
+        try:
+            if self._alone is None:
+                self._alone = self._run_alone()
+            with self._precision():
+                together = self._run(way)
+        except Exception:  # noqa: BLE001 - model code that doesn't fit this way
+            return False
+        return all(map(self._close, together, self._alone))
+
+    def _run_alone(self) -> list[Tensor]:
+        for self._limit in (STRICT, LENIENT):
+            with suppress(Exception), self._precision():  # model code that can't run in mixed precision
+                alone = self._run(None)
+                forgetful = self._step(self.span.new_cache(self.part), 0, 3, 4)
+                self._visible = rms(forgetful - alone[len(ROWS)])
+                return alone
+        raise PackingUnsupportedError("the blocks don't run on the probe's inputs even alone")
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """Within, float32 where the blocks can: short floats would hide small errors."""
+        return in_float32(self.span, self.part) if self._limit == STRICT else nullcontext()
+
+    def _close(self, got: Tensor, want: Tensor) -> bool:
+        error = rms(got - want)  # not a number if something isn't finite, and then no comparison holds
+        return error <= self._limit * self._visible or error <= 4 * torch.finfo(got.dtype).eps * rms(want)
+
+    def _run(self, way: Packing | None) -> list[Tensor]:
+        """The results of all steps, session after session."""
+        caches = [self.span.new_cache(self.part) for _ in ROWS]
+        results = self._steps(way, caches, PROMPTS)
+        if self.span.traits.rollback:
+            with suppress(RollbackUnsupportedError):
+                caches[0].rollback(caches[0].length - 1)
+        for lengths in NEXT_STEPS:
+            results += self._steps(way, caches, lengths)
+        return results
+
+    def _steps(self, way: Packing | None, caches: Sequence[SpanCache], lengths: Sequence[int]) -> list[Tensor]:
+        calls = [
+            SessionCall(self._inputs(session, cache.length, cache.length + length), self.part, cache)
+            for session, (cache, length) in enumerate(zip(caches, lengths, strict=True))
+        ]
+        groups: list[list[SessionCall]] = [[call] for call in calls]
+        if way == Packing.RAGGED:
+            groups = [calls]
+        elif way == Packing.PADDED:
+            by_length = sorted({call.inputs.seq_len for call in calls})
+            groups = [[call for call in calls if call.inputs.seq_len == length] for length in by_length]
+        results: dict[int, Tensor] = {}
+        for group in groups:
+            if len(group) > 1 and way is not None:
+                outputs = self.forward.run(group, way)
+            else:
+                outputs = [self._advance(call) for call in group]
+            results.update(zip(map(id, group), outputs, strict=True))
+        return [results[id(call)] for call in calls]
+
+    def _advance(self, call: SessionCall) -> Tensor:
+        output = self.span.run(call.inputs, call.span, call.cache)
+        call.cache.advance(call.inputs.seq_len)
+        return output
+
+    def _step(self, cache: SpanCache, session: int, start: int, end: int) -> Tensor:
+        return self._advance(SessionCall(self._inputs(session, start, end), self.part, cache))
+
+    def _inputs(self, session: int, start: int, end: int) -> BlockInputs:
+        traits = self.span.traits
+        inputs = self.inputs.rows(*ROWS[session], traits).columns(start, end, start, traits)
+        return inputs.with_hidden(inputs.hidden_states.float()) if self._limit == STRICT else inputs

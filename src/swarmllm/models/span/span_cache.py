@@ -1,0 +1,201 @@
+"""The KV cache of a span: real cache layers for the hosted blocks, phantoms for the others.
+
+Made by `BlockSpan.new_cache`; only the device thread touches it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.span.cache_layer import BufferedCacheLayer
+
+
+class RollbackUnsupportedError(ValueError):
+    """Some cache layer has already dropped what the rollback needs; replaying the inputs restores it."""
+
+
+class SpanCache(PhantomCache):
+    """What a server keeps of one session."""
+
+    def __init__(self, config: PreTrainedConfig, span: Span, *, record_past: bool = False) -> None:
+        super().__init__(config, real=span)
+        for block_idx in span:
+            if type(self.layers[block_idx]) is DynamicLayer:
+                self.layers[block_idx] = BufferedCacheLayer()
+        self.span = span
+        self._config = config
+        self._length = self.num_prefix = 0
+        self._records_past = False
+        if record_past:
+            self.record_past()
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def position(self) -> int:
+        """Positions of text: what sessions count."""
+        return self._length - self.num_prefix
+
+    def begin_with(self, prefix: Mapping[int, tuple[Tensor, Tensor]], batch_size: int) -> None:
+        """Begin with keys and values `[heads, prefix, head]` by block, the same for all rows; before the first step.
+
+        Gradients flow to them, if the cache serves one forward only.
+        """
+        for block_idx, pair in prefix.items():
+            self.layers[block_idx].update(*(tensor.expand(batch_size, -1, -1, -1) for tensor in pair))
+            self.num_prefix = self._length = pair[0].shape[-2]
+
+    def key_value_shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """(heads, head size) of the keys and of the values in each hosted block, if it keeps nothing else."""
+        return {
+            block_idx: ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
+            for block_idx in self.span
+            if type(layer := self.layers[block_idx]) in (BufferedCacheLayer, DynamicSlidingWindowLayer)
+            and layer.is_initialized
+        }
+
+    def advance(self, num_tokens: int) -> None:
+        """Called after all hosted blocks have seen `num_tokens` more."""
+        self._length += num_tokens
+
+    def record_past(self) -> None:
+        """Have sliding and convolutional layers keep what a rollback may need, from now on."""
+        self._records_past = True
+        for layer in self._hosted_layers():
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    @torch.inference_mode()
+    def rollback(self, position: int) -> None:
+        """Forget everything from `position` of the text on; with all of the text, the prefix goes as well.
+
+        Raises:
+            RollbackUnsupportedError: some layer can't; nothing has been changed then.
+            ValueError: the position lies outside the cache.
+        """
+        if not 0 <= position <= self.position:
+            raise ValueError(f"can't roll back to {position} in a cache of {self.position} positions")
+        surplus = self.position - position
+        if surplus == 0:
+            return
+        if position == 0:  # always possible, also for recurrent states
+            self.__init__(self._config, self.span, record_past=self._records_past)  # type: ignore[misc]
+            return
+        for layer in self._hosted_layers():
+            _check_rollback(layer, self._length, surplus)
+        for layer in self._hosted_layers():
+            layer.crop(-surplus)
+        self._length -= surplus
+
+    @torch.inference_mode()
+    def select_batch(self, indices: Sequence[int]) -> None:
+        """Keep the given rows of the batch, in the given order; rows may repeat (beam search, num_return_sequences)."""
+        order = torch.tensor(list(indices), dtype=torch.long)
+        for layer in self._hosted_layers():
+            layer.reorder_cache(order)
+
+    def keep_state(self) -> Callable[[], None]:
+        """Returns what brings the cache back to where it is now, after a step that failed somewhere in the middle."""
+        layers = [(layer, _state_of(layer)) for layer in self._hosted_layers()]
+
+        def restore() -> None:
+            for layer, state in layers:
+                vars(layer).clear()
+                vars(layer).update(state)
+
+        return restore
+
+    @property
+    def is_pageable(self) -> bool:
+        """Whether the cache holds nothing but keys and values of all positions: what `page` and `append_page` need."""
+        return all(type(layer) is BufferedCacheLayer for layer in self._hosted_layers())
+
+    def page(self, start: int, end: int) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        """Copies of the keys and values of positions `[start, end)` of each block; None for one that has none."""
+        return tuple(layer.part(start, end) for layer in self._hosted_layers())
+
+    @torch.inference_mode()
+    def append_page(self, page: Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
+        """Append what `page` gave, from its position `skipped` on."""
+        length = next(pair[0].shape[-2] for pair in page if pair is not None) - skipped
+        for layer, pair in zip(self._hosted_layers(), page, strict=True):
+            if pair is not None:
+                layer.update(*(tensor.narrow(-2, skipped, length) for tensor in pair))
+        self.advance(length)
+
+    @property
+    def records_past(self) -> bool:
+        """Whether `record_past` was asked for."""
+        return self._records_past
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some hosted block keeps a state instead of (or besides) keys and values."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._hosted_layers())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the cache holds now."""
+        storages = [tensor.untyped_storage() for _, tensor in self._tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def used_bytes(self) -> tuple[int, int]:
+        """Memory that the positions seen so far fill, without room for growth: (what grows with them, what doesn't)."""
+        growing = fixed = 0
+        for name, tensor in self._tensors():
+            if name.endswith("_states"):
+                fixed += tensor.nbytes
+            elif not name.endswith("_buffer"):
+                growing += tensor.nbytes
+        return growing, fixed
+
+    def _hosted_layers(self) -> list[Any]:
+        return [self.layers[block_idx] for block_idx in self.span]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(attribute, tensor) of all hosted layers; attributes with several states come once for each."""
+        for layer in self._hosted_layers():
+            for name, value in vars(layer).items():
+                for tensor in value.values() if isinstance(value, dict) else (value,):
+                    if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                        yield name, tensor
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """The attributes of a cache layer. Keys and values are only ever appended or replaced, states are overwritten."""
+    return {
+        name: {key: part.clone() if isinstance(part, Tensor) else part for key, part in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(layer).items()
+    }
+
+
+def _check_rollback(layer: Any, length: int, surplus: int) -> None:
+    """Whether `layer`, which has seen `length` positions, can forget the last `surplus` and go on exactly."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if any(layer.is_recurrent_states_initialized.values()):
+            raise RollbackUnsupportedError("recurrent states can't be rolled back")
+        for state_idx, state in layer.conv_states.items():
+            if state is not None and not (
+                layer.record_past and state.shape[-1] - surplus >= layer.conv_kernel_size[state_idx]
+            ):
+                raise RollbackUnsupportedError("a convolution has dropped the positions before the rollback")
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = layer.keys.shape[-2] if layer.is_initialized else 0
+        if kept - surplus < min(length - surplus, layer.sliding_window - 1):
+            raise RollbackUnsupportedError("a sliding window has dropped the positions before the rollback")
+    if not getattr(layer, "is_croppable", False):
+        raise RollbackUnsupportedError(f"{type(layer).__name__} can't be rolled back")

@@ -1,0 +1,135 @@
+"""Multiaddresses as text: which others may be told, which of others make sense, and which can be listened on.
+
+Used by `p2p/daemon` and `p2p/peer`. Addresses through relays are the matter of `relay/addresses`.
+"""
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+
+from swarmllm.data_structures import MAX_ADDRS
+from swarmllm.errors import ConfigurationError
+from swarmllm.network.p2p._hivemind import Multiaddr
+from swarmllm.network.p2p.identity import is_peer_id
+from swarmllm.network.relay.addresses import is_circuit, pack_circuit
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDR_LENGTH = 256
+MAX_ADDRS_LENGTH = 2048
+"""Characters of all addresses together: a quarter of a record."""
+DOCKER_NETWORKS = ipaddress.ip_network("172.16.0.0/12")
+"""Addresses from which Docker takes its networks first. A home or an office seldom does."""
+
+
+def pack_addrs(addrs: Iterable[str]) -> list[bytes]:
+    """The addresses that make sense, as the daemon wants them: direct ones, and those through relays.
+
+    They come from other peers.
+    """
+    packed = []
+    for addr in addrs:
+        try:
+            packed.append(pack_circuit(addr) if is_circuit(addr) else Multiaddr(addr.partition("/p2p/")[0]).to_bytes())
+        except ValueError:
+            logger.debug("skipped the address %r", addr)
+    return packed
+
+
+def best_addrs(addrs: Iterable[str]) -> tuple[str, ...]:
+    """The addresses that a server may announce: those first by which most others reach it.
+
+    A host with containers or virtual machines has an address in each of their networks, where nobody else is.
+    """
+    found, length = [], 0
+    for addr in sorted(addrs, key=_reach):
+        length += len(addr)
+        if len(addr) <= MAX_ADDR_LENGTH and length <= MAX_ADDRS_LENGTH:
+            found.append(addr)
+    return tuple(found[:MAX_ADDRS])
+
+
+def is_loopback(addr: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return addr.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def _reach(addr: str) -> int:
+    """Smaller for addresses by which more others reach a peer.
+
+    -1 through a relay, 0 from everywhere, 1 from the own network, 2 (perhaps) from containers, 3 from this machine, 4
+    hardly at all.
+    """
+    if is_circuit(addr):
+        return -1
+    try:
+        ip = ipaddress.ip_address(addr.split("/")[2])
+    except (IndexError, ValueError):
+        return 0  # a name: somebody has given it
+    if ip.is_loopback:
+        return 3
+    if ip.is_link_local:
+        return 4
+    if not ip.is_private:
+        return 0
+    return 2 if ip in DOCKER_NETWORKS else 1
+
+
+def check_tcp_maddr(maddr: str, *, announced: bool = False) -> None:
+    """Raises ConfigurationError unless this is an address of TCP; one that is announced must name its port."""
+    try:
+        parsed = Multiaddr(maddr)
+        is_tcp = "tcp" in parsed and "udp" not in parsed
+    except ValueError as error:
+        raise ConfigurationError(f"the address {maddr!r} is wrong: {error}") from None
+    if not is_tcp:  # libp2p would prefer QUIC where both are offered; it measured slower
+        raise ConfigurationError(f"the address {maddr!r} must be one of TCP, like /ip4/0.0.0.0/tcp/31337")
+    if announced and parsed["tcp"] == "0":
+        raise ConfigurationError(
+            f"the address {maddr!r} is to be announced, so it needs a port other than 0: port 0 is none"
+        )
+
+
+def check_port_is_free(maddr: str) -> None:
+    """Raises ConfigurationError if something listens there: p2pd would start, and share the port by SO_REUSEPORT."""
+    parts = maddr.split("/")
+    family = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}.get(parts[1])
+    if family is None or parts[3:4] != ["tcp"] or parts[4] == "0":
+        return
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((parts[2], int(parts[4])))
+        except OSError as error:
+            raise ConfigurationError(f"can't listen on {maddr}: {error.strerror}; choose another port") from None
+
+
+def split_initial_peer(maddr: str) -> tuple[str, str]:
+    """The peer id and the address of an initial peer.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    addr, found, peer_id = maddr.partition("/p2p/")
+    if not found or not is_peer_id(peer_id):
+        raise ConfigurationError(f"the initial peer {maddr!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo...")
+    try:
+        Multiaddr(addr)
+    except ValueError as error:
+        raise ConfigurationError(f"the address of the initial peer {maddr!r} is wrong: {error}") from None
+    return peer_id, addr
+
+
+def check_addresses(
+    initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], *, listens: bool
+) -> None:
+    """Raises ConfigurationError if one of them won't do."""
+    for maddr in initial_peers:
+        split_initial_peer(maddr)
+    for maddr in host_maddrs:
+        check_tcp_maddr(maddr)
+    for maddr in announce_maddrs:
+        check_tcp_maddr(maddr, announced=True)
+    for maddr in host_maddrs if listens else ():
+        check_port_is_free(maddr)

@@ -1,0 +1,133 @@
+"""The swarm's records in the DHT: who serves which blocks, written by servers and read by clients.
+
+One key per checkpoint holds its servers, one key for the whole swarm says which checkpoints there are; under both, each
+server has its own record, found by its peer id. A private swarm has keys of its own instead of both: they look as if
+they were of checkpoints that nobody knows. `p2p/record_validator` says what the DHT accepts; whatever it
+returns is checked here once more, field by field.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from swarmllm.data_structures import MAX_TTL_S, ModelRecord, PeerModel, ServerInfo
+from swarmllm.errors import ConfigurationError, LocalProtocolError
+from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX
+
+if TYPE_CHECKING:
+    from swarmllm.network.p2p.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TTL_S = 60.0
+WITHDRAWN = ""
+"""Text of a record that says: nothing here any more. The DHT knows no deletion."""
+SUPERSEDE_S = 0.01
+"""A record replaces an earlier one only if it expires later; by this much where nothing else makes it."""
+VALUE_OVERHEAD_BYTES = 256
+"""Room for a value's key name, msgpack and signature beside its text."""
+
+RECORDS_PER_TURN = 32
+"""Taken apart in one turn of the event loop, which others share; each takes some hundredths of a millisecond."""
+
+PeerRecord = TypeVar("PeerRecord", bound=PeerModel)
+
+
+def servers_key(fingerprint: str, swarm_name: str | None = None) -> str:
+    """Name of the key that holds the servers of a checkpoint, in the public swarm or a private one of this name."""
+    return f"{SERVERS_PREFIX}{fingerprint if swarm_name is None else _private(swarm_name, fingerprint)}"
+
+
+def models_key(swarm_name: str | None = None) -> str:
+    """Name of the key that holds the register of checkpoints, likewise."""
+    return MODELS_KEY if swarm_name is None else f"{SERVERS_PREFIX}{_private(swarm_name, 'register')}"
+
+
+def _private(swarm_name: str, what: str) -> str:
+    """A key from which nobody learns the swarm's name, or finds its other keys."""
+    secret = hashlib.blake2b(swarm_name.encode()).digest()
+    return hashlib.blake2b(what.encode(), key=secret, digest_size=32, person=b"swarmllm.v1").hexdigest()
+
+
+class BlockDirectory:
+    """The DHT as servers and clients see it: those of the private swarm of that name, or of the public one."""
+
+    def __init__(self, peer: "Peer", swarm_name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._peer = peer
+        self._swarm_name = swarm_name
+        self._clock = clock
+        self._last_expiration = 0.0
+        self.num_bad_records = 0
+        """Records that were skipped since the start because they make no sense."""
+
+    async def announce(self, record: ModelRecord, info: ServerInfo, ttl_s: float = DEFAULT_TTL_S) -> bool:
+        """Say what this server serves, until `ttl_s` from now. True if some node keeps it.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        if info.peer_id != self._peer.peer_id:
+            raise LocalProtocolError("a server can only announce itself")
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise ConfigurationError(f"a record lives for at most {MAX_TTL_S:g} s, not {ttl_s:g}")
+        texts = (info.model_dump_json(), record.model_dump_json())
+        return await self._store(record, texts, self._clock() + ttl_s)
+
+    async def withdraw(self, record: ModelRecord) -> bool:
+        """Take back what was announced. True if some node heard of it."""
+        if not self._last_expiration:
+            return True
+        return await self._store(record, (WITHDRAWN, WITHDRAWN), self._clock())
+
+    async def servers(self, fingerprint: str) -> tuple[ServerInfo, ...]:
+        """The servers of a checkpoint, in the order of their peer ids.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        records = await self._read(servers_key(fingerprint, self._swarm_name), ServerInfo)
+        honest = {peer_id: info for peer_id, info in records.items() if info.peer_id == peer_id}
+        self.num_bad_records += len(records) - len(honest)
+        return tuple(honest[peer_id] for peer_id in sorted(honest))
+
+    async def models(self) -> dict[str, ModelRecord]:
+        """The checkpoint that each server of the swarm serves, by peer id.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        return await self._read(models_key(self._swarm_name), ModelRecord)
+
+    async def _store(self, record: ModelRecord, said: tuple[str, str], expiration: float) -> bool:
+        """Under the key of the checkpoint's servers, and in the register."""
+        keys = (servers_key(record.fingerprint, self._swarm_name), models_key(self._swarm_name))
+        texts = dict(zip(keys, said, strict=True))
+        if max(len(text.encode()) for text in said) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
+            raise ConfigurationError("the announcement is too long; shorten public_name, adapters or addresses")
+        self._last_expiration = max(expiration, self._last_expiration + SUPERSEDE_S)
+        stored = await self._peer.dht_store(texts, self._last_expiration)
+        if not stored:
+            logger.warning(
+                "no peer accepted this server's announcement, so clients can't find it; "
+                "check that this machine's clock is right (NTP) and that initial peers can be reached"
+            )
+        return stored
+
+    async def _read(self, key: str, record_type: type[PeerRecord]) -> dict[str, PeerRecord]:
+        records: dict[str, PeerRecord] = {}
+        for number, (peer_id, text) in enumerate((await self._peer.dht_read(key)).items()):
+            if number % RECORDS_PER_TURN == RECORDS_PER_TURN - 1:
+                await asyncio.sleep(0)
+            if text == WITHDRAWN:
+                continue
+            try:
+                records[peer_id] = record_type.model_validate_json(text)
+            except ValidationError as error:
+                self.num_bad_records += 1
+                logger.debug("skipped the record of %s: %s", peer_id, error)
+        return records

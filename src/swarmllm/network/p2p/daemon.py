@@ -1,0 +1,310 @@
+"""The libp2p daemon of this process, p2pd: starting it, asking it things, ending it.
+
+It is started here, and hivemind attaches itself to it with one connection for the DHT's calls; each stream to another
+peer is a connection of its own. It has a session of its own, so that what a terminal sends to its foreground processes
+(Ctrl-C, Ctrl-\\, a hang-up) ends this process in its own way, and not the daemon under its feet. And it dies with this
+process, however that ends, because hivemind's connection ends then: measured, within 1 ms of a SIGKILL.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from swarmllm.errors import ConfigurationError, PeerTimeoutError, PeerUnreachableError
+from swarmllm.network.p2p._hivemind import (
+    P2P,
+    Multiaddr,
+    P2PDaemonError,
+    p2pd_path,
+    p2pd_pb2,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
+from swarmllm.network.p2p.addresses import best_addrs, is_loopback
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.relay.addresses import came_from
+
+logger = logging.getLogger(__name__)
+
+STARTUP_TIMEOUT_S = 60.0
+"""p2pd starts in a tenth of a second; as a polite process beside many busy ones it took more than 15 s (load 25)."""
+EXIT_TIMEOUT_S = 2.0
+"""p2pd exits in about 10 ms; one that is stopped (SIGSTOP) has to be killed."""
+UNIX_PATH_LENGTH = 90
+"""Most systems allow 104 to 108 bytes for a socket's path."""
+READY = "Peer ID:"
+"""Begins the line that p2pd says when it can be asked things."""
+ATTACH_TIMEOUT_S = 30
+"""p2pd ends itself if nobody attaches himself to it in this time."""
+LINE_BYTES = 1 << 20
+"""Longest line that it may say."""
+MAX_CONNECTIONS = 4096
+"""Connections with other peers. Beyond, p2pd closes those used least, whatever they carry; its own limit is 512."""
+CALL_BYTES = 4 << 20
+"""Most that one call of the DHT may carry: hivemind's default."""
+STREAM_BUFFER_BYTES = 64 << 10
+"""A stream isn't read on while twice as much waits; asyncio's default."""
+
+DIALLED = re.compile(r"\* \[(\S+)\] (?:dial \S+ \S+: (?:connect: )?)?(.+?)(?= \* \[|$)")
+"""p2pd's words about each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
+BACKOFF = "dial backoff"
+"""Its words for an address that it doesn't dial now, as that failed some seconds ago."""
+
+
+class Daemon:
+    """One p2pd. Make it with `Daemon.start`, end it with `end()`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self.p2p: Any = None
+        """hivemind's P2P, for its DHT."""
+        self.directory = directory
+        """Private to this user, removed by `end`."""
+        self._process = process
+        self._socket = directory / "p2pd.sock"
+        self._logging: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        *,
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str] | None,
+        listen: bool,
+        hidden: bool = False,
+    ) -> "Daemon":
+        """Start p2pd with this identity. `hidden`: nobody can dial it, so others shouldn't look for records there.
+
+        Raises:
+            ConfigurationError: p2pd refuses an address.
+            PeerTimeoutError: it did not start in time.
+        """
+        directory = _private_directory()
+        identity_file = directory / "identity"
+        daemon: Daemon | None = None
+        try:
+            identity.write(identity_file)
+            settings = (
+                f"-hostAddrs={','.join(host_maddrs)}",
+                f"-announceAddrs={','.join(announce_maddrs or ())}",
+                "-dhtServer" if listen and not hidden else "-dhtClient",
+                f"-natPortMap={int(listen and not announce_maddrs and not all(map(is_loopback, host_maddrs)))}",
+                f"-autonat={int(listen and not hidden)}",
+                f"-noListenAddrs={int(not listen)}",
+            )
+            process = await _spawn(directory, identity_file, settings)
+            daemon = cls(process, directory)
+            async with asyncio.timeout(STARTUP_TIMEOUT_S):
+                await daemon._attach()
+        except BaseException as error:
+            if daemon is None:
+                shutil.rmtree(directory, ignore_errors=True)
+            else:
+                await daemon.end()
+            if isinstance(error, TimeoutError):
+                raise PeerTimeoutError(f"p2pd did not start in {STARTUP_TIMEOUT_S:g} s", identity.peer_id) from None
+            raise
+        identity_file.unlink()
+        return daemon
+
+    async def _attach(self) -> None:
+        """Wait until the daemon is ready, and let hivemind connect to it."""
+        last_words = ""
+        async for line in self._output():
+            if line.startswith(READY):
+                break
+            last_words = line
+        else:
+            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it said nothing'}")
+        self._logging = asyncio.create_task(self._log(), name="log of p2pd")
+        try:
+            self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._socket}"))
+        except (P2PDaemonError, OSError, EOFError) as error:
+            raise PeerUnreachableError(f"p2pd died while it started: {error}") from None
+        self.p2p._client.control.persistent_conn_max_msg_size = CALL_BYTES
+
+    async def _output(self) -> AsyncIterator[str]:
+        output = cast(asyncio.StreamReader, self._process.stdout)
+        while line := await output.readline():
+            yield line.decode(errors="replace").strip()
+
+    async def _log(self) -> None:
+        async for line in self._output():
+            logger.log(logging.WARNING if _is_error(line) else logging.DEBUG, "p2pd: %s", line)
+
+    @property
+    def addrs(self) -> tuple[str, ...]:
+        """Addresses of this daemon, without the `/p2p/...` part; as many as fit a record, the best ones first."""
+        return best_addrs(str(maddr) for maddr in self.p2p._visible_maddrs)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_exited(self) -> bool:
+        return self._process.returncode is not None
+
+    async def exited(self) -> None:
+        """Return when the process has exited."""
+        await self._process.wait()
+
+    async def connect(self, peer: bytes, addrs: Sequence[bytes]) -> None:
+        """Dial a peer at these addresses; nothing happens if there is a connection already.
+
+        Raises:
+            P2PDaemonError: it can't be reached.
+            PeerUnreachableError: this daemon is dead.
+        """
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.CONNECT,
+            connect=p2pd_pb2.ConnectRequest(peer=peer, addrs=addrs),
+        )
+        _, _, writer = await self._ask(request)
+        writer.close()
+
+    async def disconnect(self, peer: bytes) -> None:
+        """Close all connections with a peer. Raises as `connect` does."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=peer))
+        _, _, writer = await self._ask(request)
+        writer.close()
+
+    async def read_addrs(self) -> None:
+        """Ask the daemon anew for its addresses: they change with networks, and when a router has mapped a port.
+
+        Raises as `connect` does.
+        """
+        said, _, writer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        writer.close()
+        self.p2p._visible_maddrs = [Multiaddr(addr) for addr in said.identify.addrs if not came_from(addr)[1]]
+
+    async def open_stream(
+        self, peer: bytes, protocol: str, buffer_bytes: int = STREAM_BUFFER_BYTES
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new stream to a peer. Raises as `connect` does."""
+        reader, writer, _ = await self.open_stream_told(peer, protocol, buffer_bytes)
+        return reader, writer
+
+    async def open_stream_told(
+        self, peer: bytes, protocol: str, buffer_bytes: int = STREAM_BUFFER_BYTES
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+        """A new stream to a peer, and the address at its other end. Raises as `connect` does."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer, proto=[protocol])
+        )
+        said, reader, writer = await self._ask(request, buffer_bytes)
+        return reader, writer, said.streamInfo.addr
+
+    async def take_streams(self, socket_path: Path, protocol: str) -> None:
+        """Let the daemon connect to this socket for each stream that another peer opens. Raises as `connect` does."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_HANDLER,
+            streamHandler=p2pd_pb2.StreamHandlerRequest(
+                addr=Multiaddr(f"/unix{socket_path}").to_bytes(), proto=[protocol], balanced=False
+            ),
+        )
+        _, _, writer = await self._ask(request)
+        writer.close()
+
+    async def _ask(
+        self, request: Any, buffer_bytes: int = STREAM_BUFFER_BYTES
+    ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Put a request on a new connection, which is returned with the answer if that is OK.
+
+        hivemind's own functions for that leave the connection open when they fail or are cancelled.
+        """
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket, limit=buffer_bytes)
+        except OSError as error:
+            raise PeerUnreachableError(f"this peer's p2pd is gone: {error}") from None
+        response = p2pd_pb2.Response()
+        try:
+            await write_pbmsg(writer, request)
+            await read_pbmsg_safe(reader, response)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise P2PDaemonError(response.error.msg)
+        except (OSError, EOFError) as error:
+            writer.transport.abort()
+            raise PeerUnreachableError(f"this peer's p2pd hung up: {error}") from None
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return response, reader, writer
+
+    async def end(self) -> None:
+        """End the process and hivemind's tasks around it, and remove the files."""
+        tasks = [self._logging]  # from now on p2pd complains that its connections end, which is what we want
+        if self.p2p is not None:
+            control = self.p2p._client.control
+            tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
+        ending = [task for task in tasks if task is not None]
+        for task in ending:
+            task.cancel()
+        if not self.has_exited:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await asyncio.gather(*ending, return_exceptions=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+async def _spawn(directory: Path, identity_file: Path, settings: Iterable[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        p2pd_path(),
+        f"-id={identity_file}",
+        f"-listen=/unix{directory / 'p2pd.sock'}",
+        *settings,
+        "-connManager",
+        "-relayService=0",  # ours takes its place; else p2pd takes it back when it finds itself public
+        f"-connHi={_max_connections()}",
+        f"-connLo={_max_connections() * 3 // 4}",
+        f"-idleTimeout={ATTACH_TIMEOUT_S}s",
+        f"-persistentConnMaxMsgSize={CALL_BYTES}",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        limit=LINE_BYTES,
+        env={"GOLOG_LOG_LEVEL": "error", **os.environ, "GOLOG_LOG_FMT": "json"},
+        start_new_session=True,
+    )
+
+
+def _max_connections() -> int:
+    """Connections that this machine lets a process have; a quarter of its files is left for streams and the rest."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Go programs take all that they may have
+    return MAX_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, most * 3 // 4))
+
+
+def _private_directory() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="swarmllm-"))
+    if len(os.fsencode(path)) <= UNIX_PATH_LENGTH:
+        return path
+    path.rmdir()
+    return Path(tempfile.mkdtemp(prefix="swarmllm-", dir="/tmp"))
+
+
+def _is_error(line: str) -> bool:
+    """Whether p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
+    try:
+        return bool(json.loads(line)["level"] == "error")
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def reason_of(error: P2PDaemonError) -> str:
+    """p2pd's error without its preambles: address by address if it has dialled some."""
+    said = " ".join(str(error).split())
+    dialled = [f"{addr}: {'failed a moment ago' if why == BACKOFF else why}" for addr, why in DIALLED.findall(said)]
+    return ", ".join(dialled) or said

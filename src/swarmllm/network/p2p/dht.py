@@ -1,0 +1,267 @@
+"""This peer's node of the swarm's DHT: joining it, and storing and reading the records of peers.
+
+`p2p/peer` owns it; `p2p/block_directory` says what the records mean, `p2p/record_validator` which ones are
+valid, `p2p/dht_protocol` what nodes do for each other. hivemind's background tasks have no owner, and cancelling
+its calls half-way would leave tasks that wait for ever. So its coroutines run to their end here even if nobody waits
+for them any more, and `close()` makes the calls that are under way fail, which ends everything.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+
+from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
+from swarmllm.network.p2p._hivemind import DHTID, DHTNode, P2PDaemonError, P2PHandlerError, PeerID, dht_pb2
+from swarmllm.network.p2p.addresses import pack_addrs, split_initial_peer
+from swarmllm.network.p2p.daemon import Daemon
+from swarmllm.network.p2p.dht_protocol import BoundedProtocol, bound, node_id_of
+from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
+from swarmllm.network.p2p.record_store import nobody
+from swarmllm.network.p2p.record_validator import RecordValidator
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 3.0
+"""Longest time of one call to one node; a look-up makes several in parallel."""
+DIAL_TIMEOUT_S = 5.0
+JOIN_GRACE_S = 0.3
+"""Seconds that the other initial peers may take once one has answered."""
+NEIGHBOURS_TIMEOUT_S = 1.0
+"""Seconds that joining waits for the neighbours in the DHT to be met; the rest goes on meanwhile."""
+MAX_CLOCK_DIFFERENCE_S = 3.0
+"""hivemind's limit."""
+CLOSE_TURNS = 100
+"""Turns of the event loop that hivemind's tasks get to end in; measured, they need about 10."""
+
+Result = TypeVar("Result")
+
+
+class Dht:
+    """A node of the DHT. In client mode it asks others and stores nothing for them."""
+
+    def __init__(self, daemon: Daemon, identity: Identity, initial_peers: Sequence[str], *, client_mode: bool) -> None:
+        self._daemon = daemon
+        self._identity = identity
+        self._client_mode = client_mode
+        parted = [split_initial_peer(maddr) for maddr in initial_peers]
+        self.initial_peers = [(peer_id, addr) for peer_id, addr in parted if peer_id != identity.peer_id]
+        """Peer ids and addresses."""
+        self._node: Any = None
+        self._protocol: BoundedProtocol | None = None
+        self.prefers: Callable[[str], bool] = nobody
+        """Peers that this process knows better than by their records, which are kept before those of others."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._join_lock = asyncio.Lock()
+        self._said_alone = False
+
+    async def start(self, *, hidden: bool = False) -> None:
+        """Start the node and join the swarm of the initial peers, if there are any; `hidden`: until `show()`.
+
+        Raises:
+            PeerUnreachableError: none of them answered.
+            ConfigurationError: this machine's clock is wrong.
+        """
+        self._node = await DHTNode.create(
+            p2p=self._daemon.p2p,
+            node_id=node_id_of(self._daemon.p2p.peer_id),
+            client_mode=self._client_mode,
+            record_validator=RecordValidator(self._identity),
+            wait_timeout=CALL_TIMEOUT_S,
+            # Every read asks for the latest, so caches would only cost.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
+        self._protocol = bound(self._node, lambda peer_id: peer_id == self._identity.peer_id or self.prefers(peer_id))
+        if hidden:
+            self.hide()
+        if self.initial_peers:
+            await self._join()
+
+    async def store(self, texts: dict[str, str], expiration: float) -> bool:
+        """Store one text of this peer under each key. True if every key was taken by some node."""
+        await self._rejoin_if_alone()
+        stored: dict[Any, bool] = await self._to_its_end(
+            self._node.store_many(
+                list(texts),
+                [[key, text] for key, text in texts.items()],
+                expiration,
+                subkeys=[self._identity.peer_id] * len(texts),
+                exclude_self=self._client_mode,
+            )
+        )
+        return all(stored.values())
+
+    async def read(self, key: str) -> dict[str, str]:
+        """The texts under this key, by the peer id of their owner."""
+        await self._rejoin_if_alone()
+        if self._protocol is None:
+            raise RuntimeError("the node has not been started")
+        key_id = DHTID.generate(key)
+        with self._protocol.looking(key_id) as look:
+            # All nodes around the key are asked: each may know only some of the records.
+            await self._to_its_end(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+        found = look.records.find(look.key, time.time())
+        return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this is a node that has been met, and hasn't failed to answer since."""
+        return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
+
+    def known_peers(self) -> list[str]:
+        """The nodes that were met lately, initial peers first, the others in any order."""
+        if self._node is None:
+            return []
+        nodes = {peer.to_base58() for peer in self._node.protocol.routing_table.uid_to_peer_id.values()}
+        first = [peer_id for peer_id in dict.fromkeys(peer_id for peer_id, _ in self.initial_peers) if peer_id in nodes]
+        return [*first, *(nodes - set(first))]
+
+    def hide(self) -> None:
+        """Say no longer to others that this is a node, as they can't ask it anything."""
+        self._node.protocol.node_info = dht_pb2.NodeInfo()
+
+    async def show(self) -> None:
+        """Say so again, if it isn't in client mode."""
+        if not self._client_mode:
+            self._node.protocol.node_info = dht_pb2.NodeInfo(node_id=self._node.node_id.to_bytes())
+            await self._meet_neighbours()
+
+    # Joining
+
+    async def _join(self) -> None:
+        """Meet the initial peers, and then the own neighbours."""
+        greetings = {self._spawn(self._greet(*peer)): peer for peer in self.initial_peers}
+        pending = set(greetings)
+        clock_differences_s: list[float] = []
+        failures: dict[tuple[str, str], str] = {}
+        reached: set[str] = set()
+        timeout_s: float | None = None  # each greeting has its own
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for task in done:
+                peer_id, addr = greetings[task]
+                answer = task.result()
+                if isinstance(answer, str):
+                    failures[peer_id, addr] = answer
+                else:
+                    reached.add(peer_id)
+                    clock_differences_s.append(answer)
+            if clock_differences_s:
+                timeout_s = JOIN_GRACE_S
+        if not clock_differences_s:
+            raise PeerUnreachableError(f"none of the initial peers can be reached: {_list_failures(failures)}")
+        # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
+        lost = {peer: answer for peer, answer in failures.items() if peer[0] not in reached}
+        if lost:
+            logger.warning("some initial peers can't be reached: %s", _list_failures(lost))
+        _judge_clock(clock_differences_s)
+        await self._meet_neighbours()
+
+    async def _meet_neighbours(self) -> None:
+        meeting = self._spawn(self._node.find_nearest_nodes([self._node.node_id]))
+        await asyncio.wait([meeting], timeout=NEIGHBOURS_TIMEOUT_S)
+
+    async def _greet(self, peer_id: str, addr: str) -> float | str:
+        """Seconds that this machine's clock is ahead of the peer's, or what failed."""
+        protocol = self._node.protocol
+        target = PeerID.from_base58(peer_id)
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await self._daemon.connect(target.to_bytes(), pack_addrs([addr]))
+            asked_at = time.time()
+            request = dht_pb2.PingRequest(peer=protocol.node_info)
+            response = await protocol.get_stub(target).rpc_ping(request, timeout=CALL_TIMEOUT_S)
+            answered_at = time.time()
+        except TimeoutError:
+            return "no answer"
+        except (P2PDaemonError, P2PHandlerError, SwarmError) as error:
+            return _reason(error)
+        self._node.blacklist.register_success(target)
+        if response.peer.node_id:
+            await protocol.update_routing_table(node_id_of(target), target)
+        # The peer looked at its clock somewhere between the two moments.
+        return float(min(max(response.dht_time, asked_at), answered_at) - response.dht_time)
+
+    async def _rejoin_if_alone(self) -> None:
+        """After an outage of the network the routing table is empty, and nobody else would fill it."""
+        routing_table = self._node.protocol.routing_table
+        if routing_table.uid_to_peer_id or not self.initial_peers:
+            self._said_alone = False
+            return
+        async with self._join_lock:
+            if not routing_table.uid_to_peer_id:
+                try:
+                    await self._join()
+                except SwarmError as error:
+                    # Whoever waits for the swarm tries twice a second: said once for each outage.
+                    logger.log(logging.DEBUG if self._said_alone else logging.WARNING, "this peer is alone: %s", error)
+                    self._said_alone = True
+
+    # Tasks
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if whoever waited has gone
+
+    async def _to_its_end(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return await asyncio.shield(self._spawn(coroutine))
+
+    async def close(self) -> None:
+        """End what is under way; the daemon is to be ended right after."""
+        if self._node is not None:
+            self._node.is_alive = False
+        control = self._daemon.p2p._client.control
+        gone = P2PDaemonError("this peer is closed")
+
+        async def refuse(*_: object) -> bytes:
+            raise gone
+
+        control.call_unary_handler = refuse
+        for call in tuple(control._pending_calls.values()):
+            if not call.done():
+                call.set_exception(gone)
+        for _ in range(CLOSE_TURNS):
+            await asyncio.sleep(0)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _list_failures(failures: Mapping[tuple[str, str], str]) -> str:
+    return "; ".join(f"{addr}/p2p/{peer_id} ({answer})" for (peer_id, addr), answer in failures.items())
+
+
+def _reason(error: Exception) -> str:
+    """The last part of what the daemon says in several lines, each naming peer and address again."""
+    lines = [line.strip(" *") for line in str(error).splitlines() if line.strip(" *")]
+    reasons = dict.fromkeys(re.sub(r"^\[[^]]*\]\s*", "", line) for line in lines[1:]) or {"".join(lines): None}
+    return ", ".join(reasons)
+
+
+def _judge_clock(differences_s: Sequence[float]) -> None:
+    wrong = [difference for difference in differences_s if abs(difference) > MAX_CLOCK_DIFFERENCE_S]
+    if not wrong:
+        return
+    sentence = (
+        f"this machine's clock differs by {max(wrong, key=abs):+.1f} s from that of {len(wrong)} of "
+        f"{len(differences_s)} initial peers, but records in the DHT expire by the clock, so peers must agree within "
+        f"{MAX_CLOCK_DIFFERENCE_S:g} s; set it by NTP"
+    )
+    if len(wrong) == len(differences_s):
+        raise ConfigurationError(sentence)
+    logger.warning("%s", sentence)

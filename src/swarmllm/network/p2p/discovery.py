@@ -1,0 +1,275 @@
+"""Peers on the same local network (LAN) find each other by multicast DNS, so that nobody has to type addresses.
+
+A server that began a swarm, or found it this way, announces one service `<peer id>._swarmllm._tcp.local.` per process:
+where it listens, and the fingerprint of its checkpoint. Servers and clients that were given no addresses listen for a
+few seconds and join peers of the same fingerprint, so that swarms of different models never mix. Servers, the client
+and the commands call it; nothing here imports zeroconf before it is needed.
+
+Whoever is on the network can announce what they like. What is heard is therefore bounded and checked, and is believed
+no more than an address that somebody typed.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, Self
+
+from swarmllm.data_structures import printable
+from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.network.p2p.identity import is_peer_id
+
+if TYPE_CHECKING:
+    from zeroconf.asyncio import AsyncZeroconf
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_swarmllm._tcp.local."
+LOOK_S = 3.0
+"""Seconds to listen for the first peer. Answers come within 0.2 s, or 1.2 s where a packet was lost."""
+GRACE_S = 0.3
+"""Seconds to listen on for others, once one has answered."""
+MAX_FOUND = 32
+"""Peers of one look; a few are enough to join."""
+MAX_HEARD = 256
+"""Services whose details are asked for; the others of a network that shouts are ignored."""
+MAX_ADDRESSES = 4
+"""Addresses of one peer."""
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True)
+class FoundPeer:
+    """One peer of the local network, as it announces itself."""
+
+    peer_id: str
+    maddrs: tuple[str, ...]
+    """Addresses to give as initial peers."""
+    model: str
+    fingerprint: str
+
+
+class LanAnnouncement:
+    """Tells the local network of this peer, from `start()` until `end()`. To be used by `async with`.
+
+    `addrs` are the peer's multiaddresses; if all of them are of this machine only, nothing is announced anywhere.
+    """
+
+    def __init__(self, peer_id: str, addrs: Sequence[str], *, model: str, fingerprint: str) -> None:
+        self._peer_id = peer_id
+        self._model = model
+        self._fingerprint = fingerprint
+        self._ips, self._port = lan_addresses(addrs)
+        self._task: asyncio.Task[None] | None = None
+        self._zeroconf: AsyncZeroconf | None = None
+
+    def start(self, interfaces: Sequence[str] | None = None) -> None:
+        """Begin, in the background; harmless when done twice."""
+        if self._task is None and self._ips:
+            self._task = asyncio.get_running_loop().create_task(self._announce(interfaces), name="announce on the LAN")
+
+    async def _announce(self, interfaces: Sequence[str] | None) -> None:
+        zeroconf, asynchronous = _import_zeroconf()
+        info = asynchronous.AsyncServiceInfo(
+            SERVICE,
+            f"{self._peer_id}.{SERVICE}",
+            addresses=[socket.inet_aton(ip) for ip in self._ips],
+            port=self._port,
+            properties={"fingerprint": self._fingerprint, "model": self._model.encode()[:200]},
+            server=f"{self._peer_id}.local.",
+        )
+        try:
+            self._zeroconf = asynchronous.AsyncZeroconf(
+                interfaces=list(interfaces or self._ips), ip_version=zeroconf.IPVersion.V4Only
+            )
+            # The name is a peer id: nobody else has it, so there is no need to ask for a second whether it is free.
+            await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
+        except (OSError, zeroconf.Error) as error:
+            logger.warning("this machine can't announce the swarm on the local network: %s", error)
+            return
+        logger.info("others on this network find the swarm without addresses (--no_lan_discovery turns that off)")
+
+    async def announced(self) -> None:
+        """Return when the announcement is out, or could not be made."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def end(self) -> None:
+        """Take it back."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._zeroconf is not None:
+            await self._zeroconf.async_close()
+            self._zeroconf = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+
+async def find_peers(
+    enough: Callable[[FoundPeer], bool] = lambda _: True,
+    *,
+    timeout_s: float | None = None,
+    interfaces: Sequence[str] | None = None,
+) -> tuple[FoundPeer, ...]:
+    """Peers that announce themselves on the local network; returns soon after the first that is `enough`."""
+    zeroconf, asynchronous = _import_zeroconf()
+    timeout_s = LOOK_S if timeout_s is None else timeout_s
+    try:
+        network = asynchronous.AsyncZeroconf(
+            interfaces=list(interfaces) if interfaces else zeroconf.InterfaceChoice.All,
+            ip_version=zeroconf.IPVersion.V4Only,
+        )
+    except OSError as error:
+        logger.warning("this machine can't look for swarms on the local network: %s", error)
+        return ()
+    look = _Look(network, asynchronous.AsyncServiceInfo, enough, time.monotonic() + timeout_s)
+    browser = asynchronous.AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[look.on_change])
+    try:
+        async with asyncio.timeout(timeout_s):
+            await look.has_enough.wait()
+        await asyncio.sleep(GRACE_S)
+    except TimeoutError:
+        pass
+    finally:
+        await look.end()
+        await browser.async_cancel()
+        await network.async_close()
+    return tuple(look.found[peer_id] for peer_id in sorted(look.found))
+
+
+class _Look:
+    """One look at the local network: each service that is heard is asked for its details."""
+
+    def __init__(
+        self,
+        network: Any,
+        info: Callable[[str, str], Any],
+        enough: Callable[[FoundPeer], bool],
+        deadline: float,
+    ) -> None:
+        self._network, self._info, self._enough, self._deadline = network, info, enough, deadline
+        self._heard: set[str] = set()
+        self._asking: set[asyncio.Task[None]] = set()
+        self.found: dict[str, FoundPeer] = {}
+        self.has_enough = asyncio.Event()
+
+    def on_change(self, *, name: str, **_: Any) -> None:
+        """Called by zeroconf with the name of a service."""
+        if name not in self._heard and len(self._heard) < MAX_HEARD:
+            self._heard.add(name)
+            self._asking.add(asyncio.get_running_loop().create_task(self._ask(name)))
+
+    async def _ask(self, name: str) -> None:
+        info = self._info(SERVICE, name)
+        left_s = max(self._deadline - time.monotonic(), 0.1)
+        if not await info.async_request(self._network.zeroconf, left_s * 1000):
+            return
+        peer = _checked(info)
+        if peer is not None and len(self.found) < MAX_FOUND:
+            self.found[peer.peer_id] = peer
+            if self._enough(peer):
+                self.has_enough.set()
+
+    async def end(self) -> None:
+        """Ask no more."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+
+async def find_swarm(model: str, fingerprint: str, *, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Initial peers of the swarm of this checkpoint on the local network.
+
+    Raises:
+        MissingBlocksError: there is none. The message says what was found instead, and what to do.
+    """
+    logger.info("no initial peers were given: looking for a swarm of %s on the local network", model)
+    peers = await find_peers(lambda peer: peer.fingerprint == fingerprint, interfaces=interfaces)
+    ours = [peer for peer in peers if peer.fingerprint == fingerprint]
+    if not ours:
+        others = ", ".join(sorted({f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers}))
+        heard = f", only of {others}" if others else ""
+        raise MissingBlocksError(
+            f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network{heard}: "
+            "name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS), or start a swarm by a server with --new_swarm"
+        )
+    logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
+    return initial_peers_of(ours)
+
+
+async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Initial peers of one swarm on the local network, whatever it serves.
+
+    Raises:
+        MissingBlocksError: there is none.
+        ConfigurationError: there are several, which must not be mixed.
+    """
+    logger.info("no initial peers were given: looking for a swarm on the local network")
+    peers = await find_peers(interfaces=interfaces)
+    if not peers:
+        raise MissingBlocksError(
+            "no swarm was found on the local network: name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS)"
+        )
+    if len({peer.fingerprint for peer in peers}) > 1:
+        served = "; ".join(f"{peer.model} at {peer.maddrs[0]}" for peer in peers)
+        raise ConfigurationError(f"there are several swarms on the local network: choose by --initial_peers ({served})")
+    return initial_peers_of(peers)
+
+
+def initial_peers_of(peers: Sequence[FoundPeer]) -> tuple[str, ...]:
+    """All their addresses: which of a peer's networks this machine shares, only dialling tells."""
+    return tuple(maddr for peer in peers for maddr in peer.maddrs)
+
+
+def lan_addresses(addrs: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """The IPv4 addresses among these that other machines may reach, and their port (0: there are none)."""
+    found: dict[int, list[str]] = {}
+    for addr in addrs:
+        match addr.split("/"):
+            case ["", "ip4", ip, "tcp", port, *_] if port.isdecimal():
+                try:
+                    parsed = ip_address(ip)
+                except ValueError:
+                    continue
+                if not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast):
+                    found.setdefault(int(port), []).append(ip)
+    if not found:
+        return (), 0
+    first_port, ips = next(iter(found.items()))
+    return tuple(dict.fromkeys(ips))[:MAX_ADDRESSES], first_port
+
+
+def _checked(info: Any) -> FoundPeer | None:
+    """The peer that an announcement describes, if it makes sense."""
+    peer_id = str(info.name).partition(".")[0]
+    properties = info.properties
+    try:
+        fingerprint = (properties.get(b"fingerprint") or b"").decode()
+        model = (properties.get(b"model") or b"").decode(errors="replace")
+    except UnicodeDecodeError:
+        return None
+    ips = [ip for ip in info.parsed_addresses()[:MAX_ADDRESSES] if ":" not in ip]
+    if not is_peer_id(peer_id) or not info.port or not ips:
+        return None
+    if not 8 <= len(fingerprint) <= 128 or not fingerprint.isalnum():
+        return None
+    model = printable(model[:MAX_NAME_CHARS])
+    maddrs = tuple(f"/ip4/{ip}/tcp/{info.port}/p2p/{peer_id}" for ip in ips)
+    return FoundPeer(peer_id, maddrs, model, fingerprint)
+
+
+def _import_zeroconf() -> tuple[Any, Any]:
+    """The package and its asynchronous part; 0.1 s, so not before somebody looks or announces."""
+    import zeroconf
+    from zeroconf import asyncio as asynchronous
+
+    logging.getLogger("zeroconf").setLevel(logging.ERROR)  # it warns of each packet of others that is malformed
+    return zeroconf, asynchronous

@@ -1,0 +1,131 @@
+"""A peer's identity: an Ed25519 key, kept in the file format of libp2p, whose public half is the peer id itself.
+
+So whoever knows a peer id can check what that peer signed (`p2p/record_validator`).
+"""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarmllm.errors import ConfigurationError
+
+# libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes; private keys hold the public one too.
+# https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+_PRIVATE_PREFIX = b"\x08\x01\x12\x40"
+_PUBLIC_PREFIX = b"\x08\x01\x12\x20"
+_PEER_ID_PREFIX = b"\x00\x24" + _PUBLIC_PREFIX
+"""An Ed25519 peer id is the public key message as an "identity" multihash of 36 bytes."""
+
+SIGNATURE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The key of this peer."""
+
+    key: Ed25519PrivateKey
+    peer_id: str
+
+    @classmethod
+    def of_key(cls, key: Ed25519PrivateKey) -> "Identity":
+        return cls(key, base58.b58encode(_PEER_ID_PREFIX + key.public_key().public_bytes_raw()).decode())
+
+    @classmethod
+    def generate(cls) -> "Identity":
+        return cls.of_key(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: str | os.PathLike[str]) -> "Identity":
+        """The identity in this file; a new one is written there if the file does not exist.
+
+        Raises:
+            ConfigurationError: the file can't be read or written, or holds something else.
+        """
+        path = Path(path).expanduser()
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            identity = cls.generate()
+            identity.write(path)
+            return identity
+        except OSError as error:
+            raise ConfigurationError(f"the identity file {path} can't be read: {error.strerror}") from error
+        if len(data) != len(_PRIVATE_PREFIX) + 64 or not data.startswith(_PRIVATE_PREFIX):
+            raise ConfigurationError(
+                f"{path} is not an Ed25519 identity of libp2p; name another file, it is created if it does not exist"
+            )
+        return cls.of_key(Ed25519PrivateKey.from_private_bytes(data[len(_PRIVATE_PREFIX) :][:32]))
+
+    def write(self, path: Path) -> None:
+        """Write the key to a new file that only this user can read.
+
+        Raises:
+            ConfigurationError: the file exists already, or can't be written.
+        """
+        data = _PRIVATE_PREFIX + self.key.private_bytes_raw() + self.key.public_key().public_bytes_raw()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+        except OSError as error:
+            raise ConfigurationError(f"the identity file {path} can't be written: {error.strerror}") from error
+
+    def sign(self, data: bytes) -> bytes:
+        return self.key.sign(data)
+
+
+def lock_identity(path: str | os.PathLike[str]) -> int:
+    """A lock on the file that ends with this process, or when what is returned is closed by `os.close`.
+
+    Two daemons of one peer id take each other's connections, with errors that nobody understands.
+
+    Raises:
+        ConfigurationError: another process has it.
+    """
+    lock = os.open(Path(path).expanduser(), os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigurationError(
+            f"the identity {path} is in use by another process; give each server a file of its own"
+        ) from None
+    return lock
+
+
+def is_peer_id(peer_id: str) -> bool:
+    """Whether this is the peer id of an Ed25519 key."""
+    return _public_key(peer_id) is not None
+
+
+def verify(peer_id: str, signature: bytes, data: bytes) -> bool:
+    """Whether that peer signed the data."""
+    key = _public_key(peer_id)
+    if key is None:
+        return False
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    if not 50 <= len(peer_id) <= 54:
+        return None
+    try:
+        raw = base58.b58decode(peer_id)
+    except ValueError:
+        return None
+    # Only the one canonical spelling, so that a peer has one id only.
+    if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX) or base58.b58encode(raw).decode() != peer_id:
+        return None
+    try:
+        return Ed25519PublicKey.from_public_bytes(raw[len(_PEER_ID_PREFIX) :])
+    except ValueError:
+        return None

@@ -1,0 +1,334 @@
+"""This process in the swarm: a libp2p daemon, a node of the DHT on it, and streams to other peers.
+
+Server, client and bootstrap peer each make one `Peer`, which relays for others if it is told to. Errors of hivemind,
+of the daemon and of the operating system are translated in this room (here, `p2p/daemon`, `p2p/dht`) and nowhere else;
+what a stream carries is `wire/protocol`, what the DHT holds `p2p/block_directory`, what a relay does `relay/service`.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from swarmllm.errors import PeerUnreachableError
+from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, write_pbmsg
+from swarmllm.network.p2p.addresses import check_addresses, is_loopback
+from swarmllm.network.p2p.daemon import Daemon
+from swarmllm.network.p2p.dht import Dht
+from swarmllm.network.p2p.dialling import Dialler
+from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
+from swarmllm.network.p2p.incoming import Incoming
+from swarmllm.network.p2p.reachability import Reachability
+from swarmllm.network.relay.guest import RelayPeer
+from swarmllm.network.relay.places import Caller
+from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, RelayRules, RelayService
+from swarmllm.network.relay.wire import HOP, STOP
+from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
+from swarmllm.network.wire.stream import FrameStream
+
+logger = logging.getLogger(__name__)
+
+STREAM_PROTOCOL = "/swarmllm/stream/1"
+"""libp2p's name for our streams. Versions are agreed in HELLO, so this one stays."""
+STREAM_SOCKET = "streams.sock"
+"""Where p2pd hands us the streams that others open."""
+CONNECT_TIMEOUT_S = 5.0
+
+StreamHandler = Callable[[FrameStream], Awaitable[None]]
+
+
+class Peer:
+    """One member of the swarm. Make it with `Peer.create`, end it with `close()` or `async with`."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.peer_id = identity.peer_id
+        self._identity = identity
+        self._identity_lock: int | None = None
+        self._daemon: Daemon | None = None
+        self._dht: Dht | None = None
+        self._reachability: Reachability | None = None
+        self.relay: RelayService | None = None
+        """What this peer does for others that can't reach each other; it refuses everybody unless told to relay."""
+        self._incoming: list[Incoming] = []
+        self._handler: StreamHandler | None = None
+        self._streams: set[FrameStream] = set()
+        self._dialler: Dialler | None = None
+        self._closed = False
+
+    @classmethod
+    async def create(
+        cls,
+        *,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_maddrs: Sequence[str] | None = None,
+        identity_path: str | os.PathLike[str] | None = None,
+        client_mode: bool = False,
+        relay: RelayRules | None = None,
+        reachability: str = "public",
+    ) -> "Peer":
+        """Start the daemon and join the swarm of `initial_peers`, or begin a new one if there are none.
+
+        In client mode the peer listens nowhere and stores nothing for others; it can open streams and read the DHT.
+        `announce_maddrs` are the addresses that others shall use, where they differ (NAT, proxies). Without
+        `identity_path` the peer id is a new one each time, without `relay` nobody is relayed.
+        `reachability` says whether others can dial this peer: "public", "private", or "auto", which asks some of them.
+
+        Raises:
+            ConfigurationError: an address, the identity file or this machine's clock won't do.
+            PeerUnreachableError: none of the initial peers answered.
+            PeerTimeoutError: the daemon did not start in time.
+        """
+        check_addresses(initial_peers, host_maddrs, announce_maddrs or (), listens=not client_mode)
+        if not logger.isEnabledFor(logging.DEBUG):
+            logging.getLogger("hivemind").setLevel(logging.WARNING)
+        identity = Identity.load_or_create(identity_path) if identity_path else Identity.generate()
+        peer = cls(identity)
+        begin = partial(peer._begin, initial_peers, host_maddrs, announce_maddrs, client_mode, relay)
+        looks = reachability == "auto" and not announce_maddrs and not all(map(is_loopback, host_maddrs))
+        try:
+            if identity_path:
+                peer._identity_lock = lock_identity(identity_path)
+            found = await begin(hidden=reachability == "private", looks=looks)
+            if looks and await found.is_hidden():
+                await peer._end()  # to be a client of both DHTs: p2pd can't change that while it runs
+                found = await begin(hidden=True, looks=True)
+            await found.start()
+        except BaseException:
+            await peer.close()
+            raise
+        return peer
+
+    async def _begin(
+        self,
+        initial_peers: Sequence[str],
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str] | None,
+        client_mode: bool,
+        relay: RelayRules | None,
+        *,
+        hidden: bool,
+        looks: bool,
+    ) -> Reachability:
+        self._daemon = await Daemon.start(
+            self._identity,
+            host_maddrs=host_maddrs,
+            announce_maddrs=announce_maddrs,
+            listen=not client_mode,
+            hidden=hidden,
+        )
+        self._dialler = Dialler(self._daemon, STREAM_PROTOCOL)
+        await self._start_relay(None if hidden else relay)
+        self._dht = Dht(self._daemon, self._identity, initial_peers, client_mode=client_mode or hidden)
+        await self._dht.start(hidden=looks)
+        self._reachability = Reachability(self._daemon, self._dht, self.peer_id, hidden=hidden, looks=looks)
+        return self._reachability
+
+    async def __aenter__(self) -> "Peer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # What this peer is
+
+    @property
+    def addrs(self) -> tuple[str, ...]:
+        """Addresses of this peer, without the `/p2p/...` part, those through relays first; empty in client mode.
+
+        They change when its relays do, or this machine's networks.
+        """
+        daemon = self._running_daemon()
+        return daemon.addrs if self._reachability is None else self._reachability.addrs
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether others can't dial this peer, but only reach it through relays."""
+        return self._reachability is not None and self._reachability.hidden
+
+    @property
+    def join_maddrs(self) -> tuple[str, ...]:
+        """Addresses that others give as initial peers to join through this one, or through whom this one joined."""
+        if self.is_hidden:
+            return tuple(f"{addr}/p2p/{peer_id}" for peer_id, addr in self._running_dht().initial_peers)
+        return tuple(f"{addr}/p2p/{self.peer_id}" for addr in self.addrs)
+
+    def find_relays(self, find: Callable[[], Sequence[RelayPeer]]) -> None:
+        """Ask these for a place, besides the initial peers, should nobody be able to dial this peer."""
+        if self._reachability is not None:
+            self._reachability.find_relays = find
+
+    @property
+    def num_relayed_streams(self) -> int:
+        """Open streams that pass through a relay."""
+        return sum(stream.through_relay for stream in self._streams)
+
+    @property
+    def daemon_pid(self) -> int:
+        """Process id of p2pd."""
+        return self._running_daemon().pid
+
+    async def daemon_exited(self) -> None:
+        """Return when p2pd has exited, for whatever reason; without it this peer is of no use."""
+        if self._daemon is not None:
+            await self._daemon.exited()
+
+    def sign(self, data: bytes) -> bytes:
+        """This peer's signature; `p2p/identity.verify` checks it."""
+        return self._identity.sign(data)
+
+    # Streams
+
+    async def open_stream(
+        self,
+        peer_id: str,
+        addrs: Sequence[str] = (),
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> FrameStream:
+        """A new stream to that peer, which may be this one, with keepalive.
+
+        Without addresses the swarm is asked for them.
+
+        Raises:
+            PeerUnreachableError: the peer can't be dialled, or serves no streams; or this peer's daemon died.
+            PeerTimeoutError: it did not answer in time.
+        """
+        self._running_daemon()
+        if not is_peer_id(peer_id):
+            raise PeerUnreachableError(f"{peer_id!r} is no peer id", peer_id)
+        if peer_id == self.peer_id or self._dialler is None:
+            ends = Caller(peer_id, "", through_relay=False), *await self._dial_self()
+        else:
+            ends = await self._dialler.open(peer_id, addrs, timeout_s)
+        return self._adopt(*ends, max_message_bytes)
+
+    async def _dial_self(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """libp2p refuses it, but one server may run two parts of a route: so we come to ourselves as p2pd would."""
+        if self._handler is None:
+            raise PeerUnreachableError("this peer serves no streams", self.peer_id)
+        caller = PeerID.from_base58(self.peer_id).to_bytes()
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._running_daemon().directory / STREAM_SOCKET)
+            await write_pbmsg(writer, p2pd_pb2.StreamInfo(peer=caller, addr=b"", proto=STREAM_PROTOCOL))
+        except OSError as error:
+            raise PeerUnreachableError(f"this peer can't open a stream to itself: {error}", self.peer_id) from None
+        return reader, writer
+
+    async def serve_streams(self, handler: StreamHandler) -> None:
+        """Call `handler` for each stream that others open, each in its own task; returns when that is in place.
+
+        A stream is closed when its handler ends. A handler's exception is logged and harms no other stream.
+
+        Raises:
+            PeerUnreachableError: the daemon died.
+        """
+        daemon = self._running_daemon()
+        is_first, self._handler = self._handler is None, handler
+        if is_first:
+            await self._take(Incoming(daemon, STREAM_SOCKET, STREAM_PROTOCOL, self._serve))
+
+    async def _take(self, incoming: Incoming, **options: int) -> None:
+        self._incoming.append(incoming)
+        await incoming.start(**options)
+
+    async def _serve(self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = self._adopt(caller, reader, writer, MAX_MESSAGE_BYTES)
+        try:
+            if self._handler is not None:
+                await self._handler(stream)
+        finally:
+            await stream.close()
+
+    async def _start_relay(self, rules: RelayRules | None) -> None:
+        """Take the place of p2pd's own relay, which would serve anybody; also where this one serves nobody."""
+        daemon = self._running_daemon()
+
+        async def open_stop(peer_id: str) -> ByteStream:
+            try:
+                return await daemon.open_stream(PeerID.from_base58(peer_id).to_bytes(), STOP, BUFFER_BYTES)
+            except P2PDaemonError as error:
+                raise PeerUnreachableError(f"the peer {peer_id} can't be reached: {error}", peer_id) from None
+
+        self.relay = RelayService(open_stop, rules)
+        await self._take(Incoming(daemon, "hop.sock", HOP, self.relay.serve), buffer_bytes=BUFFER_BYTES)
+
+    def _adopt(
+        self, other: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_message_bytes: int
+    ) -> FrameStream:
+        stream = FrameStream.over(other.peer_id, reader, writer, max_message_bytes=max_message_bytes)
+        if other.through_relay and self._dialler is not None:
+            stream.through_relay = True
+            stream.on_silence = partial(self._dialler.fell_silent, other.peer_id)
+        self._streams.add(stream)
+        stream.gone.add_done_callback(lambda _: self._streams.discard(stream))
+        stream.start_keepalive()
+        return stream
+
+    # The DHT, for p2p/block_directory
+
+    async def dht_store(self, texts: dict[str, str], expiration: float) -> bool:
+        """Store one text of this peer under each key. True if every key was taken by some node.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        return await self._running_dht().store(texts, expiration)
+
+    async def dht_read(self, key: str) -> dict[str, str]:
+        """The texts under this key, by the peer id of their owner.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        texts = await self._running_dht().read(key)
+        self._running_daemon()  # an answer from a dying daemon is no answer
+        return texts
+
+    def is_neighbour(self, peer_id: str) -> bool:
+        """Whether this is a node of the DHT that was met lately, which nobody can invent."""
+        return self._dht is not None and self._dht.knows(peer_id)
+
+    def prefer_records(self, prefers: Callable[[str], bool]) -> None:
+        """Keep the records of these peers before those of others, when there are too many."""
+        self._running_dht().prefers = prefers
+
+    def _running_daemon(self) -> Daemon:
+        if self._daemon is None or self._closed:
+            raise PeerUnreachableError("this peer is closed", self.peer_id)
+        if self._daemon.has_exited:
+            raise PeerUnreachableError("this peer's p2pd has exited", self.peer_id)
+        return self._daemon
+
+    def _running_dht(self) -> Dht:
+        self._running_daemon()
+        if self._dht is None:
+            raise PeerUnreachableError("this peer has not joined yet", self.peer_id)
+        return self._dht
+
+    # Start and end
+
+    async def close(self) -> None:
+        """Close all streams and end the daemon. Returns within a few seconds; may be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        for stream in tuple(self._streams):
+            stream.abort()
+        await self._end()
+        if self._identity_lock is not None:
+            os.close(self._identity_lock)
+
+    async def _end(self) -> None:
+        """End what `_begin` began."""
+        if self._reachability is not None:
+            await self._reachability.close()
+        await asyncio.gather(*(incoming.close() for incoming in self._incoming))
+        await asyncio.gather(*(stream.gone for stream in tuple(self._streams)))
+        self._incoming.clear()
+        if self._dht is not None:
+            await self._dht.close()
+        if self._daemon is not None:
+            await self._daemon.end()

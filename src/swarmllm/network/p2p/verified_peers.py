@@ -1,0 +1,219 @@
+"""Servers that were met: of those whom the DHT names, who has been greeted and serves what it announces.
+
+A record costs nothing, so nobody is counted, moved for or routed over because of one. Each process has one of these,
+between what the `block_directory` reads and everybody who decides by it: a server's placement, rebalancing and pings of
+its neighbours, a client's routes and traits. Every stream that the process opens to a server goes through here, and so
+verifies it; those that nobody has opened one to yet are dialled a bounded number at a time.
+
+    no verdict         never dialled, or long ago
+    confirmed          it said in its greeting that it serves what its record says, within the last `CONFIRMED_S`
+    refuted            it couldn't be dialled or greeted within the last `REFUTED_S`, or said something else
+
+A server that answers the greeting may lie in it all the same, and compute nonsense; but it has to be there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from swarmllm.data_structures import ServedBlocks, ServerInfo
+from swarmllm.errors import BlocksNotServedError, PeerError, ServerOverloadedError, SwarmError
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.messages import parse
+from swarmllm.network.wire.protocol import FrameStream, hello
+from swarmllm.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CONFIRMED_S = 300.0
+"""Assumed: each process that looks at a server dials it once in this many seconds, if it doesn't use it anyway."""
+REFUTED_S = 30.0
+"""Assumed: seconds until a server that could not be reached is dialled again."""
+AGAIN_S = 2.0
+"""Seconds until a refuted server is dialled again, where nobody else is left."""
+CHANGED_S = 2.0
+"""A record that says something else than a greeting that is older than this may be the newer one."""
+DIAL_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 3.0
+"""Seconds that a look waits for those that it dials: as long as it takes through half the internet. Others may count
+the next time."""
+MAX_DIALS = 32
+"""Dials at a time."""
+MAX_DIALS_PER_LOOK = 256
+"""A flood of records keeps nobody busy for long, and the honest of a large swarm are met within some looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    served: ServedBlocks | None
+    """None: it couldn't be reached."""
+    at: float
+
+
+class VerifiedPeers:
+    """Verdicts of `peer()` about the servers of the checkpoint of this fingerprint."""
+
+    def __init__(
+        self,
+        peer: Callable[[], Peer],
+        fingerprint: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        generator: Random | None = None,
+    ) -> None:
+        self._peer = peer
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._generator = generator or Random()
+        self._verdicts: dict[str, _Verdict] = {}
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(MAX_DIALS)
+
+    # What is known
+
+    def __contains__(self, peer_id: str) -> bool:
+        """Whether this peer has been met as a server lately, whatever it serves."""
+        verdict = self._verdicts.get(peer_id)
+        return verdict is not None and verdict.served is not None and self._clock() - verdict.at < CONFIRMED_S
+
+    def served(self, server: ServerInfo) -> ServedBlocks | None:
+        """The greeting of this server, if it confirms its record."""
+        verdict = self._verdicts.get(server.peer_id)
+        if verdict is None or verdict.served is None or self._clock() - verdict.at >= CONFIRMED_S:
+            return None
+        return verdict.served if verdict.served.confirms(server) else None
+
+    def confirmed(self, servers: Iterable[ServerInfo]) -> tuple[ServerInfo, ...]:
+        """The servers among these that serve what they announce."""
+        return tuple(server for server in servers if self.served(server) is not None)
+
+    def is_refuted(self, server: ServerInfo) -> bool:
+        """Whether this server couldn't be reached lately, or serves something else."""
+        verdict = self._verdicts.get(server.peer_id)
+        if verdict is None or self.served(server) is not None:
+            return False
+        return self._clock() - verdict.at < (REFUTED_S if verdict.served is None else CHANGED_S)
+
+    def renew(self, server: ServerInfo) -> None:
+        """A stream to this server is in use, and answers."""
+        served = self.served(server)
+        if served is not None:
+            self._note(server.peer_id, served)
+
+    def forget_others(self, servers: Iterable[ServerInfo]) -> None:
+        """Forget verdicts about servers that aren't announced any more, and were dialled long ago."""
+        announced, now = {server.peer_id for server in servers}, self._clock()
+        for peer_id in [peer_id for peer_id, verdict in self._verdicts.items() if now - verdict.at > CONFIRMED_S]:
+            if peer_id not in announced:
+                del self._verdicts[peer_id]
+
+    # Finding out
+
+    async def open_stream(
+        self, server: ServerInfo, *, timeout_s: float = DIAL_TIMEOUT_S, **options: Any
+    ) -> tuple[FrameStream, ServedBlocks | None]:
+        """A new stream to this server that has been greeted, and what it serves; None: nothing at the moment.
+
+        Raises:
+            PeerError: it can't be reached, or speaks another protocol.
+            SwarmError: it refuses this peer.
+        """
+        try:
+            stream = await self._peer().open_stream(server.peer_id, server.addrs, timeout_s=timeout_s, **options)
+            try:
+                header = await hello(stream, fingerprint=self._fingerprint, software=__version__, timeout_s=timeout_s)
+                served = parse(ServedBlocks, header.info, server.peer_id) if header.info else None
+            except BaseException:
+                stream.abort()
+                raise
+        except ServerOverloadedError:
+            raise  # it is there
+        except SwarmError:
+            self._note(server.peer_id, None)
+            raise
+        self._note(server.peer_id, served)
+        return stream, served
+
+    async def greet(self, server: ServerInfo) -> ServedBlocks:
+        """Ask this server what it serves now, unless it has confirmed its record lately.
+
+        Raises:
+            BlocksNotServedError: it is not what it announces.
+            PeerError: as `open_stream`.
+        """
+        dial = self._dials.get(server.peer_id)
+        if dial is not None and dial is not asyncio.current_task():
+            await asyncio.wait([dial])
+        served = self.served(server)
+        if served is None:
+            try:
+                stream, served = await self.open_stream(server)
+            except PeerError:
+                raise
+            except SwarmError as error:
+                raise BlocksNotServedError(f"the server {server.peer_id} refuses: {error}", server.peer_id) from None
+            stream.abort()
+        if served is None or not served.confirms(server):
+            says = "none at the moment" if served is None else f"[{served.start}, {served.end})"
+            raise BlocksNotServedError(
+                f"the server {server.peer_id} announces blocks {server.span}, but serves {says}", server.peer_id
+            )
+        return served
+
+    async def verify(
+        self, servers: Sequence[ServerInfo], *, timeout_s: float = LOOK_TIMEOUT_S
+    ) -> tuple[ServerInfo, ...]:
+        """The servers among these that serve what they announce, after dialling the ones that nothing is known of."""
+        self.forget_others(servers)
+        dials = self.verify_soon(servers)
+        if dials:
+            await asyncio.wait(dials, timeout=timeout_s)
+        return self.confirmed(servers)
+
+    def neighbours(self, servers: Iterable[ServerInfo]) -> list[ServerInfo]:
+        """The servers among these to whose DHT nodes this process is connected: some of the honest are."""
+        return [server for server in servers if self._peer().is_neighbour(server.peer_id)]
+
+    def verify_soon(self, servers: Iterable[ServerInfo], *, again: bool = False) -> list[asyncio.Task[None]]:
+        """Dial, in the background, those that nothing is known of: first who was met before or is a neighbour.
+
+        `again`: those too that were refuted before, but not just now.
+        """
+
+        def may_be_there(server: ServerInfo) -> bool:
+            verdict = self._verdicts.get(server.peer_id)
+            return not self.is_refuted(server) or (
+                again and verdict is not None and self._clock() - verdict.at >= AGAIN_S
+            )
+
+        unknown = [server for server in servers if self.served(server) is None and may_be_there(server)]
+        self._generator.shuffle(unknown)
+        first = {server.peer_id for server in self.neighbours(unknown)}
+        unknown.sort(key=lambda server: server.peer_id not in self and server.peer_id not in first)
+        for server in unknown[: max(0, MAX_DIALS_PER_LOOK - len(self._dials))]:
+            if server.peer_id not in self._dials:
+                task = asyncio.get_running_loop().create_task(self._dial(server), name=f"verify {server.peer_id}")
+                self._dials[server.peer_id] = task
+                task.add_done_callback(lambda _, peer_id=server.peer_id: self._dials.pop(peer_id, None))  # type: ignore[misc]
+        return [self._dials[server.peer_id] for server in unknown if server.peer_id in self._dials]
+
+    async def close(self) -> None:
+        """End the dials that are under way."""
+        dials = list(self._dials.values())
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
+
+    async def _dial(self, server: ServerInfo) -> None:
+        async with self._room:
+            try:
+                await self.greet(server)
+            except SwarmError as error:
+                logger.debug("not counted: %s", error)
+
+    def _note(self, peer_id: str, served: ServedBlocks | None) -> None:
+        self._verdicts[peer_id] = _Verdict(served, self._clock())

@@ -1,0 +1,178 @@
+"""The messages of circuit relay v2: protobuf, each behind its length; these few need no generator.
+
+    HOP, to a relay      RESERVE                 → STATUS, when the reservation ends
+                         CONNECT (target)        → STATUS, and if it is OK, the bytes of the circuit
+    STOP, to a target    CONNECT (source)        → STATUS, and if it is OK, the bytes of the circuit
+    AUTONAT              DIAL (me, addresses)    → DIAL_RESPONSE: whether that worked
+
+Pure but for `read_message`. Everything comes from other peers: what makes no sense is a ValueError.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from enum import IntEnum
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+STOP = "/libp2p/circuit/relay/0.2.0/stop"
+AUTONAT = "/libp2p/autonat/1.0.0"
+MAX_MESSAGE_BYTES = 4096
+"""The specification's limit."""
+MAX_VARINT_BYTES = 10
+
+
+class HopKind(IntEnum):
+    """Kinds of messages at HOP. At STOP, CONNECT is 0 and STATUS 1."""
+
+    RESERVE = 0
+    CONNECT = 1
+    STATUS = 2
+
+
+class Status(IntEnum):
+    """Answers."""
+
+    OK = 100
+    RESERVATION_REFUSED = 200
+    RESOURCE_LIMIT_EXCEEDED = 201
+    PERMISSION_DENIED = 202
+    CONNECTION_FAILED = 203
+    NO_RESERVATION = 204
+    MALFORMED_MESSAGE = 400
+
+
+Fields = dict[int, list[int | bytes]]
+
+
+def varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends.
+
+    Raises:
+        ValueError: there is none.
+    """
+    number = 0
+    for index, byte in enumerate(data[position : position + MAX_VARINT_BYTES]):
+        number |= (byte & 127) << 7 * index
+        if byte < 128:
+            return number, position + index + 1
+    raise ValueError("a number has no end")
+
+
+def encode(*fields: tuple[int, int | bytes]) -> bytes:
+    """A message without its length, of (number of the field, value)."""
+    encoded = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            encoded += varint(number << 3) + varint(value)
+        else:
+            encoded += varint(number << 3 | 2) + varint(len(value)) + value
+    return encoded
+
+
+def decode(data: bytes) -> Fields:
+    """The values of each field, in their order.
+
+    Raises:
+        ValueError: this is no message.
+    """
+    fields: Fields = {}
+    position = 0
+    while position < len(data):
+        tag, position = read_varint(data, position)
+        value: int | bytes
+        value, position = read_varint(data, position)
+        if tag & 7 == 2:
+            end = position + value
+            if end > len(data):
+                raise ValueError("a message ends too soon")
+            value, position = data[position:end], end
+        elif tag & 7:
+            raise ValueError(f"a message has a field of an unknown kind, {tag & 7}")
+        fields.setdefault(tag >> 3, []).append(value)
+    return fields
+
+
+def number(fields: Fields, field: int) -> int | None:
+    """The value of a field that is a number; None: it isn't there.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = fields.get(field, [None])[-1]
+    if isinstance(value, bytes):
+        raise ValueError(f"field {field} of a message is no number")
+    return value
+
+
+def text(fields: Fields, field: int) -> bytes:
+    """The value of a field that is bytes, or a message; b"": it isn't there.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    value = fields.get(field, [b""])[-1]
+    if isinstance(value, int):
+        raise ValueError(f"field {field} of a message is a number")
+    return value
+
+
+def framed(message: bytes) -> bytes:
+    """The message behind its length."""
+    return varint(len(message)) + message
+
+
+async def read_message(reader: asyncio.StreamReader) -> Fields:
+    """The next message.
+
+    Raises:
+        ValueError: it makes no sense, or is too long.
+        EOFError, OSError: the stream has ended.
+    """
+    prefix = b""
+    while not prefix or prefix[-1] > 127:
+        if len(prefix) == 2:  # a third byte would say more than MAX_MESSAGE_BYTES
+            raise ValueError("a message is too long")
+        prefix += await reader.readexactly(1)
+    length, _ = read_varint(prefix, 0)
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError("a message is too long")
+    return decode(await reader.readexactly(length))
+
+
+# What is said
+
+
+def reserve() -> bytes:
+    """To a relay: keep a place for me."""
+    return framed(encode((1, HopKind.RESERVE)))
+
+
+def hop_status(status: Status, expires_at: float | None = None) -> bytes:
+    """A relay's answer; without a limit, as circuits have none but the relay's own."""
+    reservation = [] if expires_at is None else [(3, encode((1, int(expires_at))))]
+    return framed(encode((1, HopKind.STATUS), *reservation, (5, status)))
+
+
+def stop_connect(source: bytes) -> bytes:
+    """To a target: that peer wants to reach you."""
+    return framed(encode((1, 0), (2, encode((1, source)))))
+
+
+def dial_me(own_id: bytes, addrs: Sequence[bytes]) -> bytes:
+    """To any public peer, whose libp2p answers: dial me at these addresses."""
+    me = encode((1, own_id), *((2, addr) for addr in addrs))
+    return framed(encode((1, 0), (2, encode((1, me)))))
+
+
+def was_dialled(answer: Fields) -> bool | None:
+    """What it says to that; None: it didn't try."""
+    return {0: True, 100: False}.get(number(decode(text(answer, 3)), 1) or 0)

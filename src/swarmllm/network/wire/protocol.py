@@ -1,0 +1,158 @@
+"""The rules that both ends of a stream keep: which versions understand each other, the greeting, how errors travel.
+
+HELLO is the first message of whoever opened the stream, WELCOME (or ERROR, and the end) the answer; until then all
+messages are small. What comes after is told in `wire/messages`. Client and server import the whole protocol from
+here.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn
+
+from pydantic import Field
+
+from swarmllm.data_structures import PeerModel, PeerText
+from swarmllm.errors import PeerTimeoutError, RemoteProtocolError, SwarmError, error_from_code
+from swarmllm.network.wire.frames import LARGE_TYPES, MAX_MESSAGE_BYTES, Message, MessageType
+from swarmllm.network.wire.messages import ErrorHeader, error_header, parse
+from swarmllm.network.wire.stream import FrameStream
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "MIN_PROTOCOL_VERSION",
+    "PROTOCOL_VERSION",
+    "FrameStream",
+    "HelloHeader",
+    "Message",
+    "MessageType",
+    "WelcomeHeader",
+    "hello",
+    "raise_error",
+    "send_error",
+    "welcome",
+]
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+GREETING_TIMEOUT_S = 10.0
+ENCODINGS = ("int8",)
+"""Ways to pack tensors that are understood here (`wire/compression`)."""
+
+
+async def send_error(stream: FrameStream, error: SwarmError, **ids: object) -> None:
+    """Tell the peer what failed; `ids` say which request or session."""
+    await stream.send(MessageType.ERROR, error_header(error, **ids))
+
+
+def raise_error(header: dict[str, Any], peer_id: str | None) -> NoReturn:
+    """Raise what an ERROR message of `peer_id` says. Whomever it names: it is that peer which doesn't do its part."""
+    fields = parse(ErrorHeader, header, peer_id)
+    raise error_from_code(fields.code, fields.message, peer_id)
+
+
+Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(max_length=16)]
+"""Ways to pack tensors that the sender of a greeting understands; peers from before there were any name none."""
+
+
+class HelloHeader(PeerModel):
+    """HELLO: the client's first message."""
+
+    min_version: Annotated[int, Field(ge=0, le=1 << 16)]
+    max_version: Annotated[int, Field(ge=0, le=1 << 16)]
+    software: Annotated[PeerText, Field(max_length=64)] = ""
+    fingerprint: Annotated[PeerText, Field(max_length=128)] = ""
+    """The checkpoint that the client wants to run; empty if it doesn't matter."""
+    encodings: Encodings = ()
+
+
+class WelcomeHeader(PeerModel):
+    """WELCOME: the server's answer."""
+
+    version: Annotated[int, Field(ge=0, le=1 << 16)]
+    software: Annotated[PeerText, Field(max_length=64)] = ""
+    encodings: Encodings = ()
+    info: dict[str, Any] = Field(default_factory=dict)
+    """The server's words about itself; `parse` them into the type that you expect."""
+
+
+async def hello(
+    stream: FrameStream, *, fingerprint: str = "", software: str = "", timeout_s: float = GREETING_TIMEOUT_S
+) -> WelcomeHeader:
+    """Greet as the side that opened the stream.
+
+    Raises:
+        RemoteProtocolError: no common version, or no greeting in return.
+        PeerTimeoutError: no answer in time.
+        SwarmError: the server refuses this client, and why.
+    """
+    said_at = asyncio.get_running_loop().time()
+    await stream.send(
+        MessageType.HELLO,
+        {
+            "min_version": MIN_PROTOCOL_VERSION,
+            "max_version": PROTOCOL_VERSION,
+            "software": software,
+            "fingerprint": fingerprint,
+            "encodings": ENCODINGS,
+        },
+    )
+    message = await _greeting(stream, MessageType.WELCOME, timeout_s)
+    header = parse(WelcomeHeader, message.header, stream.peer_id)
+    if not MIN_PROTOCOL_VERSION <= header.version <= PROTOCOL_VERSION:
+        raise RemoteProtocolError(f"{stream.peer_id} chose protocol version {header.version}", stream.peer_id)
+    stream.encodings = frozenset(header.encodings)
+    stream.expect(LARGE_TYPES)
+    stream.liveness.timeout.answered(asyncio.get_running_loop().time() - said_at)
+    return header
+
+
+async def welcome(
+    stream: FrameStream,
+    *,
+    info: Mapping[str, Any] | None = None,
+    software: str = "",
+    accept: Callable[[HelloHeader], None] | None = None,
+    timeout_s: float = GREETING_TIMEOUT_S,
+) -> HelloHeader:
+    """Greet as the side that was called. `accept` may raise a SwarmError to refuse the client, who is told.
+
+    Raises:
+        RemoteProtocolError: no common version, or no HELLO.
+        PeerTimeoutError: no HELLO in time.
+        SwarmError: what `accept` raised.
+    """
+    message = await _greeting(stream, MessageType.HELLO, timeout_s)
+    try:
+        header = parse(HelloHeader, message.header, stream.peer_id)
+        version = min(PROTOCOL_VERSION, header.max_version)
+        if version < max(MIN_PROTOCOL_VERSION, header.min_version):
+            raise RemoteProtocolError(
+                f"no common protocol version: here {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
+                f"there {header.min_version} to {header.max_version}; update the older side",
+                stream.peer_id,
+            )
+        if accept is not None:
+            accept(header)
+    except SwarmError as error:
+        await send_error(stream, error)
+        raise
+    stream.encodings = frozenset(header.encodings)
+    stream.expect(LARGE_TYPES)
+    fields = {"version": version, "software": software, "encodings": ENCODINGS, "info": dict(info or {})}
+    await stream.send(MessageType.WELCOME, fields)
+    return header
+
+
+async def _greeting(stream: FrameStream, expected: MessageType, timeout_s: float) -> Message:
+    try:
+        async with asyncio.timeout(timeout_s):
+            message = await stream.receive()
+    except TimeoutError as error:
+        if isinstance(error, PeerTimeoutError):
+            raise
+        raise PeerTimeoutError(f"no {expected.name} from {stream.peer_id} in {timeout_s:g} s", stream.peer_id) from None
+    if message.type is MessageType.ERROR:
+        raise_error(message.header, stream.peer_id)
+    if message.type is not expected:
+        raise RemoteProtocolError(f"{message.type.name} instead of {expected.name}", stream.peer_id)
+    return message

@@ -1,0 +1,196 @@
+"""Tensors as raw bytes: exact, and without a copy where the memory layout allows.
+
+Called by client and server for the payload of a message. Each tensor is described by `[name, dtype, shape, num_bytes]`
+in the message's header; their bytes follow one another in the payload, each begun at a multiple of `ALIGNMENT`.
+Numbers are little-endian, as on every machine that PyTorch runs on today. A tensor that was compressed
+(`wire/compression`) has a dtype like `int8/bfloat16`, and its four parts follow one another.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarmllm.errors import LocalProtocolError, RemoteProtocolError
+from swarmllm.network.wire.compression import (
+    BLOCK,
+    COMPRESSIBLE_DTYPES,
+    ENCODING,
+    CompressedTensor,
+    compressed_bytes,
+    part_shapes,
+)
+from swarmllm.network.wire.frames import ByteChunk
+
+MAX_TENSORS = 32
+MAX_NAME_LENGTH = 64
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
+"""Bounds the product of the dimensions even where one of them is 0, so that strides can't overflow."""
+ALIGNMENT = 16
+"""Bytes; vector instructions like it, and the padding is never more than a descriptor costs."""
+DECOMPRESSED_FACTOR = 4
+"""A compressed tensor of the widest type becomes at most this many times as large: a byte a value, and some beside."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_COMPRESSED = {f"{ENCODING}/{_DTYPE_NAMES[dtype]}": dtype for dtype in COMPRESSIBLE_DTYPES}
+
+Descriptor = tuple[str, str, tuple[int, ...], int]
+
+
+def encode_tensors(tensors: Mapping[str, Tensor | CompressedTensor]) -> tuple[list[Descriptor], list[ByteChunk]]:
+    """Descriptors for the header, and the payload in chunks that share the tensors' memory: send before changing them.
+
+    Raises:
+        LocalProtocolError: more tensors, or another dtype, than the format knows.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise LocalProtocolError(f"{len(tensors)} tensors in one message; at most {MAX_TENSORS} fit")
+    descriptors: list[Descriptor] = []
+    chunks: list[ByteChunk] = []
+    for name, tensor in tensors.items():
+        dtype = _DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None:
+            raise LocalProtocolError(f"tensors of {tensor.dtype} can't be sent")
+        parts: tuple[Tensor, ...] = (tensor,) if isinstance(tensor, Tensor) else tensor.parts
+        num_bytes = sum(part.nbytes for part in parts)
+        encoding = "" if isinstance(tensor, Tensor) else f"{ENCODING}/"
+        descriptors.append((name, encoding + dtype, tuple(tensor.shape), num_bytes))
+        if num_bytes:
+            chunks.extend(map(_bytes_of, parts))
+            if padding := -num_bytes % ALIGNMENT:
+                chunks.append(bytes(padding))
+    return descriptors, chunks
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory, copied only if it is not contiguous or not the CPU's."""
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        tensor = tensor.detach().cpu()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.dtype is torch.bfloat16:  # numpy has none
+        tensor = tensor.view(torch.int16)
+    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's stubs lack __buffer__ here
+
+
+def decode_tensors(
+    descriptors: Sequence[Any], payload: ByteChunk, *, max_bytes: int, peer_id: str | None = None
+) -> dict[str, Tensor]:
+    """The inverse of `encode_tensors`. The tensors share the payload's memory if it is writable.
+
+    Raises:
+        RemoteProtocolError: descriptors and payload disagree, or are over a cap.
+    """
+    try:
+        if len(payload) > max_bytes:
+            raise RemoteProtocolError(f"{len(payload)} bytes are over the cap of {max_bytes}")
+        if not isinstance(descriptors, (list, tuple)) or len(descriptors) > MAX_TENSORS:
+            raise RemoteProtocolError(f"more than {MAX_TENSORS} descriptors, or none that can be read")
+        layout: dict[str, _Place] = {}
+        end = 0
+        for descriptor in descriptors:
+            place = _checked(descriptor, end)
+            if place.name in layout:
+                raise RemoteProtocolError("a name is too long or comes twice")
+            layout[place.name] = place
+            end = place.start + place.num_bytes + -place.num_bytes % ALIGNMENT
+        if end != len(payload):
+            raise RemoteProtocolError(f"the descriptors name {end} bytes, {len(payload)} came")
+        buffer = bytearray(payload) if memoryview(payload).readonly else payload
+        return {name: place.tensor(buffer) for name, place in layout.items()}
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"tensors can't be decoded: {error}", peer_id) from None
+
+
+class _Place(NamedTuple):
+    """A tensor's place in the payload, and how it looks there."""
+
+    name: str
+    dtype: torch.dtype
+    is_compressed: bool
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    def tensor(self, buffer: Any) -> Tensor:
+        """The tensor; it shares the buffer's memory where it can."""
+        if self.is_compressed:
+            return self._compressed(buffer).decompress()
+        if self.num_bytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.dtype == torch.bool:  # any byte may come, but only 0 and 1 are defined as bool
+            values = torch.frombuffer(buffer, dtype=torch.uint8, count=self.num_bytes, offset=self.start)
+            return values.ne(0).view(self.shape)
+        count = self.num_bytes // self.dtype.itemsize
+        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
+
+    def _compressed(self, buffer: Any) -> CompressedTensor:
+        rows, width, blocks = part_shapes(self.shape)
+        parts: list[Tensor] = []
+        start = self.start
+        for dtype, columns in ((self.dtype, blocks), (torch.int8, width), (torch.int8, blocks), (torch.uint8, blocks)):
+            count = rows * columns
+            parts.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(rows, columns))
+            start += count * dtype.itemsize
+        beside, codes, exponents, places = parts
+        if int(places.max()) >= BLOCK:
+            raise RemoteProtocolError(f"{self.name!r} has values beside that belong to no block")
+        return CompressedTensor(self.dtype, self.shape, beside, codes, exponents, places)
+
+
+def _checked(descriptor: Any, start: int) -> _Place:
+    """The place of a tensor whose bytes begin at `start`."""
+    if not isinstance(descriptor, (list, tuple)) or len(descriptor) != 4:
+        raise RemoteProtocolError("a descriptor is not [name, dtype, shape, num_bytes]")
+    name, dtype_name, shape, num_bytes = descriptor
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
+        raise RemoteProtocolError("a name is too long or comes twice")
+    dtype = (DTYPES.get(dtype_name) or _COMPRESSED.get(dtype_name)) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise RemoteProtocolError(f"{name!r} has an unknown dtype")
+    if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMENSIONS:
+        raise RemoteProtocolError(f"the shape of {name!r} is not a list of at most {MAX_DIMENSIONS} sizes")
+    extent = num_elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise RemoteProtocolError(f"the shape of {name!r} has a size that is no count")
+        extent *= max(size, 1)
+        num_elements *= size
+        if extent > MAX_ELEMENTS:
+            raise RemoteProtocolError(f"{name!r} is too large")
+    is_compressed = dtype_name in _COMPRESSED
+    if is_compressed and not (shape and num_elements):
+        raise RemoteProtocolError(f"{name!r} is compressed, and there is nothing to compress in its shape")
+    expected = compressed_bytes(tuple(shape), dtype) if is_compressed else num_elements * dtype.itemsize
+    if type(num_bytes) is not int or num_bytes != expected:
+        raise RemoteProtocolError(f"the size of {name!r} doesn't fit its shape")
+    return _Place(name, dtype, is_compressed, tuple(shape), start, num_bytes)
+
+
+def decompressed_bytes(descriptors: Any, num_payload_bytes: int) -> int:
+    """Memory that `decode_tensors` takes beside a payload of that size: for tensors that don't share its memory.
+
+    For descriptors that it would refuse, some number that is no larger than for any that it takes.
+    """
+    num_bytes = 0
+    for descriptor in descriptors if isinstance(descriptors, (list, tuple)) else ():
+        match descriptor:
+            case (str(), "bool", _, int(size)):
+                num_bytes += size
+            case (str(), str(dtype), _, int(size)) if dtype in _COMPRESSED:
+                num_bytes += DECOMPRESSED_FACTOR * size
+    return max(0, min(num_bytes, DECOMPRESSED_FACTOR * num_payload_bytes))

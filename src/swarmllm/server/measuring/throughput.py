@@ -1,0 +1,172 @@
+"""How fast this server's blocks are, measured once after loading, for the announcement.
+
+Called by `span_loader` in the device thread, at each start: the same blocks on another machine, or beside other
+programs, are another matter. A rough estimate: routing and placement only need the ratios between servers. What matters
+most is measured first; when time is up, the rest is left out.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.server.measuring.packing_speed import measure_packing
+from swarmllm.server.measuring.timing import first_blocks, seconds
+
+logger = logging.getLogger(__name__)
+
+FORWARD_TOKENS = 128
+REPEATS = 3
+BATCH = 8
+PART_S = 0.1
+"""Time of a forward over those blocks that are measured, in place of all: one at least. Assumed, with the two below, so
+that a server starts a second or two later at most, however many blocks it has, unless one of them takes longer."""
+BUDGET_S = 1.0
+"""Seconds after which nobody begins another measurement."""
+SLOW_S = 0.25
+"""Seconds from which on something is measured only once."""
+CONTEXT_TOKENS = 1024
+CONTEXT_BUDGET_S = 0.4
+"""Seconds for filling the cache; where blocks are slower than that, a shorter context must do."""
+WORTH_A_THREAD = 0.9
+"""More threads must be this much faster: they take the cores from somebody else, and oversubscribed cores are 5 to 20
+times slower (measured with two servers on two cores)."""
+PREFILL_SHARE = 0.3
+"""Share of the time of one session's decode step, for the prompt's tokens that are computed beside it. Measured with 4
+sessions, hidden 512, 2 servers: with 8 tokens the 95th percentile of their time between tokens grows 1.5- to 1.7-fold
+beside a prompt of 2000; with 13 to 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.2. With half of the time it was 8 tokens
+on one machine and 13 on another."""
+MIN_PREFILL_TOKENS = 8
+"""Fewer take as long on every CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Speed through the whole span."""
+
+    forward_tokens_per_s: float
+    decode_ms_per_block: float
+    decode_ms_per_block_batch8: float = 0.0
+    """0 = not measured, here and below."""
+    context_ms_per_block_per_1k: float = 0.0
+    num_threads: int = 0
+    """The number of threads that was best; 0 = not chosen by measurement."""
+
+
+def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
+    """Measure, and set how `packer` runs several sessions; with `choose_threads` also the number of threads."""
+    blocks, began_at = packer.blocks, time.perf_counter()
+    with torch.inference_mode():
+        measured = _measure(blocks, choose_threads=choose_threads and blocks.device.type == "cpu")
+        way = measure_packing(packer, measured.decode_ms_per_block)
+    packer.use(way)
+    took_s = time.perf_counter() - began_at
+    logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
+    return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
+    return measured
+
+
+def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int:
+    """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps."""
+    decode_s = throughput.decode_ms_per_block * num_blocks / 1e3
+    return max(MIN_PREFILL_TOKENS, round(PREFILL_SHARE * decode_s * throughput.forward_tokens_per_s))
+
+
+def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
+    deadline = time.perf_counter() + BUDGET_S
+    logger.info("measuring how fast blocks %s are here", blocks.span)
+    most = torch.get_num_threads()
+    if choose_threads:
+        torch.set_num_threads(1)  # begin with what is never slow beyond measure
+    measured = _Part(blocks)
+    decode_s, forward_s = measured.decode_s(), measured.forward_s()
+    num_threads = 0
+    if choose_threads:
+        num_threads = 1
+        for candidate in sorted({max(2, most // 2), most} - {1}):
+            if candidate > most or time.perf_counter() > deadline:
+                break
+            torch.set_num_threads(candidate)
+            with_more = measured.decode_s(), measured.forward_s()
+            if with_more[0] * with_more[1] < WORTH_A_THREAD * decode_s * forward_s:
+                num_threads, (decode_s, forward_s) = candidate, with_more
+        torch.set_num_threads(num_threads)
+    batch8_s = context_s = 0.0
+    if blocks.keeps_cache and time.perf_counter() < deadline:
+        batch8_s = measured.decode_s(BATCH)
+    if blocks.keeps_cache and time.perf_counter() < deadline:
+        context_s = measured.context_s_per_1k(decode_s, forward_s)
+    num_measured = len(measured.part)
+    return Throughput(
+        forward_tokens_per_s=measured.forward_tokens / forward_s * num_measured / len(blocks.span),
+        decode_ms_per_block=decode_s * 1e3 / num_measured,
+        decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
+        context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
+        num_threads=num_threads,
+    )
+
+
+class _Part:
+    """Those of the blocks that are measured."""
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        self._blocks = blocks
+        self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
+        self.forward_tokens = min(FORWARD_TOKENS, self._positions)
+        self.part = first_blocks(blocks, 1)
+        self.part = first_blocks(blocks, int(PART_S / self.forward_s() * len(self.part)))
+
+    def forward_s(self) -> float:
+        """Seconds of a batch of one row."""
+        batch = random_inputs(self._blocks, self.forward_tokens)
+        return self._median_s(lambda: self._blocks.forward(batch, self.part))
+
+    def decode_s(self, num_rows: int = 1) -> float:
+        """Seconds of a step of one new position in each row."""
+        token = random_inputs(self._blocks, 1, num_rows)
+        cache = self._new_cache()
+
+        def decode() -> None:
+            nonlocal cache
+            if cache is not None and cache.position >= self._positions:
+                cache = self._new_cache()
+            self._blocks.forward(token, self.part, cache)
+
+        return self._median_s(decode)
+
+    def context_s_per_1k(self, decode_s: float, forward_s: float) -> float:
+        """Seconds that 1000 positions in the cache add to a step; 0 = not measured."""
+        room = self._positions - REPEATS - 1  # the steps that follow need some
+        num_tokens = int(min(CONTEXT_TOKENS, room, self.forward_tokens * CONTEXT_BUDGET_S / forward_s))
+        if num_tokens < FORWARD_TOKENS:
+            return 0.0
+        cache, token = self._new_cache(), random_inputs(self._blocks, 1)
+        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
+        added_s = self._median_s(lambda: self._blocks.forward(token, self.part, cache)) - decode_s
+        return max(0.0, added_s) * 1000 / num_tokens
+
+    def _new_cache(self) -> SpanCache | None:
+        return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None
+
+    def _median_s(self, run: Callable[[], object]) -> float:
+        first_s = seconds(self._blocks, run)
+        if first_s > SLOW_S:
+            return first_s  # warming up makes no difference there
+        return statistics.median(seconds(self._blocks, run) for _ in range(REPEATS))
+
+
+def _in_words(throughput: Throughput) -> str:
+    threads = f", with {throughput.num_threads} threads" if throughput.num_threads else ""
+    return (
+        f"{throughput.forward_tokens_per_s:.0f} tokens/s in batches; a decode step takes "
+        f"{throughput.decode_ms_per_block:.2f} ms per block, {throughput.decode_ms_per_block_batch8:.2f} for 8 rows, "
+        f"{throughput.context_ms_per_block_per_1k:.3f} more per 1000 tokens of context{threads}"
+    )

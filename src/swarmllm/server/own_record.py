@@ -1,0 +1,85 @@
+"""What the swarm is told of this server, as of now. `announcer` asks for it, and so do the metrics."""
+
+from dataclasses import dataclass, field
+
+from swarmllm.data_structures import MAX_DIGESTS, ServerInfo, ServerState, Span
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.server.device.niceness import MAX_MS, Niceness
+from swarmllm.server.measuring.successors import Successors
+from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.settings import ServerConfig
+from swarmllm.server.span_loader import Loaded, SpanLoader
+from swarmllm.version import __version__
+
+MAX_WAKE_S = MAX_MS / 1e3
+
+
+@dataclass(eq=False)
+class OwnRecord:
+    """The state of this server, which `span_life` keeps true, and where the figures beside it come from."""
+
+    config: ServerConfig
+    peer: Peer
+    loader: SpanLoader
+    niceness: Niceness
+    links: Links
+    successors: Successors
+    span: Span
+    state: ServerState = ServerState.JOINING
+    claim: Span | None = None
+    """Blocks to which this server is about to move."""
+    loaded: Loaded | None = None
+    asleep: ServerInfo | None = None
+    """What was last announced of blocks that nobody has used since, while they aren't in memory."""
+    budget: CacheBudget = field(default_factory=lambda: CacheBudget(0))
+
+    def describe(self) -> ServerInfo:
+        """What is to be announced now."""
+        if self.asleep is not None:
+            return self.asleep.model_copy(update={"addrs": self.peer.addrs})
+        config, claim = self.config, self.claim
+        info = ServerInfo(
+            peer_id=self.peer.peer_id,
+            addrs=self.peer.addrs,
+            start=self.span.start,
+            end=self.span.end,
+            state=self.state,
+            max_batch_tokens=config.max_batch_tokens,
+            dtype=str(self.loader.dtype).removeprefix("torch."),
+            quant_type=self.loader.quantization.quant_type,
+            version=__version__,
+            public_name=config.public_name,
+            adapters=self.loader.adapters.names,
+            inner_states=True,
+            claim=None if claim is None else (claim.start, claim.end),
+            relays_for=0 if self.peer.relay is None else self.peer.relay.num_reservations,
+        )
+        return info if self.loaded is None else self.niceness.announced(self._with_figures(info, self.loaded))
+
+    def fall_asleep(self, wake_s: float) -> None:
+        """Go on announcing what is known of the blocks, and what it takes to load them."""
+        wake_s = min(wake_s, MAX_WAKE_S)
+        self.asleep = self.describe().model_copy(update={"wake_s": round(wake_s, 3), "queue_ms": 1e3 * wake_s})
+        self.loaded = None
+
+    def _with_figures(self, info: ServerInfo, loaded: Loaded) -> ServerInfo:
+        thread = self.loader.executor.thread
+        throughput, mbps = loaded.throughput, self.links.mbps(self.peer.peer_id)
+        network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / loaded.inputs.hidden_bytes
+        return info.model_copy(
+            update={
+                "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
+                "round_trips": self.successors.announced,
+                "decode_ms_per_block": throughput.decode_ms_per_block,
+                "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
+                "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,
+                "queue_ms": min(thread.load.queue_ms, MAX_MS),
+                "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
+                "tokens_served": thread.load.num_tokens,
+                "failures_seen": thread.load.num_failures,
+                "cache_tokens_left": self.budget.left_bytes // loaded.bytes_per_token,
+                "traits": loaded.blocks.traits,
+                "weights": loaded.blocks.digests if len(self.span) <= MAX_DIGESTS else "",
+            }
+        )

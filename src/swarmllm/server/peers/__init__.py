@@ -1,0 +1,7 @@
+"""This server's dealings with other peers.
+
+links          streams to successors
+other_servers  the swarm as this server sees it
+targets        whom it dials because a client says so
+peer_limits    what one peer may have at a time
+"""

@@ -1,0 +1,190 @@
+"""Persistent streams to successors: one per peer, shared by all sessions and batches whose outputs go there.
+
+Kept open between sessions, because a new stream's first messages are slow over long distances (its flow-control window
+starts small). Called by `sessions/session` and `batches/pushes`; knows nothing about blocks.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmllm.errors import PeerError, SessionClosedError, SessionLostError, SwarmError
+from swarmllm.network.wire.frames import ByteChunk
+from swarmllm.network.wire.messages import AttachHeader, ResultHeader, Successor, Target, parse
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, raise_error
+
+logger = logging.getLogger(__name__)
+
+OpenStream = Callable[[Target], Awaitable[FrameStream]]
+OnLost = Callable[[PeerError], None]
+
+FIRST_REQUEST_ID = 1 << 62
+"""The first id of ATTACH requests: errors about steps carry the ids that clients gave them, which count from 1."""
+
+
+class Link:
+    """One stream to one successor."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self.stream = stream
+        self._ids = itertools.count(FIRST_REQUEST_ID)
+        self._pending: dict[int, asyncio.Future[None]] = {}
+        self._listeners: dict[str, OnLost] = {}  # by the successor's session
+        self.error: PeerError | None = None
+
+    async def attach(self, successor: Successor, on_lost: OnLost) -> None:
+        """Tell the successor that steps of its session will come here.
+
+        `on_lost` is called when the stream breaks, or the successor doesn't take a step.
+
+        Raises:
+            SwarmError: the successor refuses, or the stream broke.
+        """
+        if self.error is not None:
+            raise self.error
+        request = next(self._ids)
+        future = self._pending[request] = asyncio.get_running_loop().create_future()
+        self._listeners[successor.session] = on_lost
+        try:
+            header = AttachHeader(id=request, session=successor.session, token=successor.token)
+            await self.send(MessageType.ATTACH, header.model_dump())
+            await future
+        except BaseException:
+            self.forget(successor.session)
+            raise
+        finally:
+            self._pending.pop(request, None)
+
+    async def send(self, kind: MessageType, header: Mapping[str, Any], chunks: Sequence[ByteChunk] = ()) -> None:
+        """Send a message. Whoever is cancelled in the midst of one disturbs nobody (`FrameStream.send`).
+
+        Raises:
+            PeerError: the stream broke, or this side has closed it, which is nobody's fault.
+            LocalProtocolError: the message can't be sent.
+        """
+        try:
+            await self.stream.send(kind, header, chunks)
+        except SessionClosedError:
+            raise self._closed_here() from None
+
+    def _closed_here(self) -> SessionLostError:
+        return SessionLostError("the link to the next server was closed", self.stream.peer_id)
+
+    def forget(self, session: str) -> None:
+        """Forget that session of the successor, to which nobody here pushes any more."""
+        self._listeners.pop(session, None)
+
+    async def read(self) -> None:
+        """Take in the answers until the stream breaks; its end is told to every session."""
+        try:
+            while True:
+                message = await self.stream.receive()
+                error: SwarmError | None = None
+                try:
+                    if message.type == MessageType.ERROR:
+                        raise_error(message.header, self.stream.peer_id)
+                    parse(ResultHeader, message.header, self.stream.peer_id)
+                except SwarmError as caught:
+                    error = caught
+                request = message.header.get("id")
+                future = self._pending.get(request) if isinstance(request, int) else None
+                if future is None:
+                    self._step_refused(message, error)
+                elif future.done():
+                    continue
+                elif error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+        except PeerError as lost:
+            self.error = lost
+        except SwarmError:
+            pass  # closed by this side
+        finally:
+            self.error = self.error or self._closed_here()
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(self.error)
+            for on_lost in tuple(self._listeners.values()):
+                on_lost(self.error)
+            self.stream.abort()
+
+    def _step_refused(self, message: Message, error: SwarmError | None) -> None:
+        """The successor answers steps to the client, unless it couldn't even tell whose they are or take them."""
+        session = message.header.get("session")  # anything: brackets within brackets, too, which str() can't write
+        on_lost = self._listeners.get(session) if isinstance(session, str) else None
+        if error is not None and on_lost is not None:
+            on_lost(error if isinstance(error, PeerError) else SessionLostError(str(error), self.stream.peer_id))
+
+
+@dataclass
+class _Dialling:
+    """Forgotten when nobody waits for it: clients name successors as they like."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
+class Links:
+    """All links of this server; `tasks` is the server's own TaskGroup, in which their readers live."""
+
+    def __init__(self, open_stream: OpenStream, tasks: asyncio.TaskGroup) -> None:
+        self._open_stream = open_stream
+        self._tasks = tasks
+        self._links: dict[str, Link] = {}
+        self._dialling: dict[str, _Dialling] = {}
+        self._mbps: float | None = None
+
+    def mbps(self, own_peer_id: str) -> float | None:
+        """Megabits per second of the fastest link to another server, since a slow one may be the other side's fault.
+
+        None before enough large messages have gone there; what was last seen if nobody is linked now.
+        """
+        known = (link.stream.link_rate.mbps for peer_id, link in self._links.items() if peer_id != own_peer_id)
+        self._mbps = max((mbps for mbps in known if mbps is not None), default=self._mbps)
+        return self._mbps
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    async def get(self, successor: Target) -> Link:
+        """The link to that peer, opened now if there is none.
+
+        Raises:
+            PeerError: it can't be reached.
+        """
+        peer_id = successor.peer_id
+        dialling = self._dialling.setdefault(peer_id, _Dialling())
+        dialling.num_waiting += 1
+        try:
+            async with dialling.lock:
+                link = self._links.get(peer_id)
+                if link is None or link.error is not None:
+                    stream = await self._open_stream(successor)
+                    stream.expect(frozenset())  # answers of few words: what it computes goes to the client
+                    stream.start_keepalive()
+                    link = self._links[peer_id] = Link(stream)
+                    self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
+                return link
+        finally:
+            dialling.num_waiting -= 1
+            if not dialling.num_waiting:
+                del self._dialling[peer_id]
+
+    async def _read(self, peer_id: str, link: Link) -> None:
+        try:
+            await link.read()
+        except Exception:  # in the server's own TaskGroup, which no peer's message may end
+            logger.exception("the link to %s failed; everything else goes on", peer_id)
+        finally:
+            if self._links.get(peer_id) is link:
+                del self._links[peer_id]
+
+    async def close(self) -> None:
+        """End all streams; their readers end with them."""
+        for link in tuple(self._links.values()):
+            link.stream.abort()
+        self._links.clear()

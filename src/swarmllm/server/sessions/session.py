@@ -1,0 +1,223 @@
+"""The life of a session: one client's text on this server, and its place in the chain of servers.
+
+A session is owned by the stream on which it was opened and lives as long as that stream. Its steps arrive in order,
+from the owner or from the predecessor's link, `step_runner` computes them, and its outputs go to the successor's link,
+or to the owner when there is none (`outlet`).
+
+    event                       what happens
+    STEP of a failed epoch      dropped: the client repairs, and sends it again with a newer epoch
+    STEP, position ≤ length     the cache is rolled back to it, then the step runs
+    STEP, position > length     SessionLostError: something is missing, the client replays
+    a step fails                the owner is told; the epoch has failed
+    the successor is lost       the owner is told; the epoch has failed; outputs go to the owner until LINK
+    the owner's stream ends     the session ends, its lease is free again
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from swarmllm.errors import BlocksNotServedError, PeerError, PeerTimeoutError, SessionLostError, SwarmError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.compression import Outgoing, as_received
+from swarmllm.network.wire.messages import ReplayHeader, ResultHeader, StepHeader, Successor, Timings
+from swarmllm.network.wire.protocol import FrameStream, MessageType, send_error
+from swarmllm.server.device.calls import Timed
+from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
+from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.outlet import Outlet
+from swarmllm.server.sessions.step_runner import Step, StepRunner
+from swarmllm.server.sessions.waiting_room import WaitingRoom
+
+LINK_TIMEOUT_S = 8.0
+"""Seconds to dial a successor and attach to it; less than the 10 s that clients wait, so they hear who was to blame."""
+REPLAY_CHUNK_TOKENS = 256
+"""Tokens of one replayed step: bounds the messages, and lets several new servers work in a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A wish for what was sent before; it waits its turn among the steps."""
+
+    header: ReplayHeader
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One session on this server; the module's table says how it behaves."""
+
+    id: str
+    token: str
+    owner: FrameStream
+    runner: StepRunner
+    waiting_room: WaitingRoom
+    epoch: int
+    compression: str
+    """How hidden states are sent, as in ServerConfig."""
+    on_close: Callable[["Session"], None]
+    failed_epoch: int = field(init=False, default=-1)
+    closed: bool = field(init=False, default=False)
+    passed_on: int = field(init=False, default=0)
+    """The position up to which outputs have been sent; tells a client which server of a chain is stuck."""
+    _inbox: "asyncio.Queue[Step | Replay | PeerError]" = field(init=False, default_factory=asyncio.Queue)
+    _outlet: Outlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._outlet = self._to_owner = Outlet(self.owner, self.runner.span.end)
+
+    # ------------------------------------------------------------------ asked for by streams
+
+    def take_room(self, num_bytes: int) -> None:
+        """Count a message before it is decoded; the waiting room has to `forget` it if it isn't enqueued after all.
+
+        Raises:
+            ServerOverloadedError, CacheFullError: too much is waiting.
+        """
+        self.waiting_room.enter(num_bytes, self.runner.size.row_waiting_bytes * self.runner.batch_size)
+
+    def enqueue(self, item: Step | Replay) -> None:
+        """Queue a step or a replay, for which there is room, in the order of arrival."""
+        self._inbox.put_nowait(item)
+
+    async def link_to(self, links: Links, successor: Successor | None) -> None:
+        """Send outputs to `successor` from now on, or to the owner if it is None.
+
+        Raises:
+            SwarmError: the successor can't be reached or refuses; outputs go to the owner then.
+        """
+        self.unlink()
+        if successor is None:
+            return
+        epoch = self.epoch
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                link = await links.get(successor)
+                outlet = replace(self._to_owner, link=link, session=successor.session)
+                # Only the link keeps the callback, until `unlink`: in the outlet it would make a circle with this
+                # session, whose caches would then wait for the garbage collector.
+                await link.attach(successor, partial(self._successor_lost, outlet))
+        except TimeoutError as error:
+            if isinstance(error, SwarmError):
+                raise
+            raise PeerTimeoutError(
+                f"the successor did not answer within {LINK_TIMEOUT_S:g} s", successor.peer_id
+            ) from None
+        if epoch < self.epoch or self.closed:
+            outlet.forget()
+            raise SessionLostError("the client has asked for another successor meanwhile")
+        self._outlet = outlet
+
+    def unlink(self) -> None:
+        """Send outputs to the owner from now on."""
+        self._outlet.forget()
+        self._outlet = self._to_owner
+
+    def close(self) -> None:
+        """Give everything back; harmless when done twice."""
+        if not self.closed:
+            self.closed = True
+            self.unlink()
+            self.waiting_room.close()
+            self.runner.lease.release()
+            self.on_close(self)
+
+    def dismiss(self) -> None:
+        """Tell the owner to continue on another server."""
+        self._inbox.put_nowait(BlocksNotServedError("this server is leaving these blocks; take another route"))
+
+    # ------------------------------------------------------------------ the worker
+
+    async def work(self) -> None:
+        """Handle what is queued, one after the other, until cancelled or the owner's stream breaks."""
+        while True:
+            item = await self._inbox.get()
+            if isinstance(item, PeerError):
+                await send_error(self.owner, item, session=self.id, peer_id=item.peer_id)
+                continue
+            self.waiting_room.begin(item.num_bytes)
+            try:
+                await self._handle(item)
+            finally:
+                self.waiting_room.end()
+
+    async def _handle(self, item: Step | Replay) -> None:
+        header = item.header
+        if header.epoch < self.epoch or header.epoch <= self.failed_epoch:
+            return
+        self.epoch = header.epoch
+        try:
+            with memory_errors_translated():
+                await (self._run_step(item) if isinstance(item, Step) else self._run_replay(item.header))
+        except SwarmError as error:
+            if self.owner.closed:
+                raise
+            self.failed_epoch = max(self.failed_epoch, header.epoch)
+            at_fault = error.peer_id if isinstance(error, PeerError) else None
+            await send_error(self.owner, error, id=header.id, session=self.id, peer_id=at_fault)
+
+    async def _run_step(self, step: Step) -> None:
+        header, runner = step.header, self.runner
+        try:
+            timed = await runner.run(step)
+            await self._run_on(header, timed)
+        finally:
+            runner.forget_inner()
+
+    async def _run_on(self, header: StepHeader, timed: Timed[BlockInputs]) -> None:
+        """Pass on what a step has computed, and show its client what it wants to see of it."""
+        runner, outputs, outlet = self.runner, timed.value, self._outlet
+        outgoing = await outlet.compressed(header, outputs, self.compression)
+        if runner.keeps_outputs:  # as the successor sees them
+            runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
+        timings = (*header.timings, (runner.span.start, timed.queue_us, timed.compute_us))
+        await self._pass_on(header, outlet, outgoing, timings)
+        self.passed_on = header.position + header.seq_len
+        if outputs.inner is not None:
+            await self._to_owner.show(header, outputs.inner, runner.span)
+        await runner.share(outputs)  # only now: the next server has something to do meanwhile
+
+    async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing, timings: Timings) -> None:
+        if header.replay_hops == 1:  # the servers behind this one still have their caches
+            done = ResultHeader(id=header.id, position=header.position + header.seq_len, timings=timings)
+            await self.owner.send(MessageType.RESULT, done.model_dump())
+        else:
+            await self._send(outlet, header, outgoing, timings, max(0, header.replay_hops - 1))
+
+    async def _run_replay(self, header: ReplayHeader) -> None:
+        """Send the kept outputs for positions [0, length) again, in chunks, to the successor."""
+        await self.runner.go_back(header)
+        with block_errors_translated():  # steps that went well one by one may not fit together
+            for position, outputs in self.runner.log.replay(REPLAY_CHUNK_TOKENS):
+                step = StepHeader(
+                    id=header.id,
+                    session=self.id,
+                    epoch=header.epoch,
+                    position=position,
+                    batch_size=outputs.batch_size,
+                    seq_len=outputs.seq_len,
+                    tensors=(),
+                    rows=self.runner.num_choices,
+                    replay_hops=header.replay_hops,
+                )
+                outlet = self._outlet
+                outgoing = await outlet.compressed(step, outputs, self.compression, exactly=True)
+                await self._send(outlet, step, outgoing, (), header.replay_hops)
+
+    async def _send(
+        self, outlet: Outlet, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int
+    ) -> None:
+        try:
+            await outlet.send(header, outgoing, timings, replay_hops)
+        except PeerError as error:
+            if outlet.link is None:
+                raise
+            self._successor_lost(outlet, error)
+
+    def _successor_lost(self, outlet: Outlet, error: PeerError) -> None:
+        if outlet is not self._outlet:
+            return
+        self.unlink()
+        self.failed_epoch = max(self.failed_epoch, self.epoch)
+        self._inbox.put_nowait(error)

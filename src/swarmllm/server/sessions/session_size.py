@@ -1,0 +1,55 @@
+"""How much memory a session may take on this server: what it leases when it is opened.
+
+A position is first an input that waits, then cache and perhaps an output that is kept. Called by `session_table`.
+"""
+
+from dataclasses import dataclass
+
+from swarmllm.errors import SessionLengthExceededError
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.network.wire.messages import OpenHeader
+
+INPUTS_FACTOR = 2
+"""Inputs may take this many times the hidden states of the session's whole length: clients may send wider types."""
+BESIDE_BYTES = 32
+"""Bytes of one position beside its hidden states: mask, position, token type and input id."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSize:
+    """What each row of the session's batch may have."""
+
+    max_length: int
+    """Positions of text."""
+    row_bytes: int
+    """Cache, and inputs that wait or outputs that are kept."""
+    row_waiting_bytes: int
+    """Inputs that may wait without being leased."""
+    position_bytes: int
+    """Hidden states of one position."""
+
+
+def session_size(
+    blocks: BlockSpan, header: OpenHeader, hidden_bytes_per_token: int, num_prefix: int = 0
+) -> SessionSize:
+    """The size of the session that a client asks for, behind a prefix of `num_prefix` positions.
+
+    Clients ask for more than the model has positions for: by default, and by doubling. Nobody leases what no step can
+    use, and the step that goes beyond is refused before it looks up a position that doesn't exist.
+
+    Raises:
+        SessionLengthExceededError: the model has no positions for any text.
+    """
+    max_length, num_blocks = header.max_length, header.end - header.start
+    if blocks.longest_text is not None:
+        max_length = min(max_length, blocks.longest_text - num_prefix)
+    if max_length < 1:
+        raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
+    cache_bytes_per_token = -(-blocks.cache_bytes_per_token * num_blocks // len(blocks.span))
+    row_bytes = (cache_bytes_per_token + hidden_bytes_per_token) * max_length + blocks.cache_bytes_per_session
+    return SessionSize(
+        max_length=max_length,
+        row_bytes=row_bytes + cache_bytes_per_token * num_prefix,
+        row_waiting_bytes=INPUTS_FACTOR * (hidden_bytes_per_token + BESIDE_BYTES) * max_length,
+        position_bytes=hidden_bytes_per_token,
+    )

@@ -1,0 +1,158 @@
+"""All sessions of a server: opened within the byte budget, found by id, handed over when the server leaves.
+
+Made by `span_life`, used by what serves streams.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Iterator
+
+from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLostError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.models.span.packing import Packer
+from swarmllm.network.wire.messages import OpenHeader
+from swarmllm.network.wire.protocol import FrameStream
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.peers.peer_limits import PeerLimits
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session import Session
+from swarmllm.server.sessions.session_size import session_size
+from swarmllm.server.sessions.step_runner import StepRunner
+from swarmllm.server.sessions.waiting_room import WaitingRoom
+
+MAX_SESSIONS_PER_PEER = 256
+NO_SUCH_SESSION = "this server has no such session (any more)"
+"""What is said of any session that isn't the asker's, whether there is one of that id or not."""
+SESSIONS_PER_TIDYING = 256
+"""Sessions that end between two returns of free memory. Caches of all lengths, freed among what lives longer, leave
+holes: without it, servers grew by 170 MB over 10,000 requests (docs/benchmarks.md)."""
+
+
+class SessionTable:
+    """All sessions on one span of blocks; a server that moves makes a new one."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        hidden_bytes_per_token: int,
+        executor: Executor,
+        budget: CacheBudget,
+        pages: PrefixCache | None = None,
+        *,
+        compression: str = "none",
+        limits: PeerLimits | None = None,
+        max_sessions: int | None = None,
+    ) -> None:
+        self.limits = limits or PeerLimits()
+        """What one peer may have here; that of the handler which takes its messages."""
+        self.budget = budget
+        self.pages = pages
+        self._max_sessions = max_sessions
+        self._hidden_bytes_per_token = hidden_bytes_per_token
+        self._packer = packer
+        self._compression = compression
+        self._executor = executor
+        self._sessions: dict[str, Session] = {}
+        self._num_ended = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def open(self, header: OpenHeader, owner: FrameStream, adapter: BlockAdapter | None = None) -> Session:
+        """A new session, its cache leased.
+
+        Raises:
+            CacheFullError, ServerOverloadedError: no room.
+            SessionLengthExceededError: the model has no positions for any text.
+            RemoteProtocolError: the id is taken.
+        """
+        blocks = self._packer.blocks
+        if header.session in self._sessions:
+            raise RemoteProtocolError("a session with this id is open already")
+        if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
+            raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
+        if self._max_sessions is not None and len(self) >= self._max_sessions:
+            raise ServerOverloadedError(
+                f"this server takes {self._max_sessions} session{'s' * (self._max_sessions > 1)} at a time"
+            )
+        if not blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        size = session_size(blocks, header, self._hidden_bytes_per_token, 0 if adapter is None else adapter.num_prefix)
+        lease = self.budget.lease(size.row_bytes * header.batch_size)
+        try:
+            runner = StepRunner(self._packer, self._executor, header, size, lease, adapter=adapter, pages=self.pages)
+            session = Session(
+                id=header.session,
+                token=header.token,
+                owner=owner,
+                runner=runner,
+                waiting_room=WaitingRoom(self.budget, self.limits, owner.peer_id),
+                epoch=header.epoch,
+                compression=self._compression if header.compression == "auto" else header.compression,
+                on_close=self._forget,
+            )
+        except BaseException:  # out of memory, above all
+            lease.release()
+            raise
+        self._sessions[header.session] = session
+        self._empty.clear()
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """The session of this id.
+
+        Raises:
+            SessionLostError: there is none.
+        """
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise SessionLostError(NO_SUCH_SESSION) from None
+
+    def attachable(self, session_id: str, token: str) -> Session:
+        """The session that a predecessor wants to attach to.
+
+        Raises:
+            SessionLostError: there is none, or the token is wrong (which is not told apart).
+        """
+        session = self._sessions.get(session_id)
+        if session is None or not hmac.compare_digest(session.token.encode(), token.encode()):
+            raise SessionLostError(NO_SUCH_SESSION)
+        return session
+
+    def make_room(self) -> None:
+        """Give back what can be computed anew, and offer less; called in the device thread when memory has run out."""
+        self.budget.shrink()
+        if self.pages is not None:
+            self.pages.clear()
+        return_free_memory()
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.id]
+        self._num_ended += 1
+        if self._num_ended % SESSIONS_PER_TIDYING == 0:
+            asyncio.get_running_loop().run_in_executor(None, return_free_memory)
+        if not self._sessions:
+            self._empty.set()
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Tell every client to take another route, and wait until they have gone; those that don't lose the session.
+
+        A client whose next step is refused would find another server as well; being told spares it the failed step.
+        """
+        for session in self:
+            session.dismiss()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            for session in self:
+                session.close()
+                session.owner.abort()  # its client has been told; nothing is kept for one that doesn't come back

@@ -1,0 +1,321 @@
+"""The steps of one session as blocks and cache see them: checked, run, and what they computed kept for others.
+
+Used by `session`, which takes the steps in and passes the outputs on; knows neither streams nor links.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import (
+    CacheFullError,
+    CorruptActivationsError,
+    RemoteProtocolError,
+    ServerOutOfMemoryError,
+    SessionLengthExceededError,
+    SessionLostError,
+    SwarmError,
+)
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.activation_checks import plausible
+from swarmllm.models.boundary.activation_log import ActivationLog
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
+from swarmllm.server.device.calls import Timed
+from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
+from swarmllm.server.sessions.kv_cache import CacheLease
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_size import SessionSize
+from swarmllm.server.sessions.shared_prefix import SharedPrefix
+
+DECODE_TOKENS = 16
+"""Steps of at most this many positions count as decoding: somebody waits for the next token (speculation sends a
+few)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step on its way through this server."""
+
+    header: StepHeader
+    num_bytes: int
+    """What it counts for until it has been run."""
+    inputs: BlockInputs
+    pushed_by: str | None = None
+    """The predecessor that computed the inputs; None: the client sent them."""
+
+
+class StepRunner:
+    """Runs the steps of one session, one after the other, on its own cache."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        executor: Executor,
+        header: OpenHeader,
+        size: SessionSize,
+        lease: CacheLease,
+        *,
+        adapter: BlockAdapter | None = None,
+        pages: PrefixCache | None = None,
+    ) -> None:
+        """`lease` is of the `size` for each row; `adapter` is the client's, `pages` those that it may share."""
+        self.packer, self.executor = packer, executor
+        self.span = Span(header.start, header.end)
+        self.size, self.lease = size, lease
+        self.batch_size = header.batch_size
+        self.num_choices = 0
+        """How often the client has chosen rows of the batch anew."""
+        self.cache: SpanCache = packer.blocks.new_cache(self.span, record_past=header.record_past)
+        self.log = ActivationLog(packer.blocks.traits)
+        """The outputs that a successor may need again; the last server of a chain keeps none."""
+        self._adapter = adapter
+        self._prefix = None if pages is None else SharedPrefix(pages, packer.blocks, self.span)
+        self._shares = False
+        """Whether what the last step computed may be shared."""
+        self._inner_bytes = 0
+        """Leased for what is wanted of the inside of the step in hand."""
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether there may be a successor."""
+        return self.span.end < self.packer.blocks.num_blocks
+
+    async def run(self, step: Step) -> Timed[BlockInputs]:
+        """The outputs of a step, with all that goes to the next server beside them.
+
+        Raises:
+            SwarmError: the step makes no sense here, or the blocks failed.
+        """
+        header, inputs = step.header, self._checked(step)
+        select = header.position > 0 and self._selects_rows(header)
+        num_rows = len(header.batch_index or ()) if select else self.batch_size
+        if header.position > 0 and header.batch_size != num_rows:
+            raise RemoteProtocolError(f"the session has {num_rows} rows, the step {header.batch_size}")
+        inner, num_inner_bytes = wanted_inner(header, self.span, self.packer.blocks, self.size.position_bytes)
+        inputs, self._inner_bytes = replace(inputs, inner=inner), INNER_FACTOR * num_inner_bytes
+        prefix = self._prefix
+        if prefix is not None and (not prefix.fits(header.position, inputs, self.cache) or inner is not None):
+            prefix = None  # pages know nothing of what is between the blocks
+        # For the rows before and after: until the step has gone well, the cache may be of either.
+        num_rows = max(self.batch_size, header.batch_size)
+        try:
+            self._lease_rows(num_rows)
+        except CacheFullError:
+            if inner is None:
+                raise
+            raise CacheFullError(
+                f"what passes between blocks {self.span} takes {num_inner_bytes >> 20} MB, for which this server has "
+                "no room: ask for a shorter text or fewer rows"
+            ) from None
+        if header.ones_mask:  # made only now: its size is bounded by the lease
+            end = header.position + header.seq_len
+            inputs = replace(inputs, attention_mask=torch.ones(header.batch_size, end, dtype=torch.int64))
+        begun = prefix is not None or select or header.batch_size != self.batch_size
+        self.num_choices, self.batch_size = header.rows, header.batch_size
+        timed = await self._compute(header, inputs, select, prefix, begun=begun)
+        self._lease_rows(self.batch_size)
+        self._shares = prefix is not None
+        return Timed(inputs.with_hidden(timed.value), timed.queue_us, timed.compute_us)
+
+    async def share(self, outputs: BlockInputs) -> None:
+        """Keep the pages of the step that was run last, whose outputs these are, for others who begin with them."""
+        if self._prefix is None or not self._shares:
+            return
+        try:
+            with memory_errors_translated():
+                keep = partial(self._prefix.keep, self.cache, outputs.hidden_states)
+                await self.executor.run(keep, Priority.PREFILL)
+        except ServerOutOfMemoryError:
+            self._prefix = None  # the step went well, only nobody can share what it computed
+
+    async def go_back(self, header: ReplayHeader) -> None:
+        """Bring the cache and the log to the rows and the length that the client wants, before outputs are sent again.
+
+        Raises:
+            SwarmError: that makes no sense here.
+        """
+        if header.length > self.cache.position:
+            raise SessionLostError(
+                f"{header.length} positions are to be replayed, this cache has {self.cache.position}"
+            )
+        if not self.keeps_outputs:
+            raise RemoteProtocolError("the last server of a chain keeps no outputs to replay")
+        if self._selects_rows(header):
+            num_rows = len(header.batch_index or ())
+            self._lease_rows(max(self.batch_size, num_rows))
+            try:
+                await self.executor.run(partial(self._select_batch, header), Priority.DECODE)
+            except BaseException:
+                self._empty_cache()
+                raise
+            self.batch_size = num_rows
+            self._lease_rows(num_rows)
+        self.num_choices = header.rows
+        self.log.rollback(header.length)
+
+    def _checked(self, step: Step) -> BlockInputs:
+        """The inputs of a step that can be run where this cache ends, or before.
+
+        Raises:
+            SwarmError: something is missing, or something is wrong with it.
+        """
+        header = step.header
+        length = min(self.cache.position, self.log.length) if self.keeps_outputs else self.cache.position
+        if header.position > length:
+            raise SessionLostError(f"the step starts at position {header.position}, this cache ends at {length}")
+        if header.timings and header.timings[-1][0] >= self.span.start:
+            raise RemoteProtocolError("a step goes from server to server upwards through the blocks, never in circles")
+        end = header.position + header.seq_len
+        if end > self.size.max_length:
+            raise SessionLengthExceededError(
+                f"the session has room for {self.size.max_length} tokens, this step would reach {end}"
+            )
+        inputs = replace(step.inputs, adapter=self._adapter)
+        if step.pushed_by is not None:  # nobody but its successor sees what a server in the middle computes
+            axis = self.packer.blocks.traits.batch_axis
+            if not plausible(inputs.hidden_states, axis, inputs.attention_mask):
+                raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", step.pushed_by)
+        return inputs
+
+    def _selects_rows(self, header: StepHeader | ReplayHeader) -> bool:
+        """Whether the cache still has to take the rows that the client has chosen last.
+
+        A repair may send a choice twice; choices are counted, so that each is made once.
+
+        Raises:
+            SessionLostError: this session has missed an earlier choice.
+            RemoteProtocolError: the choice makes no sense.
+        """
+        if self.cache.position == 0 or header.rows == self.num_choices:
+            return False
+        if header.rows != self.num_choices + 1 or header.batch_index is None:
+            raise SessionLostError(f"the batch's rows were chosen {header.rows} times, here {self.num_choices} times")
+        if not header.batch_index or max(header.batch_index) >= self.batch_size:
+            raise RemoteProtocolError(f"batch_index chooses rows that a batch of {self.batch_size} doesn't have")
+        self._prefix = None  # what the cache holds is no longer what was hashed
+        return True
+
+    def _lease_rows(self, num_rows: int) -> None:
+        if self.lease.released:  # what is leased now would be so for ever
+            raise SessionLostError("the session has been closed meanwhile")
+        self.lease.resize(self.size.row_bytes * num_rows + self._inner_bytes)
+
+    def forget_inner(self) -> None:
+        """What was wanted of the inside of the last step has been sent, or won't be."""
+        if self._inner_bytes and not self.lease.released:
+            self._inner_bytes = 0
+            self._lease_rows(self.batch_size)
+
+    def _empty_cache(self) -> None:
+        """Some blocks have seen a step and some have not: nothing of the cache can be trusted any more."""
+        self.cache = self.packer.blocks.new_cache(self.span, record_past=self.cache.records_past)
+        self.log.rollback(0)
+
+    async def _compute(
+        self, header: StepHeader, inputs: BlockInputs, select: bool, prefix: SharedPrefix | None, *, begun: bool
+    ) -> Timed[Tensor]:
+        """The outputs of a step: those that are known already, and those of the rest, for which blocks have to run.
+
+        `begun`: the cache changes before blocks run.
+
+        Raises:
+            SwarmError: the blocks failed; if they had begun, the cache is empty now.
+        """
+        traits = self.packer.blocks.traits
+        known: Timed[Tensor | None] = Timed(None, 0, 0)
+        try:
+            with block_errors_translated():
+                if prefix is not None:
+                    known = await self.executor.run(partial(self._reuse, prefix, header, inputs), Priority.PREFILL)
+                if known.value is not None:
+                    length = known.value.shape[traits.batch_axis + 1]
+                    if length == header.seq_len:
+                        return Timed(known.value, known.queue_us, known.compute_us)
+                    inputs = inputs.columns(length, header.seq_len, header.position, traits)
+                    later = {"position": header.position + length, "seq_len": header.seq_len - length}
+                    header = header.model_copy(update=later)
+                work = _StepInPieces(self, header, inputs, select)
+                try:
+                    timed = await self.executor.step(work)
+                finally:
+                    begun = begun or work.begun
+                work.join_inner()
+        except SwarmError:
+            if begun:
+                self._empty_cache()
+            raise
+        parts = [timed.value] if known.value is None else [known.value, timed.value]
+        value = timed.value if len(parts) == 1 else torch.cat(parts, dim=traits.batch_axis + 1)
+        return Timed(value, timed.queue_us + known.queue_us, timed.compute_us + known.compute_us)
+
+    # ------------------------------------------------------------------ in the device thread
+
+    def bring_cache_to(self, header: StepHeader, select: bool) -> None:
+        """Give the cache the step's rows and position.
+
+        Raises:
+            SessionLostError: it can't go back there.
+        """
+        if select:
+            self._select_batch(header)
+        if header.position < self.cache.position:
+            try:
+                self.cache.rollback(header.position)
+            except RollbackUnsupportedError as error:
+                raise SessionLostError(str(error)) from None
+            self.log.rollback(header.position)
+
+    def _select_batch(self, header: StepHeader | ReplayHeader) -> None:
+        self.cache.select_batch(header.batch_index or ())
+        self.log.select_batch(header.batch_index or ())
+
+    def _reuse(self, prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> Tensor | None:
+        self.bring_cache_to(header, False)
+        return prefix.reuse(self.cache, header.position, inputs)
+
+
+class _StepInPieces:
+    """One step as `executor` runs it, whole or in pieces; the outputs of all pieces are those of the step."""
+
+    def __init__(self, runner: StepRunner, header: StepHeader, inputs: BlockInputs, select: bool) -> None:
+        self.session = header.session
+        self.packer = runner.packer
+        self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
+        self.num_tokens = header.seq_len * header.batch_size
+        can_be_cut = self.priority is Priority.PREFILL and self.packer.blocks.traits.chunked_prefill
+        can_be_cut = can_be_cut and not (inputs.inner and inputs.inner.attentions)
+        self.granule = header.batch_size if can_be_cut else self.num_tokens
+        self.begun = False
+        """Whether blocks may have seen some of it."""
+        self._runner, self._header, self._inputs, self._select = runner, header, inputs, select
+        self._num_columns = 0  # taken so far
+        self._inner: list[InnerStates | None] = []  # of the pieces
+
+    def take(self, num_tokens: int) -> SessionCall:
+        """The next piece. Raises SessionLostError: the cache can't be rolled back to where the step begins."""
+        runner, header, blocks = self._runner, self._header, self.packer.blocks
+        if not self._num_columns:
+            runner.bring_cache_to(header, self._select)
+        self.begun = True
+        inputs, start = self._inputs, self._num_columns
+        self._num_columns += num_tokens // header.batch_size
+        if num_tokens < self.num_tokens:
+            inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
+        self._inner.append(inputs.inner)
+        return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
+
+    def join_inner(self) -> None:
+        """Put together what all pieces have found between the blocks."""
+        if self._inputs.inner is not None:
+            self._inputs.inner.join(self._inner, self.packer.blocks.traits.batch_axis + 1)

@@ -1,0 +1,212 @@
+"""What a server can be told; `server/__main__` makes its flags from these fields, and `swarmllm doctor` some of its."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarmllm.config import (
+    BALANCE_QUALITY,
+    COMPRESSIONS,
+    RECORD_PERIODS,
+    ModelConfig,
+    PeerConfig,
+    default_cache_dir,
+    hub_token,
+    require_known,
+    require_positive,
+)
+from swarmllm.data_structures import MAX_TTL_S, ServerInfo
+from swarmllm.errors import ConfigurationError
+from swarmllm.invite import Invite
+
+QUANT_TYPES = ("auto", "none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4")
+"""`models/quantization` knows what they mean; here because nothing heavy may be imported for --help."""
+
+REACHABILITIES = ("auto", "public", "private")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksConfig(ModelConfig):
+    """How blocks are kept."""
+
+    quant_type: str = "auto"
+    """How weights are stored: none, int2 to int8, q3.5, nf4; auto = int8. "none" is in `dtype`; int8 halves the memory
+    and, by the figures of docs/benchmarks.md, costs next to nothing else; int4 takes 4.5 bits a weight, q3.5 takes 4,
+    and int2 changes the text much. What the checkpoint has in few bits stays as it is."""
+    device: str = "auto"
+    """Torch device; auto = cuda if there is one, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What a server may use."""
+
+    num_threads: int | None = None
+    """CPU threads for computing; None = torch's default."""
+    nice: bool = False
+    """Give way to the owner's other programs. Run at a low priority, compute less the more cores they keep busy, and
+    tell the swarm, so that its clients go elsewhere."""
+    throughput: float | None = None
+    """Tokens per second to announce; auto = measure."""
+    attn_cache_tokens: int = 65536
+    """KV cache budget in tokens through the whole span, as far as there is memory for it. Assumed: some dozens of chats
+    of 2048 tokens."""
+    max_memory: str | None = None
+    """Most memory for blocks and KV caches: in GiB, like 12, or of all that the device has, like 50%. None = 80 % of
+    what is free at the start."""
+    prefix_cache_tokens: int = 8192
+    """Tokens of prompts kept for others who begin so, too; 0 = off. They come on top of `attn_cache_tokens`. Assumed:
+    some dozens of system prompts. docs/security.md says what others could learn by it."""
+    max_sessions: int | None = None
+    """Most sessions of all clients together; None = as many as the KV cache holds."""
+    idle_unload: float | None = None
+    """Seconds without a session or a request after which weights and caches leave the memory; whoever comes next waits
+    until they are loaded again. None = they stay."""
+    max_batch_tokens: int = 8192
+    """Most tokens of one forward or backward request."""
+    max_batch_sessions: int = 64
+    """Most sessions whose steps are computed together; 1 = one after the other. Assumed: beyond it batches gain little,
+    and each step waits for all."""
+    compression: str = "auto"
+    """How hidden states and gradients are sent to clients that leave it to the servers: auto, none or int8. none =
+    exactly; int8 = 8 bits a value; auto = int8 in messages of 256 KiB or more over links that carry less than 150
+    Mbit/s."""
+    token: str | None = field(default_factory=hub_token, repr=False)
+    """Hub token."""
+    cache_dir: str | None = field(default_factory=default_cache_dir)
+    """Directory where downloads go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
+    """What a server serves, and to whom."""
+
+    num_blocks: int | None = None
+    """How many blocks to serve: those that the swarm lacks most. None = as many as fit."""
+    block_indices: tuple[int, int] | None = None
+    """Serve exactly blocks [START, END)."""
+    new_swarm: bool = False
+    """Start a new swarm instead of joining one."""
+    adapters: tuple[str, ...] = ()
+    """Adapters of peft to offer: hub ids or directories. Safetensors only. A directory may hold several, and is read
+    again every `update_period`, and what is new in it is offered then."""
+    reachability: str = "auto"
+    """Whether others can dial this server: auto, public or private. auto asks some of them; private: they can't, so it
+    is reached through relays. `--announce_maddrs` means public."""
+    public_name: str = ""
+    """Name that `status` shows; 64 characters at most."""
+    allowed_clients: tuple[str, ...] | None = None
+    """Peer ids of those who may use this server; None = any."""
+    allowed_servers: tuple[str, ...] | None = None
+    """Peer ids of servers to count and pass on to; None = any. This server counts them when it chooses its blocks, and
+    passes hidden states on to them."""
+    balance_quality: float = BALANCE_QUALITY
+    """How readily to move to other blocks, 0 (never) to 1. A server moves when the swarm's bottleneck is worse than
+    this share of what it would be then."""
+    update_period: float = 30.0
+    """Seconds between looks at what the swarm lacks. A server announces itself twice as often, and one that crashed is
+    forgotten after 1.25 of these periods, so 720 is the most."""
+    metrics_port: int | None = None
+    """TCP port at which Prometheus can read metrics; 0 = any free one. None = nowhere."""
+    metrics_host: str = "127.0.0.1"
+    """Address to listen on for that."""
+
+    def _follow(self, invites: Sequence[Invite]) -> None:
+        """A private swarm's servers serve those whom the invite names, and know no servers but those that it names."""
+        self._follow_lists(invites, "allowed_clients", "allowed_servers")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(
+            self,
+            "num_blocks",
+            "throughput",
+            "attn_cache_tokens",
+            "max_sessions",
+            "idle_unload",
+            "max_batch_tokens",
+            "max_batch_sessions",
+            "update_period",
+            "num_threads",
+        )
+        if self.prefix_cache_tokens < 0:
+            raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
+        if not 0 <= self.balance_quality <= 1:
+            raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
+        if self.max_memory is not None:
+            memory_limit_bytes(self.max_memory, 1 << 40)
+        require_known("quant_type", self.quant_type, QUANT_TYPES)
+        require_known("compression", self.compression, COMPRESSIONS)
+        require_known("reachability", self.reachability, REACHABILITIES)
+        if self.reachability == "private" and self.announce_maddrs:
+            raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
+        if self.reachability == "private" and self.new_swarm:
+            raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
+        self._require_blocks_and_record()
+        self._require_swarm()
+
+    def _require_blocks_and_record(self) -> None:
+        """Raises ConfigurationError unless there can be such blocks, and peers would take a record of them."""
+        if self.num_blocks is not None and self.block_indices is not None:
+            raise ConfigurationError("give --num_blocks or --block_indices, not both")
+        start, end = self.block_indices or (0, self.num_blocks or 1)
+        if self.block_indices is not None and not 0 <= start < end:
+            raise ConfigurationError(f"block_indices must be START:END with START < END, like 0:4, not {start}:{end}")
+        _require_announceable(
+            addrs=("announce_maddrs", self.announce_maddrs or ()),
+            start=("block_indices", start),
+            end=("num_blocks" if self.block_indices is None else "block_indices", end),
+            throughput=("throughput", self.throughput or 0.0),
+            cache_tokens_left=("attn_cache_tokens", self.attn_cache_tokens),
+            max_batch_tokens=("max_batch_tokens", self.max_batch_tokens),
+            public_name=("public_name", self.public_name),
+        )
+
+    def _require_swarm(self) -> None:
+        """Raises ConfigurationError unless it is said which swarm to join or start, and how often to be heard there."""
+        if not self.update_period <= MAX_TTL_S / RECORD_PERIODS:
+            raise ConfigurationError(
+                f"update_period must be at most {MAX_TTL_S / RECORD_PERIODS:g} s, not {self.update_period:g}: "
+                "records must not outlive their servers for long"
+            )
+        if self.new_swarm and self.initial_peers:
+            raise ConfigurationError("give --new_swarm or --initial_peers, not both")
+        if not self.new_swarm and not self.initial_peers and (self.loopback_only or not self.lan_discovery):
+            raise ConfigurationError(
+                "name peers of the swarm to join with --initial_peers (or SWARMLLM_INITIAL_PEERS), "
+                "or start one with --new_swarm"
+            )
+
+
+def memory_limit_bytes(text: str, total_bytes: int) -> int:
+    """What `max_memory` means on a device with this much.
+
+    Raises:
+        ConfigurationError: it means nothing, or more than that.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(%|GiB)?", str(text).strip())
+    limit = 0.0 if found is None else float(found[1]) * (total_bytes / 100 if found[2] == "%" else 1 << 30)
+    if not 0 < limit <= total_bytes:
+        raise ConfigurationError(
+            "max_memory must be in GiB, like 12, or a share of the device's memory, like 50%, and no more than there "
+            f"is, not {text!r}"
+        )
+    return int(limit)
+
+
+def _require_announceable(**settings: tuple[str, Any]) -> None:
+    """Raises ConfigurationError unless peers would take a record with these: field of ServerInfo = (setting, value)."""
+    of_others = {"peer_id": "1" * 52, "start": 0, "end": 1}
+    try:
+        ServerInfo.model_validate({**of_others, **{field: value for field, (_, value) in settings.items()}})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, value = settings[str(first["loc"][0])] if first["loc"] else settings["end"]
+        shown = f"{value[:20]}…" if isinstance(value, str) else repr(value)
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        if (most := first.get("ctx", {}).get("max_length")) is not None:
+            reason = f"it may have at most {most} {'characters' if isinstance(first['input'], str) else 'entries'}"
+        raise ConfigurationError(f"{name} {shown} can't be announced: {reason}") from None

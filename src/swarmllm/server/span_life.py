@@ -1,0 +1,262 @@
+"""What a server does with blocks, from the first ones that it loads until it leaves: load, serve, move to others.
+
+Run by `server`, whose tasks go on beside it.
+
+    JOINING   the span is chosen and announced, the blocks are loading
+    ONLINE    streams are served. With --idle_unload, blocks that nobody uses leave the memory, and come back with the
+              next request; that is announced (`wake_s`), and everybody still counts on them
+    LEAVING   announced; no new sessions, the others are handed over, running steps end; then the server leaves, or
+              becomes JOINING with other blocks (`rebalancer`)
+"""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+
+from swarmllm.command_line import unless_stopped
+from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
+from swarmllm.errors import PeerUnreachableError, SwarmError
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.server.announcer import Announcer
+from swarmllm.server.downloads import in_background
+from swarmllm.server.own_record import OwnRecord
+from swarmllm.server.peers.other_servers import OtherServers
+from swarmllm.server.rebalancer import Rebalancer
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.span_loader import LOADING_FAILURES, Loaded, describe_changed
+from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 1.0
+"""Seconds for telling the DHT, twice. If all servers leave at once nobody listens, and each call would time out."""
+LOOK_S = 1.0
+"""Between looks whether the last session has ended, where nobody asks for anything any more."""
+DRAIN_S = 2.5
+"""Seconds for sessions to be handed over, and again for running steps to end, when the server is told to stop: it must
+be gone within 10."""
+HAND_OVER_S = 15.0
+"""The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
+
+
+class SpanLife:
+    """Goes through the states of the module's table; `on_online` is called each time that blocks are announced."""
+
+    def __init__(
+        self,
+        record: OwnRecord,
+        access: Access,
+        announcer: Announcer,
+        others: OtherServers,
+        on_online: Callable[[], None],
+    ) -> None:
+        config = record.config
+        self._config = config
+        self._record, self._access, self._announcer, self._others = record, access, announcer, others
+        self._on_online = on_online
+        self._loader = record.loader
+        self._idle_s = config.idle_unload or 0.0
+        self._load_s = 0.0
+        """What loading took last."""
+        self._rebalancer = Rebalancer(
+            record.peer.peer_id,
+            # Whoever was told which blocks to serve doesn't move.
+            balance_quality=config.balance_quality if config.block_indices is None else 0.0,
+            period_s=config.update_period,
+        )
+
+    async def run(self, stop: asyncio.Event, started_at: float) -> None:
+        """Return when the server has been told to stop, and serves nothing any more."""
+        loaded = await self._load(stop)
+        logger.info("ready %.1f s after the start", time.monotonic() - started_at)
+        while loaded is not None:
+            target = await self._serve(loaded, stop)
+            del loaded  # its memory is for the next blocks, or for others
+            gc.collect()  # tasks that have ended lie in circles with their errors, and with what they used
+            if target is None:
+                loaded = None
+            elif target == self._record.span:
+                loaded = await self._sleep(stop)
+            else:
+                loaded = await self._move(target, stop)
+
+    async def _load(self, stop: asyncio.Event) -> Loaded | None:
+        """Load and measure the blocks of the record; None if told to stop meanwhile."""
+        record = self._record
+        if record.asleep is None:
+            record.state, self._access.loading = ServerState.JOINING, record.span
+            await self._announcer.announce()
+        began_at = time.monotonic()
+        loaded = await unless_stopped(stop, self._loader.load(record.span))
+        self._load_s = time.monotonic() - began_at
+        return loaded
+
+    async def _sleep(self, stop: asyncio.Event) -> Loaded | None:
+        """Wait until somebody asks for the blocks, and load them again, or others; None if told to stop meanwhile."""
+        sleep = self._access.sleep
+        assert sleep is not None
+        return_free_memory()
+        await self._announcer.announce()
+        logger.info("nobody has used blocks %s for %g s: they leave the memory", self._record.span, self._idle_s)
+        target = await unless_stopped(stop, self._moved_or(sleep.wanted.wait()))
+        if target is None:
+            self._access.end_sleep()
+            return None
+        if target != self._record.span:
+            self._record.asleep = None
+            self._access.end_sleep()
+            return await self._move(target, stop)
+        logger.info("somebody asks for blocks %s: loading them again", target)
+        return await self._load(stop)
+
+    async def _move(self, target: Span, stop: asyncio.Event) -> Loaded | None:
+        """Load other blocks; those of before if that fails. None if told to stop meanwhile."""
+        record = self._record
+        before = record.span
+        record.span, record.loaded, record.claim = target, None, None
+        try:
+            loaded = await self._load(stop)
+        except LOADING_FAILURES as error:
+            logger.warning(
+                "going back to blocks %s, as loading blocks %s failed: %s", before, target, str(error) or repr(error)
+            )
+        else:
+            self._rebalancer.failed_moves = 0
+            return loaded
+        self._rebalancer.failed_moves += 1
+        record.span = before
+        return await self._load(stop)
+
+    async def _serve(self, loaded: Loaded, stop: asyncio.Event) -> Span | None:
+        """Serve the loaded blocks until told to stop (None), or until other blocks need this server more."""
+        record, access = self._record, self._access
+        access.serving = self._serving(loaded)
+        record.loaded, record.state = loaded, ServerState.ONLINE
+        if record.asleep is None:
+            await self._introduce()
+        else:
+            record.asleep = None
+            access.end_sleep()
+            await self._announcer.announce()
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(self._watch_adapters(loaded), name="watch adapters"),
+                tasks.create_task(self._watch_weights(), name="watch weights"),
+            ]
+            target = await unless_stopped(stop, self._moved_or(self._idle(access.serving)))
+            for task in watching:
+                task.cancel()
+        if target == record.span:
+            access.fall_asleep()
+            record.fall_asleep(self._load_s)
+            await access.retire(DRAIN_S)
+            return target
+        logger.info("leaving" if target is None else f"moving from blocks {record.span} to {target}")
+        record.state = ServerState.LEAVING
+        await at_most(FAREWELL_S, self._announcer.announce())
+        access.loading = None
+        await access.retire(DRAIN_S if target is None else HAND_OVER_S)
+        return target
+
+    async def _introduce(self) -> None:
+        if not await self._announcer.introduce():
+            raise PeerUnreachableError(
+                "the swarm's DHT doesn't take this server's announcement", self._record.peer.peer_id
+            )
+        self._on_online()
+
+    async def _moved_or(self, event: Coroutine[object, object, object]) -> Span:
+        """The blocks to move to, or those that this server has if `event` comes first."""
+        moving = asyncio.create_task(
+            self._rebalancer.wait_for_move(self._look, self._stake_claim, self._loader.can_load), name="wait for a move"
+        )
+        coming = asyncio.create_task(event, name="wait for an event")
+        try:
+            await asyncio.wait({moving, coming}, return_when=asyncio.FIRST_COMPLETED)
+            return moving.result() if moving.done() else self._record.span
+        finally:
+            for task in (moving, coming):
+                task.cancel()
+            await asyncio.gather(moving, coming, return_exceptions=True)
+            if not moving.done() or moving.cancelled():
+                self._record.claim = None
+
+    async def _idle(self, serving: Serving) -> None:
+        """Return when nobody has used the blocks for as long as the owner says."""
+        if self._config.idle_unload is None:
+            await asyncio.Event().wait()
+        while True:
+            left_s = self._access.used_at + self._idle_s - time.monotonic()
+            if left_s <= 0 and not len(serving.sessions) and not serving.executor.num_calls:
+                return
+            await asyncio.sleep(max(left_s, LOOK_S))
+
+    def _serving(self, loaded: Loaded) -> Serving:
+        config, loader, limits = self._config, self._loader, self._access.limits
+        budget = self._record.budget = CacheBudget(loaded.room.sessions)
+        pages = PrefixCache(loaded.room.pages) if loaded.room.pages else None
+        return Serving(
+            blocks=loaded.blocks,
+            inputs=loaded.inputs,
+            executor=loader.executor,
+            sessions=SessionTable(
+                loaded.packer,
+                loaded.inputs.hidden_bytes,
+                loader.executor,
+                budget,
+                pages,
+                compression=config.compression,
+                limits=limits,
+                max_sessions=config.max_sessions,
+            ),
+            limits=limits,
+            max_batch_tokens=config.max_batch_tokens,
+            served_adapters=loader.adapters,
+        )
+
+    async def _look(self) -> SwarmSnapshot:
+        return await self._others.look(self._record.describe())
+
+    async def _stake_claim(self, target: Span | None) -> None:
+        self._record.claim = target
+        await self._announcer.announce()
+
+    async def _watch_adapters(self, loaded: Loaded) -> None:
+        adapters = self._loader.adapters
+        while adapters.watches:
+            await asyncio.sleep(self._config.update_period)
+            try:
+                if await adapters.refresh(loaded.blocks):
+                    await self._announcer.announce()
+            except OSError as error:  # a file that has just gone, or can't be read for the moment
+                logger.warning("could not look for adapters: %s", error)
+
+    async def _watch_weights(self) -> None:
+        """Say so when the files of this model become others; the blocks that are loaded stay what they are."""
+        told: list[str] = []
+        while True:
+            await asyncio.sleep(self._config.update_period)
+            try:
+                changed = await in_background(self._loader.changed_files)
+            except (SwarmError, OSError) as error:  # a download that isn't complete
+                logger.warning("could not look at the files of the weights: %s", error)
+                continue
+            if changed and changed != told:
+                logger.warning(
+                    "%s; until then it goes on with the blocks that it has, and moves to no others",
+                    describe_changed(self._config.model, changed),
+                )
+            told = changed
+
+
+async def at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:
+    """Await it for no longer than that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await telling

@@ -1,0 +1,197 @@
+"""Blocks of the checkpoint, loaded and measured in the device thread. Called by `span_life`."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmllm.data_structures import Span, SwarmSnapshot
+from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization import resolve_quantization
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span, span_tensor_names
+from swarmllm.models.span.packed_forward import Packing
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.device.device import resolve_device
+from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.memory import (
+    COUNTED_TOKENS,
+    FREE_SHARE,
+    CacheRoom,
+    cache_bytes_per_token,
+    cache_room,
+    free_bytes,
+    num_blocks_that_fit,
+    usable_bytes,
+)
+from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.downloads import in_background
+from swarmllm.server.measuring.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
+from swarmllm.server.settings import ServerConfig
+from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.swarm.placement import choose_span
+
+logger = logging.getLogger(__name__)
+
+LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
+"""What loading blocks may raise; torch says by a RuntimeError that memory is out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """Blocks that can be served."""
+
+    packer: Packer
+    inputs: InputChecks
+    throughput: Throughput
+    room: CacheRoom
+
+    @property
+    def blocks(self) -> BlockSpan:
+        return self.packer.blocks
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one position of a session takes on all these blocks."""
+        return _bytes_per_token(self.blocks, self.inputs)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What was found out about blocks, without the blocks."""
+
+    span: Span
+    ways: tuple[Packing, ...]
+    way: Packing
+    throughput: Throughput
+
+
+class SpanLoader:
+    """Knows how this server keeps blocks: on which device, in which format, with which adapters."""
+
+    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, executor: Executor) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self.executor = executor
+        self._last: _Measured | None = None
+        self.device = resolve_device(config.device)
+        self._usable_bytes = usable_bytes(self.device, config.max_memory)
+        self.dtype = resolve_dtype(checkpoint, config.dtype)
+        self.quantization = resolve_quantization(config.quant_type)
+        self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
+
+    def choose_span(self, others: SwarmSnapshot) -> Span:
+        """The blocks that the swarm of all others lacks most, as many as were asked for or fit.
+
+        Raises:
+            ConfigurationError: not even one fits.
+        """
+        sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)
+        wanted = self._config.num_blocks or self._num_blocks_that_fit(sizes)
+        span = choose_span(others, wanted)
+        logger.info("chose blocks %s, which the swarm lacks most (other servers: %d)", span, len(others.servers))
+        return span
+
+    def _num_blocks_that_fit(self, sizes: list[int]) -> int:
+        num_tokens = min(self._config.attn_cache_tokens, COUNTED_TOKENS)
+        cache_bytes = num_tokens * cache_bytes_per_token(self._checkpoint.config, self.dtype)
+        num_blocks = num_blocks_that_fit(sizes, cache_bytes, self._usable_bytes)
+        if num_blocks == 0:
+            raise ConfigurationError(
+                f"not even one block fits into the memory of {self.device}: it takes {max(sizes) / 1e9:.2f} GB, "
+                f"{self._usable_bytes / 1e9:.2f} GB may be used"
+            )
+        return num_blocks
+
+    async def load(self, span: Span) -> Loaded:
+        """Load and measure these blocks.
+
+        Raises:
+            SwarmError, OSError, MemoryError, RuntimeError: they can't be loaded.
+        """
+        return (await self.executor.run(lambda: self._load(span), Priority.BATCH)).value
+
+    def changed_files(self) -> list[str]:
+        """Files of weights that aren't any more what they were when this server opened the checkpoint."""
+        return self._checkpoint.opened_files.changed()
+
+    def _check_files(self) -> None:
+        """Raises WeightsMismatchError if blocks of now would come from other files than those of before."""
+        if changed := self.changed_files():
+            raise WeightsMismatchError(describe_changed(self._checkpoint.name, changed))
+
+    def _load(self, span: Span) -> Loaded:
+        self._check_files()
+        blocks = load_block_span(
+            self._checkpoint,
+            span,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.quantization,
+            progress=sys.stderr.isatty(),
+        )
+        self._check_files()  # or they may be of both
+        self.adapters.load(blocks)
+        inputs = InputChecks(blocks)
+        room = self._room(blocks, inputs)
+        packer, throughput = self._measured(blocks)
+        self.executor.thread.limit_prefill_beside_decode(prefill_tokens_beside_decode(throughput, len(span)))
+        return Loaded(packer, inputs, throughput, room)
+
+    def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
+        """How they are packed and how fast they are: measured, unless they were loaded before, too."""
+        last = self._last
+        if last is not None and last.span == blocks.span:
+            packer = Packer(blocks, last.ways)
+            packer.use(last.way)
+            return packer, last.throughput
+        packer = Packer(blocks, right_ways(blocks))
+        throughput = measure_throughput(packer, choose_threads=self._config.num_threads is None)
+        self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
+        return packer, throughput
+
+    def _room(self, blocks: BlockSpan, inputs: InputChecks) -> CacheRoom:
+        config = self._config
+        left = min(self._usable_bytes - blocks.num_bytes, int(free_bytes(self.device) * FREE_SHARE))
+        room = cache_room(
+            left,
+            bytes_per_token=_bytes_per_token(blocks, inputs),
+            bytes_per_session=blocks.cache_bytes_per_session,
+            session_tokens=config.attn_cache_tokens,
+            prefix_tokens=config.prefix_cache_tokens,
+        )
+        logger.info(
+            "the blocks take %.2f GB of memory; %.2f GB are for sessions, %.2f GB for prompts that begin alike",
+            blocks.num_bytes / 1e9,
+            room.sessions / 1e9,
+            room.pages / 1e9,
+        )
+        return room
+
+    async def can_load(self, span: Span) -> bool:
+        """Whether the files of other blocks are there (on the hub: downloaded now) and hold them."""
+        try:
+            await in_background(self._check_files)
+            names = await self.executor.run(lambda: span_tensor_names(self._checkpoint, span), Priority.BATCH)
+            await in_background(lambda: self._checkpoint.tensors(names.value))
+        except LOADING_FAILURES as error:
+            logger.warning("blocks %s can't be loaded: %s", span, str(error) or repr(error))
+            return False
+        return True
+
+
+def describe_changed(name: str, filenames: Sequence[str]) -> str:
+    """What to do about files that have changed."""
+    more = f" and {len(filenames) - 1} more files" if len(filenames) > 1 else ""
+    return (
+        f"{filenames[0]}{more} of {name} changed on disk, or went, after this server had opened it: start the server "
+        "again to serve what is there now, or put back what was there"
+    )
+
+
+def _bytes_per_token(blocks: BlockSpan, inputs: InputChecks) -> int:
+    return blocks.cache_bytes_per_token + inputs.hidden_bytes

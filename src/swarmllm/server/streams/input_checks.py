@@ -1,0 +1,186 @@
+"""Whether the tensors that came with a step or a batch are what its header says, and index nothing that isn't there.
+
+Blocks broadcast what fits by chance, so a few bytes too many could make them allocate gigabytes; a mask of another
+width than the text's can't be cut, so all of a prompt would run at once; and an index outside its table takes a GPU's
+whole context with it. Called by `session_messages`, `batch_request` and `dispatcher` before anything is queued.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, SessionLengthExceededError
+from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.network.wire.compression import THREAD_BYTES
+from swarmllm.network.wire.frames import Message
+from swarmllm.network.wire.messages import AdapterHeader, BatchHeader, StepHeader
+from swarmllm.network.wire.tensor_codec import decode_tensors, decompressed_bytes
+from swarmllm.server.batches.pushes import Pushed
+
+T = TypeVar("T")
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+MAX_POSITION_KINDS = 8
+"""Kinds of `position_ids`: 3 or 4 in today's models with several."""
+
+
+async def off_loop(read: Callable[[], T], message: Message) -> T:
+    """What `read` makes of the message's tensors; in a thread if unpacking them would keep the event loop too long."""
+    num_bytes = decompressed_bytes(message.header.get("tensors"), len(message.payload))
+    return read() if num_bytes < THREAD_BYTES else await asyncio.to_thread(read)
+
+
+class InputChecks:
+    """Knows what the inputs of these blocks look like."""
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        """Call it in the device thread: it runs what the model does before its blocks."""
+        hidden = random_inputs(blocks, 1).hidden_states
+        self._blocks = blocks
+        self._sample_shape = tuple(hidden.shape)
+        self.hidden_bytes = hidden.nbytes
+        """Memory of one position's hidden states."""
+
+    def read(
+        self, header: StepHeader | BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING
+    ) -> tuple[BlockInputs, Tensor | None]:
+        """The tensors of the message and those `pushed` for it, and the gradient of the outputs if there is one.
+
+        Raises:
+            RemoteProtocolError: they are not what the header says.
+        """
+        tensors = _with_pushed(header, message, pushed)
+        grad_outputs = tensors.pop("grad_outputs", None)
+        batch, seq = header.batch_size, header.seq_len
+        hidden = self._hidden_shape(batch, seq)
+        if "hidden_states" not in tensors:
+            raise RemoteProtocolError("hidden_states are missing")
+        _check_floats("hidden_states", tensors["hidden_states"], hidden)
+        if grad_outputs is not None:
+            _check_floats("grad_outputs", grad_outputs, hidden)
+        inputs = BlockInputs.from_tensors(tensors, batch_size=batch, seq_len=seq)
+        if inputs.inputs_embeds is not None:
+            _check_floats("inputs_embeds", inputs.inputs_embeds, (batch, seq, self._blocks.embedding_dim))
+        if inputs.attention_mask is not None:
+            past = header.position if isinstance(header, StepHeader) else 0
+            _check_mask(inputs.attention_mask, batch, seq, past)
+        _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
+        _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
+        _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
+        return inputs, grad_outputs
+
+    def check_length(self, num_positions: int) -> None:
+        """Whether a batch's rows may be so long, a prefix included.
+
+        Raises:
+            SessionLengthExceededError: the model's table of positions is shorter.
+        """
+        longest = self._blocks.longest_text
+        if longest is not None and num_positions > longest:
+            raise SessionLengthExceededError(f"this model has {longest} positions, {num_positions} are asked for")
+
+    def read_gradient(self, header: BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """The gradient of the outputs, which comes alone when the forward has been kept.
+
+        Raises:
+            RemoteProtocolError: it isn't there, or isn't what the header says.
+        """
+        tensors = _with_pushed(header, message, pushed)
+        if tensors.keys() != {"grad_outputs"}:
+            raise RemoteProtocolError("BACKWARD of a kept forward comes with grad_outputs alone")
+        _check_floats("grad_outputs", tensors["grad_outputs"], self._hidden_shape(header.batch_size, header.seq_len))
+        return tensors["grad_outputs"]
+
+    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, source: str) -> dict[str, Tensor]:
+        """What `source` has pushed for the request of that header: the tensor of that name.
+
+        Raises:
+            CorruptActivationsError: it isn't that, or can't be right.
+        """
+        payload = pushed.message.payload
+        try:
+            tensors = decode_tensors(pushed.header.tensors, payload, max_bytes=len(payload))
+            if tensors.keys() != {name}:
+                raise RemoteProtocolError(f"{name} alone should have come")
+            _check_floats(name, tensors[name], self._hidden_shape(header.batch_size, header.seq_len))
+        except RemoteProtocolError as error:  # the client, who is told, is not its sender
+            raise CorruptActivationsError(
+                f"a server passed on something else than asked for: {error}", source
+            ) from None
+        return tensors
+
+    def read_adapter(self, header: AdapterHeader, message: Message) -> BlockAdapter:
+        """The adapter of the message, on the blocks' device.
+
+        Raises:
+            RemoteProtocolError: it doesn't fit the blocks.
+        """
+        tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+        if tensors.keys() != {"values"}:
+            raise RemoteProtocolError("an adapter comes as one tensor named values")
+        values = tensors["values"].to(self._blocks.device)
+        plain = len(self._sample_shape) == 3 and self._blocks.traits.batch_axis == 0
+        hidden_size = self._sample_shape[-1] if plain else None
+        blocks = self._blocks
+        return checked(header.patches, values, blocks.slots, hidden_size, blocks.key_value_shapes)
+
+    def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
+        axis = self._blocks.traits.batch_axis
+        return (*self._sample_shape[:axis], batch, seq, *self._sample_shape[axis + 2 :])
+
+
+def _with_pushed(header: StepHeader | BatchHeader, message: Message, pushed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors = decode_tensors(header.tensors, message.payload, max_bytes=len(message.payload))
+    if twice := tensors.keys() & pushed.keys():
+        raise RemoteProtocolError(f"{min(twice)} come from another server, so they can't come with the request too")
+    return {**tensors, **pushed}
+
+
+def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or not tensor.is_floating_point():
+        raise RemoteProtocolError(
+            f"{name} must be floats of shape {list(shape)}, got {tensor.dtype} of {list(tensor.shape)}"
+        )
+
+
+def _check_mask(mask: Tensor, batch: int, seq: int, past: int) -> None:
+    """Some models count positions by adding up a mask of two axes, so it must not hold anything but 0 and 1."""
+    shape, width = tuple(mask.shape), past + seq
+    if len(shape) == 2:
+        good = shape == (batch, width) and bool(((mask == 0) | (mask == 1)).all())
+    else:
+        good = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[-2:] == (seq, width)
+    if not good:
+        raise RemoteProtocolError(
+            f"attention_mask must be [{batch}, {width}] of 0 and 1 or [{batch}, 1, {seq}, {width}], got {list(shape)}"
+        )
+
+
+def _check_ids(name: str, ids: Tensor | None, batch: int, seq: int, limit: int) -> None:
+    if ids is None:
+        return
+    if ids.shape != (batch, seq) or ids.is_floating_point():
+        raise RemoteProtocolError(f"{name} must be integers of shape {[batch, seq]}, got {list(ids.shape)}")
+    _check_range(name, ids, range(limit))
+
+
+def _check_positions(positions: Tensor | None, batch: int, seq: int, table: range | None) -> None:
+    if positions is None:
+        return
+    shape = tuple(positions.shape)
+    good = len(shape) in (2, 3) and shape[-2] in (1, batch) and shape[-1] == seq
+    if not good or (len(shape) == 3 and shape[0] > MAX_POSITION_KINDS) or positions.is_floating_point():
+        raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {list(shape)}")
+    if table is not None:
+        _check_range("position_ids", positions, table)
+
+
+def _check_range(name: str, ids: Tensor, allowed: range) -> None:
+    if int(ids.min()) < allowed.start or int(ids.max()) >= allowed.stop:
+        raise RemoteProtocolError(f"{name} must lie in [{allowed.start}, {allowed.stop})")

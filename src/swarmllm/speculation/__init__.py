@@ -1,0 +1,6 @@
+"""Speculation over a swarm, which transformers lacks: guessed tokens are sent along before the known ones are back.
+
+sampling_loop  `generate()`'s sampling loop with guesses under way
+drafters       the guesses: n-grams, or a small model
+planner        how far to run ahead
+"""

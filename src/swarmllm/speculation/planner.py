@@ -1,0 +1,250 @@
+"""Plans of how far to run ahead of the verdicts: pure decisions from measured acceptance, round trips and computing.
+
+Guesses travel in chunks, each of which is one step through the servers; `depth` chunks are under way at most. A longer
+chunk costs computing, a deeper pipeline costs what is wasted when a guess was wrong: the servers still work on chunks
+that nobody wants while the next one waits behind them. Both cost nothing while latency is what everybody waits for, so
+the best plan lies between one token at a time and a pipe that is always full. The loop (`speculation/sampling_loop`)
+tells what it has seen; a plan is the fastest of a few dozen under the model of `seconds_per_token`.
+
+There is no clock and no randomness here; times are passed in.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+CHUNKS = (1, 2, 4, 8, 16, 32)
+DEPTHS = (1, 2, 3, 4, 6, 8)
+HORIZON_TOKENS = 128
+"""Guesses beyond this are taken to be wrong: no text is copied forever."""
+NEVER = 1e-3
+MIN_GAIN = 1.05
+"""Assumed: what is expected to gain less is not worth the servers' work."""
+RECENT_STEPS = 32
+"""Latency is the least of this many steps: everything else than the network only makes a step longer, on a busy machine
+many in a row (with 8, loopback was taken for a slow link at a load of 20 on two cores)."""
+MIN_STEPS = 2
+"""Plain steps that must have been seen before the first plan."""
+AVERAGED_STEPS = 16
+"""Computing times are averaged over about this many steps."""
+FURTHER_TOKEN_SHARE = 0.25
+"""Assumed until seen: what a further token of a step costs, as a share of the first. Measured: 0.01 to 0.3 on CPUs."""
+PRIOR_WEIGHT = 2.0
+"""Assumed: a prior counts as much as this many guesses."""
+MEMORY_TOKENS = 64.0
+"""Assumed: acceptance is judged by about this many of the last guesses of a kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Guesses per step, and steps under way. Without guesses there is one token per round trip."""
+
+    chunk: int = 0
+    depth: int = 0
+
+    def __bool__(self) -> bool:
+        return self.chunk > 0
+
+
+PLAIN = Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds."""
+
+    round_trip_s: float
+    """A step of one token when nothing else is under way, the client's part included."""
+    token_s: float
+    """The addition of each further token, over all servers."""
+    stage_s: float
+    """Time that the busiest server, or the client, is occupied by a step of one token: the least between two steps."""
+    stage_token_s: float
+    """The addition of each further token."""
+    draft_s: float = 0.0
+    """Guessing of one token."""
+
+    def step_s(self, num_tokens: int) -> float:
+        """Time from sending a step of `num_tokens` tokens to its result."""
+        return self.round_trip_s + (num_tokens - 1) * self.token_s
+
+    def spacing_s(self, num_tokens: int) -> float:
+        """The least between two such steps."""
+        return max(self.stage_s + (num_tokens - 1) * self.stage_token_s, num_tokens * self.draft_s)
+
+
+def survival(acceptance: Sequence[float]) -> list[float]:
+    """Probabilities that the first 1, 2, … `HORIZON_TOKENS` guesses are all right.
+
+    Args:
+        acceptance: the probability that the next guess is right if those before it were; the last one goes on.
+    """
+    alive, result = 1.0, []
+    for idx in range(HORIZON_TOKENS):
+        alive *= acceptance[min(idx, len(acceptance) - 1)]
+        result.append(alive)
+    return result
+
+
+def seconds_per_token(plan: Plan, alive: Sequence[float], costs: Costs) -> float:
+    """Expected seconds per token of a run: from the first guess after a known token to the token that refutes one.
+
+    Args:
+        alive: as from `survival`.
+    """
+    if not plan:
+        return costs.step_s(1)
+    chunk, depth = plan.chunk, plan.depth
+    first_s = costs.step_s(1 + chunk) + chunk * costs.draft_s
+    spacing_s = costs.spacing_s(chunk)
+    lap_s = max(first_s, depth * spacing_s)
+    # What is under way when a guess turns out wrong keeps the busiest server from the next run's first step.
+    wasted_s = max(0.0, depth * spacing_s - first_s)
+    seconds, before, verdict_s = 0.0, 1.0, first_s
+    for idx, end in enumerate(range(chunk, len(alive) + 1, chunk)):
+        verdict_s = first_s + idx // depth * lap_s + idx % depth * spacing_s
+        after = alive[end - 1]
+        seconds += (before - after) * (verdict_s + wasted_s)
+        before = after
+        if after < NEVER:
+            break
+    return (seconds + before * verdict_s) / (1.0 + sum(alive))
+
+
+def best_plan(acceptance: Sequence[float], costs: Costs, *, max_tokens: int = HORIZON_TOKENS) -> Plan:
+    """The fastest plan for at most `max_tokens` guesses; `PLAIN` unless it is faster by `MIN_GAIN`."""
+    alive = survival(acceptance)[:max_tokens]
+    best, best_s = PLAIN, costs.step_s(1) / MIN_GAIN
+    for chunk in CHUNKS:
+        for depth in DEPTHS:
+            if chunk * depth > max(max_tokens, chunk):
+                break
+            plan = Plan(min(chunk, max_tokens), depth)
+            plan_s = seconds_per_token(plan, alive, costs)
+            if plan_s < best_s:
+                best, best_s = plan, plan_s
+        if chunk >= max_tokens:
+            break
+    return best
+
+
+@dataclass(slots=True)
+class _Average:
+    """The average of about the last `AVERAGED_STEPS` values; exact for fewer."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, AVERAGED_STEPS)
+        self.value += (value - self.value) / self.count
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """Right guesses of one kind, the newer the weightier."""
+
+    right: float = 0.0
+    total: float = 0.0
+
+    def add(self, right: int, wrong: int) -> None:
+        keep = max(0.0, 1 - (right + wrong) / MEMORY_TOKENS)
+        self.right = self.right * keep + right
+        self.total = self.total * keep + right + wrong
+
+    def estimate(self, prior: float) -> float:
+        return (self.right + PRIOR_WEIGHT * prior) / (self.total + PRIOR_WEIGHT)
+
+
+@dataclass
+class Planner:
+    """Plans for one swarm, from what has been seen of it and its texts."""
+
+    min_latency_s: float = 0.0
+    """Run ahead only where a round trip is longer than its computing by at least this."""
+    _latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _compute_s: _Average = field(default_factory=_Average)
+    _busiest_s: _Average = field(default_factory=_Average)
+    _further_s: _Average = field(default_factory=_Average)
+    _further_busiest_s: _Average = field(default_factory=_Average)
+    _client_s: _Average = field(default_factory=_Average)
+    _draft_s: _Average = field(default_factory=_Average)
+    _accepted: dict[int, _Acceptance] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ what the loop has seen
+
+    def new_text(self) -> None:
+        """Begin a text: what was guessed well in the last one says half as much about this one."""
+        for acceptance in self._accepted.values():
+            acceptance.right /= 2
+            acceptance.total /= 2
+
+    def saw_step(
+        self,
+        num_tokens: int,
+        computes_s: Sequence[float],
+        *,
+        took_s: float | None = None,
+        client_s: float | None = None,
+    ) -> None:
+        """A step has come back.
+
+        Args:
+            computes_s: of each server.
+            took_s: from sending it to its result, if nothing else was under way.
+            client_s: that it occupied the client, before and after that.
+        """
+        total_s, busiest_s = sum(computes_s), max(computes_s, default=0.0)
+        if took_s is not None:
+            self._latencies_s.append(max(0.0, took_s - total_s))
+        if client_s is not None:
+            self._client_s.add(client_s)
+        if num_tokens == 1:
+            self._compute_s.add(total_s)
+            self._busiest_s.add(busiest_s)
+        elif self._compute_s.count:
+            self._further_s.add(max(0.0, total_s - self._compute_s.value) / (num_tokens - 1))
+            self._further_busiest_s.add(max(0.0, busiest_s - self._busiest_s.value) / (num_tokens - 1))
+
+    def saw_draft(self, num_tokens: int, took_s: float) -> None:
+        """Note that this many tokens were guessed in this time."""
+        self._draft_s.add(took_s / num_tokens)
+
+    def saw_verdict(self, kind: int, right: int, wrong: int) -> None:
+        """Count right and wrong guesses of this kind; those after the first wrong one don't count."""
+        self._accepted.setdefault(kind, _Acceptance()).add(right, wrong)
+
+    # ------------------------------------------------------------------ what follows
+
+    @property
+    def costs(self) -> Costs | None:
+        """None before enough has been seen."""
+        if self._compute_s.count < MIN_STEPS or not self._latencies_s:
+            return None
+        compute_s, busiest_s = self._compute_s.value, self._busiest_s.value
+        further_s, further_busiest_s = FURTHER_TOKEN_SHARE * compute_s, FURTHER_TOKEN_SHARE * busiest_s
+        if self._further_s.count:
+            further_s, further_busiest_s = self._further_s.value, self._further_busiest_s.value
+        return Costs(
+            round_trip_s=min(self._latencies_s) + compute_s + self._client_s.value,
+            token_s=further_s,
+            stage_s=max(busiest_s, self._client_s.value),
+            stage_token_s=further_busiest_s,
+            draft_s=self._draft_s.value,
+        )
+
+    @property
+    def latency_pays(self) -> bool:
+        """Whether it is known that the swarm is as far away as it must be."""
+        return self.costs is not None and min(self._latencies_s) >= self.min_latency_s
+
+    def acceptance(self, kind: int, prior: float) -> float:
+        """Share of guesses of this kind that are right, given what is assumed before any was seen."""
+        return self._accepted.get(kind, _Acceptance()).estimate(prior)
+
+    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
+        """Plan at most `max_tokens` guesses now, given the probabilities that the next ones are right."""
+        costs = self.costs
+        if costs is None or not self.latency_pays or max_tokens < 1 or not acceptance:
+            return PLAIN
+        return best_plan(acceptance, costs, max_tokens=min(max_tokens, HORIZON_TOKENS))

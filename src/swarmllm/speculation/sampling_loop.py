@@ -1,0 +1,295 @@
+"""Lossless speculation over a swarm: `generate()`'s sampling loop with guesses under way.
+
+Several chunks of guessed tokens travel along the servers before the first verdict returns (`StepsAhead`); the results
+come in order, and each gives the logits of its positions. A token is chosen from them by exactly what transformers'
+own loop does, one after the other: logits processors, argmax or a draw, stopping criteria, streamer. If the guess for
+that place is the token chosen, the next logits are valid too; if not, everything behind it is dropped, and the next
+step begins after the chosen token.
+
+So greedy text is that of the plain loop, up to what the rounding of the servers' arithmetic depends on the length of a
+step. Sampled text follows the same distribution: for guesses that are certain, the rejection rule of Leviathan et al.
+2023 (algorithm 1) and Chen et al. 2023 accepts a guess x with p(x), and otherwise draws from p without x. To draw from
+p, and to keep what was guessed if it is the same, is that rule, and spends the random numbers as the plain loop does:
+the same seed gives the same text.
+
+Called by `client/speculative_generation`; knows sessions by their protocol only.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.shell.split_forward import SplitForward
+from swarmllm.speculation.drafters import MAX_MATCH, Drafter
+from swarmllm.speculation.planner import Plan, Planner
+
+
+class StepsAhead(Protocol):
+    """A session that takes steps before the results of earlier ones are known."""
+
+    max_length: int
+
+    @property
+    def position(self) -> int:
+        """Positions that all blocks have seen, and whose results have been received."""
+        ...
+
+    @position.setter
+    def position(self, value: int) -> None: ...
+
+    @property
+    def timings(self) -> Sequence[tuple[int, int, int]]:
+        """Times of the last step, per server: first block, µs in its queue, µs of computing."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the last step of a plain forward took."""
+        ...
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step; at a lower position than the end of those under way it replaces them."""
+        ...
+
+    def receive(self) -> Tensor:
+        """The result of the oldest step under way."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up the results of what is under way."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way."""
+
+    forward: SplitForward
+    num_tokens: int
+    alone_since: float | None
+    """The time when it was sent, if nothing else was under way."""
+    client_s: float
+
+
+class _Text:
+    """The text so far; chooses its next tokens as `GenerationMixin._sample` does for one row."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.ids = ids
+        self.finished = False
+        self.scores: tuple[Tensor, ...] = ()
+        self.logits: tuple[Tensor, ...] = ()
+        self._processor = logits_processor
+        self._criteria = stopping_criteria
+        self._config = generation_config
+        self._streamer = streamer
+        details = generation_config.return_dict_in_generate
+        self._keeps_scores = details and generation_config.output_scores
+        self._keeps_logits = details and generation_config.output_logits
+
+    def take(self, logits: Tensor) -> int:
+        """Choose the next token from logits `[1, vocabulary]`."""
+        logits = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        scores = self._processor(self.ids, logits)
+        if self._keeps_scores:
+            self.scores += (scores,)
+        if self._keeps_logits:
+            self.logits += (logits,)
+        if self._config.do_sample:
+            token = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1)
+        else:
+            token = torch.argmax(scores, dim=-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], dim=-1)
+        stop = self._criteria(self.ids, self.scores if self._keeps_scores else None)
+        if self._streamer is not None:
+            self._streamer.put(token[:, 0].cpu())
+        self.finished = bool(stop.all())
+        return int(token)
+
+    @property
+    def length(self) -> int:
+        return int(self.ids.shape[1])
+
+
+class Speculation:
+    """One `generate()` of one row."""
+
+    def __init__(self, model: Any, cache_name: str, session: StepsAhead, drafter: Drafter, planner: Planner) -> None:
+        self._model: PreTrainedModel = model
+        self._cache_name = cache_name
+        self._session = session
+        self._drafter = drafter
+        self._planner = planner
+        self._text: _Text
+        self._kwargs: dict[str, Any] = {}
+        """generate()'s arguments, renewed at each step: they fit the text when its last token is about to be fed."""
+        self._under_way: deque[_Step] = deque()
+        self._guesses: deque[tuple[int, int]] = deque()
+        """(token, kind) of all guesses that have been sent and not been judged."""
+
+    def run(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Generate the text; returns what `GenerationMixin._sample` would. `model_kwargs` hold the session's cache."""
+        self._text = text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        self._kwargs = model_kwargs
+        cache: RemoteCache = model_kwargs[self._cache_name]
+        outputs = self._model._prefill(input_ids, generation_config, self._kwargs, is_first_iteration=True)
+        self._advance(outputs)
+        self._drafter.extend(input_ids[0].tolist())
+        self._drafter.extend([text.take(outputs.logits[:, -1])])
+        self._planner.new_text()
+        try:
+            while not text.finished:
+                if self._planner.latency_pays and self._drafter.begin() and (plan := self._plan(0)):
+                    self._run_ahead(plan)
+                else:
+                    self._step()
+        finally:
+            self._leave()
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return text.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=text.ids,
+            scores=text.scores if generation_config.output_scores else None,
+            logits=text.logits if generation_config.output_logits else None,
+            past_key_values=cache,
+        )
+
+    def _room(self) -> int:
+        """Most guesses that may follow the text and the guesses under way: none beyond what would be fed plainly."""
+        length = self._text.length + len(self._guesses)
+        limit = self._text._config.max_length
+        return min(limit - 1 if limit is not None else length + MAX_MATCH, self._session.max_length) - length
+
+    def _plan(self, room_taken: int) -> Plan:
+        kinds = self._drafter.kinds(MAX_MATCH + 1)
+        acceptance = [self._planner.acceptance(kind, prior) for kind, prior in kinds]
+        return self._planner.plan(acceptance, self._room() + room_taken)
+
+    def _step(self) -> None:
+        """One token, plainly."""
+        inputs = self._model.prepare_inputs_for_generation(self._text.ids, next_sequence_length=1, **self._kwargs)
+        began_at = time.perf_counter()
+        outputs = self._model(**inputs, return_dict=True)
+        self._advance(outputs)
+        self._drafter.extend([self._text.take(outputs.logits[:, -1])])
+        step_s = self._session.step_s
+        client_s = time.perf_counter() - began_at - step_s
+        self._planner.saw_step(1, self._computes_s(), took_s=step_s, client_s=client_s)
+
+    def _advance(self, outputs: Any, num_new_tokens: int = 1) -> None:
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, num_new_tokens=num_new_tokens
+        )
+
+    def _computes_s(self) -> list[float]:
+        return [compute_us / 1e6 for _, _, compute_us in self._session.timings]
+
+    # ------------------------------------------------------------------ running ahead
+
+    def _run_ahead(self, plan: Plan) -> None:
+        """Until a guess is wrong, or there are none any more."""
+        self._send(plan.chunk)
+        while self._under_way:
+            while plan and len(self._under_way) < plan.depth and self._send(plan.chunk):
+                pass
+            if not self._judge():
+                break
+            plan = self._plan(len(self._guesses))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Forget the guesses; the session has seen all of the text but its last token then."""
+        if self._under_way:
+            self._session.abandon()
+        self._under_way.clear()
+        self._guesses.clear()
+        self._session.position = min(self._session.position, self._text.length - 1)
+
+    def _send(self, count: int) -> bool:
+        """Send `count` more guesses; the first step of a run begins with the last token of the text."""
+        began_at = time.perf_counter()
+        count = min(count, self._room())
+        kinds = self._drafter.kinds(count)
+        tokens = self._drafter.more(count) if count > 0 else []
+        guessed_at = time.perf_counter()
+        if tokens:
+            self._planner.saw_draft(len(tokens), guessed_at - began_at)
+        first = not self._under_way and not self._guesses
+        if not tokens and not first:
+            return False
+        text = self._text
+        self._guesses.extend((token, kind) for token, (kind, _) in zip(tokens, kinds, strict=False))
+        guesses = torch.tensor([[token for token, _ in self._guesses]], dtype=text.ids.dtype, device=text.ids.device)
+        ids = torch.cat([text.ids, guesses], dim=-1)
+        num_tokens = len(tokens) + first
+        kwargs = dict(self._kwargs)
+        if guesses.shape[1]:
+            kwargs = self._model._update_model_kwargs_for_generation(
+                CausalLMOutputWithPast(), kwargs, num_new_tokens=guesses.shape[1]
+            )
+        position = ids.shape[1] - num_tokens
+        forward = SplitForward(self._model, position)
+        kwargs[self._cache_name] = forward.cache
+        model_inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=num_tokens, **kwargs)
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = num_tokens
+        block_inputs = forward.begin(model_inputs)
+        alone = not self._under_way
+        sent_at = time.perf_counter()
+        self._session.send(block_inputs, position)
+        client_s = time.perf_counter() - guessed_at
+        self._under_way.append(_Step(forward, num_tokens, sent_at if alone else None, client_s))
+        return True
+
+    def _judge(self) -> bool:
+        """Take the next result and choose its tokens; False when the text leaves the guesses."""
+        step = self._under_way.popleft()
+        hidden = self._session.receive()
+        received_at = time.perf_counter()
+        took_s = None if step.alone_since is None else received_at - step.alone_since
+        logits = step.forward.finish(hidden).logits
+        text, taken, agrees = self._text, [], True
+        for idx in range(step.num_tokens):
+            token = text.take(logits[:, idx - step.num_tokens])
+            taken.append(token)
+            agrees = bool(self._guesses) and self._agrees(token)
+            if text.finished or not agrees:
+                break
+        self._drafter.extend(taken)
+        self._advance(CausalLMOutputWithPast(), len(taken))
+        client_s = step.client_s + time.perf_counter() - received_at
+        self._planner.saw_step(step.num_tokens, self._computes_s(), took_s=took_s, client_s=client_s)
+        return agrees and not text.finished
+
+    def _agrees(self, token: int) -> bool:
+        guess, kind = self._guesses.popleft()
+        self._planner.saw_verdict(kind, int(guess == token), int(guess != token))
+        return guess == token

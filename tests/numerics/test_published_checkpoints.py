@@ -1,0 +1,85 @@
+"""Blocks of checkpoints in published formats compute what blocks of the same weights do that are stored as ever."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
+from safetensors.torch import load_file, save_file
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization import Quantization, QuantizedWeight
+from swarmllm.models.quantization.whole import Whole
+from swarmllm.models.span.loading import load_block_span
+
+MOST_OF_BFLOAT16 = {
+    "fp8": 0.57, "mxfp4": 0.6, "int4": 0.65, "awq": 0.35, "gptq": 0.35, "nf4": 0.35, "gguf_q4_0": 0.3,
+    "gguf_q4_k": 0.35, "gguf_experts": 0.35, "hqq": 0.35, "torchao": 0.35,
+}  # fmt: skip
+"""Memory of the blocks. Where only the experts are in few bits, these tiny models are mostly something else."""
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_blocks(kind: str, tmp_path: Path) -> None:
+    published, plain = (open_checkpoint(str(path)) for path in save_published(kind, tmp_path))
+    assert published.weight_map().keys() == plain.weight_map().keys()
+    assert fingerprint(published) != fingerprint(plain)
+    span = Span(1, NUM_BLOCKS)
+    kept, whole = (load_block_span(one, span, dtype=torch.float32, progress=False) for one in (published, plain))
+    weights = {name: part for name, part in kept.slots.named_modules() if isinstance(part, QuantizedWeight)}
+    assert weights
+    for name, weight in weights.items():
+        assert torch.equal(weight.dequantize(), whole.slots.get_parameter(name)), name
+    for tokens in (1, 5, 40):
+        hidden = torch.randn(2, tokens, plain.config.hidden_size, generator=torch.Generator().manual_seed(tokens))
+        results = []
+        for blocks in (kept, whole):
+            leaf = hidden.clone().requires_grad_()
+            outputs = blocks.forward(BlockInputs(hidden_states=leaf, batch_size=2, seq_len=tokens))
+            results.append((outputs, *torch.autograd.grad(outputs.square().sum(), leaf)))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1])
+def test_biases_that_the_model_has_no_place_for(value: float, tmp_path: Path) -> None:
+    path = save_published("hqq", tmp_path)[0]
+    stored = load_file(path / "model.safetensors")
+    bias = "model.layers.1.mlp.down_proj.bias"
+    save_file({**stored, bias: torch.full((128,), value)}, path / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(str(path))
+    assert load_block_span(checkpoint, Span(0, 1), dtype=torch.float32, progress=False)
+    if not value:
+        assert load_block_span(checkpoint, Span(1, 2), dtype=torch.float32, progress=False)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"has {bias}, which its architecture lacks"):
+        load_block_span(checkpoint, Span(1, 2), dtype=torch.float32, progress=False)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_memory(kind: str, tmp_path: Path) -> None:
+    published, plain = (open_checkpoint(str(path)) for path in save_published(kind, tmp_path))
+    span = Span(1, NUM_BLOCKS)
+    kept = load_block_span(published, span, dtype=torch.bfloat16, progress=False)
+    assert kept.num_bytes < MOST_OF_BFLOAT16[kind] * sum(block_bytes(plain, torch.bfloat16)[1:])
+    planned = sum(block_bytes(published, torch.bfloat16)[1:])
+    assert 0.97 * kept.num_bytes < planned < 1.1 * kept.num_bytes
+    rest_in_int8 = load_block_span(
+        published, span, dtype=torch.bfloat16, quantization=Quantization("int8", smallest=1), progress=False
+    )
+    assert rest_in_int8.num_bytes <= kept.num_bytes
+    forms = [
+        {
+            name: type(one.packed)
+            for name, one in blocks.slots.named_modules()
+            # Processors that are slow at bfloat16 hold what isn't stored in few bits as a `Whole`.
+            if isinstance(one, QuantizedWeight) and not isinstance(one.packed, Whole)
+        }
+        for blocks in (kept, rest_in_int8)
+    ]
+    assert forms[0].items() <= forms[1].items(), "what is stored in few bits stays as it is"

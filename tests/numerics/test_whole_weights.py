@@ -1,0 +1,105 @@
+"""Where a processor multiplies bfloat16 slowly, float32 does it: from the same weights, and at least as exactly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.numerics.tiny_models import save_tiny
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import QuantizedWeight, packed, whole
+from swarmllm.models.quantization.check import check_matrix
+from swarmllm.models.quantization.whole import NATIVE_TOKENS, Whole
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+
+HALF_A_STEP = 2.0**-8
+"""Of bfloat16, relative to the number."""
+
+
+def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> BlockSpan:
+    return load_block_span(open_checkpoint(str(path)), Span(1, 3), dtype=dtype, progress=False)
+
+
+def held(blocks: BlockSpan) -> dict[str, QuantizedWeight]:
+    return {name: one for name, one in blocks.slots.named_modules() if isinstance(one, QuantizedWeight)}
+
+
+def slow_bfloat16(monkeypatch: pytest.MonkeyPatch, speedup: float = 7.0) -> None:
+    """Be a processor without instructions for it; tiny models have tiny weights."""
+    monkeypatch.setattr(packed, "float32_speedup", lambda: speedup)
+    monkeypatch.setattr(whole, "SMALLEST", 1)
+
+
+@pytest.mark.parametrize("tokens", [1, NATIVE_TOKENS + 1, 16, 40])
+def test_a_product_is_rounded_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_bfloat16(monkeypatch)
+    generator = torch.Generator().manual_seed(tokens)
+    weight, inputs, grads = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 512), (tokens, 512), (tokens, 96))
+    )
+    matrix = Whole(weight, torch.bfloat16)
+    leaf = inputs.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(matrix.linear(leaf), leaf, grads)
+    check_matrix(matrix, tokens)
+    for got, native, exact in (
+        (matrix.multiply(inputs), F.linear(inputs, weight), F.linear(inputs.double(), weight.double())),
+        (grad, grads @ weight, grads.double() @ weight.double()),
+    ):
+        assert got.dtype == torch.bfloat16
+        errors = [(one.double() - exact).abs() for one in (got, native)]
+        assert errors[0].norm() <= errors[1].norm() * (1 + 1e-3)
+        if tokens > NATIVE_TOKENS:
+            assert (errors[0] <= HALF_A_STEP * exact.abs() + 1e-6 * exact.abs().max()).all()
+
+
+def test_measuring_leaves_the_number_of_threads_as_it_is() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert packed.float32_speedup.__wrapped__() > 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def outputs_and_gradients(blocks: BlockSpan) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 20, blocks.embedding_dim, generator=generator).bfloat16().to(blocks.dtype)
+    leaf = hidden.requires_grad_()
+    outputs = blocks.forward(BlockInputs(hidden_states=leaf, batch_size=2, seq_len=20))
+    (grad,) = torch.autograd.grad(outputs.square().sum(), leaf)
+    return [outputs.detach().double(), grad.double()]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon", "mixtral", "gpt_oss"])
+def test_blocks(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(model_type, tmp_path)
+    exact, native = load(tmp_path, torch.float32), load(tmp_path)
+    for name, parameter in exact.slots.named_parameters():
+        parameter.data = native.slots.get_parameter(name).float()
+    assert not held(native)
+    slow_bfloat16(monkeypatch)
+    blocks = load(tmp_path)
+    weights = held(blocks)
+    assert weights
+    for name, weight in weights.items():
+        assert torch.equal(weight.dequantize(), native.slots.get_parameter(name)), name
+    assert blocks.num_bytes == native.num_bytes
+    assert not blocks.is_quantized
+    results = [outputs_and_gradients(one) for one in (blocks, native, exact)]
+    for got, usual, wanted in zip(*results, strict=True):
+        assert (got - wanted).norm() <= 1.1 * (usual - wanted).norm()
+
+
+@pytest.mark.parametrize(("speedup", "dtype"), [(whole.WORTH - 0.1, torch.bfloat16), (7.0, torch.float32)])
+def test_where_nothing_changes(
+    speedup: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama", tmp_path)
+    slow_bfloat16(monkeypatch, speedup)
+    assert not held(load(tmp_path, dtype))

@@ -1,0 +1,43 @@
+"""What a session leases: as much as its steps can use, and no more."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import SessionLengthExceededError
+from swarmllm.network.wire.messages import OpenHeader
+from swarmllm.server.sessions.session_size import BESIDE_BYTES, INPUTS_FACTOR, session_size
+
+HIDDEN_BYTES = 10
+
+
+def blocks(longest_text: int | None = None) -> Any:
+    """Four of them; each keeps 3 bytes for a position."""
+    span = Span(4, 8)
+    return SimpleNamespace(span=span, cache_bytes_per_token=12, cache_bytes_per_session=100, longest_text=longest_text)
+
+
+def header(max_length: int, start: int = 4, end: int = 8) -> OpenHeader:
+    name = "0" * 32
+    return OpenHeader(id=1, session=name, token=name, start=start, end=end, batch_size=1, max_length=max_length)
+
+
+def test_a_position_is_an_input_then_cache_and_perhaps_an_output() -> None:
+    size = session_size(blocks(), header(50), HIDDEN_BYTES)
+    assert size.max_length == 50
+    assert size.row_bytes == 50 * (12 + HIDDEN_BYTES) + 100
+    assert size.row_waiting_bytes == INPUTS_FACTOR * 50 * (HIDDEN_BYTES + BESIDE_BYTES)
+
+
+def test_some_of_the_blocks_keep_their_share_rounded_up() -> None:
+    assert session_size(blocks(), header(1, 4, 5), HIDDEN_BYTES).row_bytes == 3 + HIDDEN_BYTES + 100
+
+
+def test_nobody_leases_what_the_model_has_no_positions_for() -> None:
+    size = session_size(blocks(longest_text=20), header(1 << 20), HIDDEN_BYTES, num_prefix=5)
+    assert size.max_length == 15
+    assert size.row_bytes == 15 * (12 + HIDDEN_BYTES) + 100 + 5 * 12, "the prefix is in the cache, too"
+    with pytest.raises(SessionLengthExceededError, match="a prefix of 20 positions"):
+        session_size(blocks(longest_text=20), header(8), HIDDEN_BYTES, num_prefix=20)
