@@ -12,6 +12,7 @@ from swarmllm.server.measuring import throughput
 from swarmllm.server.measuring.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
 
 HOSTED = Span(8, 48)
+STALL_S = 0.6
 SLOW = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=2.0)
 
 
@@ -21,8 +22,11 @@ class Clock:
     def __init__(self, block_s: float) -> None:
         self.block_s, self.now = block_s, 0.0
         self.ran: list[Span] = []
+        self.stalled = -1
+        """The run during which something else takes the machine."""
 
     def forward(self, inputs: int, span: Span, _: object = None) -> None:
+        self.now += STALL_S if len(self.ran) == self.stalled else 0.0
         self.ran.append(span)
         self.now += self.block_s * inputs * len(span)
 
@@ -63,6 +67,16 @@ def test_a_start_takes_a_second_or_two_more_however_many_blocks_there_are(clock:
 def test_fast_blocks_are_all_measured(clock: Clock) -> None:
     measure_throughput(clock.packer())
     assert HOSTED in clock.ran
+
+
+@pytest.mark.parametrize("clock", [1e-5, 1e-3], indirect=True, ids="{} s".format)
+def test_no_stall_of_the_machine_makes_blocks_look_slow(clock: Clock) -> None:
+    measure_throughput(clock.packer())
+    for stalled in range(len(clock.ran)):
+        clock.ran, clock.stalled = [], stalled
+        measured = measure_throughput(clock.packer())
+        assert measured.decode_ms_per_block == pytest.approx(clock.block_s * 1e3)
+        assert measured.forward_tokens_per_s == pytest.approx(1 / clock.block_s / len(HOSTED))
 
 
 def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:
