@@ -1,7 +1,7 @@
 """Beside llama.cpp, on the same GGUF file, with the same threads, taking turns: prefill and decode, tokens per second.
 
     pip install --target /tmp/gguf gguf                    # writes the file; never a dependency
-    cmake -B /tmp/llama -DGGML_RPC=ON … && cmake --build /tmp/llama --target llama-bench rpc-server
+    cmake -B /tmp/llama -DGGML_RPC=ON … && cmake --build /tmp/llama --target llama-bench ggml-rpc-server
     PYTHONPATH=/tmp/gguf python benchmarks/llama_cpp.py /tmp/llama/bin [--kinds Q8_0 Q4_0] [--shape 2048x16]
 
 One process: our blocks in this process against `llama-bench`, both with one thread. (Ours lacks embeddings and head,

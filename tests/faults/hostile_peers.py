@@ -255,8 +255,8 @@ async def floods_a_key(mallory: Mallory) -> None:
 def record(key: str, identity: Identity, num_bytes: int) -> Any:
     owner, expiration = msgpack.packb(identity.peer_id), time.time() + 800
     padding = "x" * max(0, num_bytes - SIGNATURE_BYTES - len(key) - 16)
-    unsigned = dht_protocol.Record(key_digest(key), owner, msgpack.packb([key, padding]), expiration)
-    return dht_protocol.Record(unsigned.key, owner, RecordValidator(identity).sign_value(unsigned), expiration)
+    unsigned = dht_protocol.SentRecord(key_digest(key), owner, msgpack.packb([key, padding]), expiration)
+    return dht_protocol.SentRecord(unsigned.key, owner, RecordValidator(identity).sign_value(unsigned), expiration)
 
 
 # ---------------------------------------------------------------------- as servers

@@ -28,7 +28,7 @@ class Swarm:
         self.first, self.server, self.mallory = first, server, mallory
         self.info = ServerInfo(peer_id=server.peer_id, addrs=server.addrs, start=0, end=4)
 
-    async def flood(self, target: Peer, records: Iterable[dht_protocol.Record], *, in_one: int = 256) -> list[bool]:
+    async def flood(self, target: Peer, records: Iterable[dht_protocol.SentRecord], *, in_one: int = 256) -> list[bool]:
         """Store these at one node, that many in a message."""
         protocol, taken = node_of(self.mallory).protocol, []
         records = list(records)
@@ -58,9 +58,9 @@ def ghost(key: str = KEY, *, identity: Identity | None = None, num_bytes: int = 
     identity = identity or Identity.generate()
     padding = "x" * max(0, num_bytes - SIGNATURE_BYTES - len(key) - 16)
     owner, expiration = msgpack.packb(identity.peer_id), time.time() + ttl_s
-    unsigned = dht_protocol.Record(key_digest(key), owner, msgpack.packb([key, padding]), expiration)
+    unsigned = dht_protocol.SentRecord(key_digest(key), owner, msgpack.packb([key, padding]), expiration)
     value = RecordValidator(identity).sign_value(unsigned)
-    return dht_protocol.Record(unsigned.key, owner, value, expiration)
+    return dht_protocol.SentRecord(unsigned.key, owner, value, expiration)
 
 
 @pytest.fixture

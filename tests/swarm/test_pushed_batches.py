@@ -15,7 +15,7 @@ from swarmllm import LocalSwarm
 from swarmllm.client.batches import pushed_batches
 from swarmllm.client.batches.batch_requests import Neighbours
 from swarmllm.client.batches.pushed_batches import PushedBatches
-from swarmllm.network.wire.messages import Source, Target
+from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
 WRONG_SECRET = "f" * 32
@@ -174,7 +174,7 @@ def test_a_push_that_never_comes(
 
     def with_another_secret(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
-            source = None if said.source is None else Source(peer_id=said.source.peer_id, token=WRONG_SECRET)
+            source = None if said.source is None else Predecessor(peer_id=said.source.peer_id, token=WRONG_SECRET)
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:

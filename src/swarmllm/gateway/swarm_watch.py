@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from swarmllm.client.view.connection import Answer, Connection
+from swarmllm.client.view.connection import Connection, Result
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import SwarmError
@@ -135,7 +135,7 @@ class SwarmWatch:
         dials: list[Coroutine[Any, Any, None]] = [dial(server) for server in servers]
         await asyncio.gather(*dials)
 
-    def _on_answer(self, connection: Connection, answer: Answer | SwarmError, _request: int | None) -> None:
+    def _on_answer(self, connection: Connection, answer: Result | SwarmError, _request: int | None) -> None:
         """We ask for nothing, so this is the end of the line."""
         if self._lines.get(connection.peer_id) is connection and isinstance(answer, SwarmError):
             del self._lines[connection.peer_id]

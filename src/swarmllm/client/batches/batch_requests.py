@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from swarmllm.client.view.connection import Answer, Connection, new_request_id
+from swarmllm.client.view.connection import Connection, Result, new_request_id
 from swarmllm.client.view.inner_answers import wanted_header
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, ServerInfo
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire.messages import BatchHeader, Source, Target
+from swarmllm.network.wire.messages import BatchHeader, Predecessor, Target
 from swarmllm.network.wire.protocol import MessageType
 
 
@@ -24,7 +24,7 @@ from swarmllm.network.wire.protocol import MessageType
 class Neighbours:
     """The part of a request about the servers before and after its own, if they pass things on."""
 
-    source: Source | None = None
+    source: Predecessor | None = None
     target: Target | None = None
     lean: bool = False
 
@@ -89,7 +89,7 @@ class BatchRequests:
         forward: int | None = None,
         neighbours: Neighbours = ALONE,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> Result:
         """The server's answer, within `timeout_s` (by default that of a step).
 
         Raises:

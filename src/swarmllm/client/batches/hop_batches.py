@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.batches.batch_requests import BatchRequests
-from swarmllm.client.view.connection import Answer
+from swarmllm.client.view.connection import Result
 from swarmllm.client.view.inner_answers import parts_at_once, take_inner
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import CorruptActivationsError
@@ -77,7 +77,7 @@ class HopBatches:
             return route
         return [RouteHop(hop.server, part) for hop in route for part in parts_at_once(inputs, hop.span, self._traits)]
 
-    def show(self, answer: Answer, hop: RouteHop, inputs: BlockInputs) -> None:
+    def show(self, answer: Result, hop: RouteHop, inputs: BlockInputs) -> None:
         """Take what a FORWARD has answered about the inside of the blocks, if that is wanted.
 
         Raises:
@@ -85,7 +85,7 @@ class HopBatches:
         """
         take_inner(answer, hop.span, inputs, self._traits)
 
-    def outputs(self, answer: Answer, inputs: BlockInputs) -> Tensor:
+    def outputs(self, answer: Result, inputs: BlockInputs) -> Tensor:
         """The outputs that a FORWARD has answered.
 
         Raises:
@@ -93,7 +93,7 @@ class HopBatches:
         """
         return self._checked(answer, inputs, "hidden_states", inputs.hidden_states)
 
-    def gradients(self, answer: Answer, inputs: BlockInputs, span: Span, hidden_like: Tensor | None) -> Gradients:
+    def gradients(self, answer: Result, inputs: BlockInputs, span: Span, hidden_like: Tensor | None) -> Gradients:
         """The gradients that a BACKWARD has answered; without that of hidden_states if there is nothing `like` it.
 
         Raises:
@@ -116,7 +116,7 @@ class HopBatches:
         return grads | {f"adapter.{index}": grad for index, grad in of_adapter}
 
     def _checked(
-        self, answer: Answer, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS
+        self, answer: Result, inputs: BlockInputs, name: str, like: Tensor, max_abs: float = MAX_ABS
     ) -> Tensor:
         return checked(
             answer.tensors().get(name),

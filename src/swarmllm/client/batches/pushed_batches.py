@@ -26,12 +26,12 @@ from itertools import pairwise
 from torch import Tensor
 
 from swarmllm.client.batches.batch_requests import BatchRequests, Neighbours
-from swarmllm.client.view.connection import Answer
+from swarmllm.client.view.connection import Result
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, ServerInfo
 from swarmllm.errors import PeerError, PeerTimeoutError, SessionLostError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire.messages import PushHeader, Source, Target
+from swarmllm.network.wire.messages import Predecessor, PushHeader, Target
 from swarmllm.network.wire.protocol import MessageType
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Outcome:
     Fewer answers than servers and no error: the last one that answered can't reach its target.
     """
 
-    answers: list[Answer]
+    answers: list[Result]
     error: SwarmError | None = None
 
 
@@ -115,7 +115,7 @@ class PushedBatches:
         """FORWARD or BACKWARD through all parts in this order; `lean`: nobody answers what is passed on."""
         timeout_s = 2 * len(parts) * self._view.config.step_timeout_s  # the last one waits for all before it
 
-        def request(part: Part, neighbours: Neighbours) -> Awaitable[Answer]:
+        def request(part: Part, neighbours: Neighbours) -> Awaitable[Result]:
             return self._requests.send(
                 kind,
                 part.hop,
@@ -144,7 +144,7 @@ class PushedBatches:
 
     async def _follow(self, chain: Sequence["_Link"]) -> Outcome:
         """Wait for one server after the other; those that are left behind are told not to wait."""
-        answers: list[Answer] = []
+        answers: list[Result] = []
         try:
             for index, link in enumerate(chain):
                 found = await self._answer(link, chain[index + 1 :])
@@ -165,7 +165,7 @@ class PushedBatches:
             for link in chain:
                 link.answer.cancel()
 
-    async def _answer(self, link: "_Link", behind: Sequence["_Link"]) -> Answer | SwarmError:
+    async def _answer(self, link: "_Link", behind: Sequence["_Link"]) -> Result | SwarmError:
         """The answer of a server whose source has done its part; if none comes, it is clear who is to blame."""
         config, source = self._view.config, link.neighbours.source
         deadline = time.monotonic() + config.step_timeout_s
@@ -208,7 +208,7 @@ class _Link:
 
     part: Part
     neighbours: Neighbours
-    answer: "asyncio.Task[Answer | SwarmError]"
+    answer: "asyncio.Task[Result | SwarmError]"
 
     @property
     def error(self) -> SwarmError | None:
@@ -219,7 +219,7 @@ class _Link:
 
 def _with_neighbours(parts: Sequence[Part], lean: bool) -> Iterator[tuple[Part, Neighbours]]:
     """Each part, with what its request says about its neighbours."""
-    source: Source | None = None
+    source: Predecessor | None = None
     for part, after in zip(parts, [*parts[1:], None], strict=True):
         if after is None:
             yield part, Neighbours(source)
@@ -227,10 +227,10 @@ def _with_neighbours(parts: Sequence[Part], lean: bool) -> Iterator[tuple[Part, 
         token = secrets.token_hex(16)
         target = Target(peer_id=after.peer_id, addrs=after.hop.server.addrs, token=token)
         yield part, Neighbours(source, target, lean)
-        source = Source(peer_id=part.peer_id, token=token)
+        source = Predecessor(peer_id=part.peer_id, token=token)
 
 
-async def _outcome(request: Awaitable[Answer]) -> Answer | SwarmError:
+async def _outcome(request: Awaitable[Result]) -> Result | SwarmError:
     try:
         return await request
     except SwarmError as error:

@@ -15,7 +15,7 @@ from swarmllm.client.session.hop import ChainState, Hop
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.pending_step import PendingStep, plausible_outputs
 from swarmllm.client.session.session_text import SessionText
-from swarmllm.client.view.connection import Answer, Connection, attended, new_request_id
+from swarmllm.client.view.connection import Connection, Result, attended, new_request_id
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.errors import PeerError, PeerTimeoutError, RemoteProtocolError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -99,7 +99,7 @@ class InFlight:
             self._hops.lose(answer.peer_id)
             raise
 
-    async def answered(self, step: PendingStep) -> Answer:
+    async def answered(self, step: PendingStep) -> Result:
         """Wait for the last server's answer.
 
         Raises:
@@ -149,7 +149,7 @@ class InFlight:
         for request in [request for request in self._abandoned if before is None or request < before]:
             self.remove(self._steps[request])
 
-    def _abandoned_ended(self, step: PendingStep, done: "asyncio.Future[Answer]") -> None:
+    def _abandoned_ended(self, step: PendingStep, done: "asyncio.Future[Result]") -> None:
         if step.request not in self._abandoned:
             return
         self.remove(step)
@@ -160,7 +160,7 @@ class InFlight:
 
     # ------------------------------------------------------------------ answers, called by the connections
 
-    def on_answer(self, connection: Connection, answer: Answer | SwarmError, request: int | None) -> None:
+    def on_answer(self, connection: Connection, answer: Result | SwarmError, request: int | None) -> None:
         """Take a server's answer: the end of a step, outputs to be relayed, or a failure."""
         hop = self._hops.hop_of(connection)
         if hop is None:
@@ -182,7 +182,7 @@ class InFlight:
             self._hops.lose(hop.peer_id)
             step.fail(error)
 
-    def _relay(self, hop: Hop, answer: Answer, step: PendingStep) -> None:
+    def _relay(self, hop: Hop, answer: Result, step: PendingStep) -> None:
         """Carry a result to the next server, because its predecessor can't.
 
         Raises:

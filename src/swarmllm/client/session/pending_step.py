@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from swarmllm.client.session.hop import Hop
-from swarmllm.client.view.connection import Answer
+from swarmllm.client.view.connection import Result
 from swarmllm.client.view.inner_answers import take_inner
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import RemoteProtocolError
@@ -29,7 +29,7 @@ class PendingStep:
     here what travels beside the hidden states."""
     position: int
     """Where they begin."""
-    done: "asyncio.Future[Answer]"
+    done: "asyncio.Future[Result]"
     epoch: int
     """The epoch in which it was sent; answers are not mixed with those of the next one."""
     replay_end: Hop | None = None
@@ -38,7 +38,7 @@ class PendingStep:
     """(position, inputs) of what a replay brings before them, if it takes more than one call."""
     to_show: set[Hop] = field(default_factory=set)
     """Servers that haven't yet shown what is wanted of the inside of their blocks."""
-    result: Answer | None = None
+    result: Result | None = None
     """The last server's answer."""
 
     @property
@@ -62,7 +62,7 @@ class PendingStep:
         if not self.done.cancel() and not self.done.cancelled():
             self.done.exception()
 
-    def finish(self, hop: Hop, answer: Answer) -> None:
+    def finish(self, hop: Hop, answer: Result) -> None:
         """Take the answer of the last hop of the step, or of the replay, of which it may be a part.
 
         Raises:
@@ -78,7 +78,7 @@ class PendingStep:
         if header.position == self.end:
             self.done.set_result(answer)
 
-    def show(self, hop: Hop, answer: Answer, traits: BlockTraits) -> None:
+    def show(self, hop: Hop, answer: Result, traits: BlockTraits) -> None:
         """Take what a server shows of the inside of its blocks.
 
         Raises:
@@ -94,7 +94,7 @@ class PendingStep:
         if self.result is not None and not self.to_show:
             self.done.set_result(self.result)
 
-    def after(self, hop: Hop, answer: Answer, traits: BlockTraits) -> tuple[int, BlockInputs]:
+    def after(self, hop: Hop, answer: Result, traits: BlockTraits) -> tuple[int, BlockInputs]:
         """The position and inputs of the server behind `hop`, which answered its outputs.
 
         Raises:
@@ -116,7 +116,7 @@ class PendingStep:
         return position, inputs if hidden is None else inputs.with_hidden(hidden)
 
 
-def plausible_outputs(answer: Answer, inputs: BlockInputs, traits: BlockTraits) -> Tensor:
+def plausible_outputs(answer: Result, inputs: BlockInputs, traits: BlockTraits) -> Tensor:
     """The hidden states that a server has answered, in the dtype of those that it was given.
 
     Raises:
@@ -132,7 +132,7 @@ def plausible_outputs(answer: Answer, inputs: BlockInputs, traits: BlockTraits) 
     )
 
 
-def _check(hop: Hop, answer: Answer, fits: bool) -> None:
+def _check(hop: Hop, answer: Result, fits: bool) -> None:
     header = answer.header
     if not fits or (header.tensors and header.end != hop.span.end):
         raise RemoteProtocolError(

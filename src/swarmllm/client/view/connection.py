@@ -35,7 +35,7 @@ def new_request_id() -> int:
     return next(_ids)
 
 
-class Answer:
+class Result:
     """A RESULT: its header, and its tensors decoded when asked for."""
 
     def __init__(self, header: ResultHeader, message: Message, peer_id: str) -> None:
@@ -58,12 +58,12 @@ class Answer:
 USUAL_WAIT_S = 0.4
 """Answers that come sooner cost no look at the servers."""
 
-OnAnswer = Callable[["Connection", "Answer | SwarmError", int | None], None]
+OnAnswer = Callable[["Connection", "Result | SwarmError", int | None], None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    answer: "asyncio.Future[Answer]"
+    answer: "asyncio.Future[Result]"
     may_accuse: str | None
 
 
@@ -85,7 +85,7 @@ class Connection:
         self._stream = stream
         self._on_answer = on_answer
         self._pending: dict[int, _Request] = {}
-        self._needed_for: set[asyncio.Future[Answer]] = set()
+        self._needed_for: set[asyncio.Future[Result]] = set()
         """Answers of others that can't come without this server."""
         self.error: PeerError | None = None
 
@@ -135,7 +135,7 @@ class Connection:
         timeout_s: float,
         others: Sequence["Connection"] = (),
         may_accuse: str | None = None,
-    ) -> Answer:
+    ) -> Result:
         """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`, too.
 
         `may_accuse` is the one other server of which it may say that it doesn't do its part.
@@ -145,7 +145,7 @@ class Connection:
             PeerTimeoutError: no answer came in time.
         """
         request_id: int = header.id  # type: ignore[attr-defined]
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = _Request(future, may_accuse)
         try:
             for other in others:
@@ -190,7 +190,7 @@ class Connection:
     def _take(self, message: Message) -> None:
         if message.type == MessageType.RESULT:
             header = parse(ResultHeader, message.header, self.peer_id)
-            self._settle(Answer(header, message, self.peer_id), header.id)
+            self._settle(Result(header, message, self.peer_id), header.id)
         elif message.type == MessageType.ERROR:
             refusal = parse(ErrorHeader, message.header, self.peer_id)
             self._settle(self._error(refusal), refusal.id)
@@ -209,7 +209,7 @@ class Connection:
                 return baseless(error)
         return error
 
-    def _settle(self, answer: Answer | SwarmError, request_id: int | None) -> None:
+    def _settle(self, answer: Result | SwarmError, request_id: int | None) -> None:
         request = None if request_id is None else self._pending.get(request_id)
         future = None if request is None else request.answer
         if future is None:

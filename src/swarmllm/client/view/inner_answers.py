@@ -5,7 +5,7 @@ Used by sessions and batches alike.
 
 from collections.abc import Iterator
 
-from swarmllm.client.view.connection import Answer
+from swarmllm.client.view.connection import Result
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import ANSWER_BYTES, InnerStates
@@ -21,7 +21,7 @@ def wanted_header(inputs: BlockInputs, span: Span | None = None) -> WantedInner 
     return WantedInner(outputs=tuple(outputs), attentions=inner.attentions)
 
 
-def take_inner(answer: Answer, span: Span, inputs: BlockInputs, traits: BlockTraits, past: int = 0) -> None:
+def take_inner(answer: Result, span: Span, inputs: BlockInputs, traits: BlockTraits, past: int = 0) -> None:
     """Put what a server has answered about its blocks to where it is wanted.
 
     Raises:

@@ -50,7 +50,7 @@ class CompressedTensors(StoredFormat):
         if ".weight_shape" not in parts and ".weight_packed" in parts:
             packed = parts[".weight_packed"]
             if ".weight_global_scale" not in parts:
-                return published.Mxfp4(packed, _scale_of_floats(parts).bfloat16(), dtype)
+                return published.Mxfp4Pairs(packed, _scale_of_floats(parts).bfloat16(), dtype)
             divisor = parts[".weight_global_scale"].float().reshape(1).expand(len(packed)).contiguous()
             return published.DividedNvfp4(packed, parts[".weight_scale"], dtype, divisor)
         codes, scale, zero = self._integers(parts)

@@ -7,7 +7,7 @@ from swarmllm.models.formats.fp8 import E8M0_BIAS
 from swarmllm.models.formats.stored_format import Parts, StoredFormat
 from swarmllm.models.quantization.codes import E2M1, scaled, values_of_pairs
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.models.quantization.published import Mxfp4 as PackedMxfp4
+from swarmllm.models.quantization.published import Mxfp4Pairs
 
 
 class Mxfp4(StoredFormat):
@@ -22,7 +22,7 @@ class Mxfp4(StoredFormat):
         return scaled(values_of_pairs(parts["_blocks"].flatten(-2), E2M1), _scale(parts))
 
     def keep(self, parts: Parts, dtype: torch.dtype) -> Packed:
-        return PackedMxfp4(parts["_blocks"].flatten(-2), _scale(parts).bfloat16(), dtype)
+        return Mxfp4Pairs(parts["_blocks"].flatten(-2), _scale(parts).bfloat16(), dtype)
 
     def kept_bits(self) -> float:
         return 4 + 16 / 32

@@ -61,7 +61,7 @@ class Fp4Pairs(Published):
     values = FP4
 
 
-class Mxfp4(Published):
+class Mxfp4Pairs(Published):
     """4-bit floats, whose scales are powers of two."""
 
     values = E2M1

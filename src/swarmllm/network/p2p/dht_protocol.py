@@ -63,7 +63,7 @@ DICTIONARY_EXT = 0x50
 
 
 @dataclass(slots=True)
-class Record:
+class SentRecord:
     """The record as the validator takes it."""
 
     key: bytes
@@ -100,7 +100,7 @@ class Storage(DHTLocalStorage):
 
 
 @dataclass
-class Look:
+class Finds:
     """The finds of one look into the DHT so far."""
 
     key: bytes
@@ -110,7 +110,7 @@ class Look:
 class BoundedProtocol(DHTProtocol):
     """The protocol of one node; made from hivemind's by `bound`."""
 
-    looks: list[Look]
+    looks: list[Finds]
     is_preferred: Callable[[str], bool]
 
     @classmethod
@@ -137,7 +137,7 @@ class BoundedProtocol(DHTProtocol):
             response.store_ok.append(
                 tag == subkey
                 and not in_cache
-                and self.record_validator.validate(Record(key, tag, value, expiration))
+                and self.record_validator.validate(SentRecord(key, tag, value, expiration))
                 and self.storage.records.put(key, owner, StoredRecord(value, expiration), time.time())
             )
         return response
@@ -169,9 +169,9 @@ class BoundedProtocol(DHTProtocol):
     # What this node asks
 
     @contextmanager
-    def looking(self, key: Any) -> Iterator[Look]:
+    def looking(self, key: Any) -> Iterator[Finds]:
         """Collects, while entered, what others answer about this key, beginning with what is kept here."""
-        look = Look(key.to_bytes(), RecordStore(self.is_preferred))
+        look = Finds(key.to_bytes(), RecordStore(self.is_preferred))
         for owner, record in self.storage.records.find(look.key, time.time()).items():
             look.records.put(look.key, owner, record, time.time())
         self.looks.append(look)
@@ -204,14 +204,14 @@ class BoundedProtocol(DHTProtocol):
         await self.update_routing_table(node_id_of(peer), peer)
         return nearest
 
-    async def _collect(self, value: bytes, look: Look) -> None:
+    async def _collect(self, value: bytes, look: Finds) -> None:
         """Check the records of an answer, a few at a time."""
         validator: RecordValidator = self.record_validator
         checks_left, work = MAX_CHECKS_PER_ANSWER, 0
         for owner, record in unpack_records(value):
             if record.expiration >= time.time() and (checks_left > 0 or self.is_preferred(owner)):
                 before = validator.num_checked
-                if validator.validate(Record(look.key, msgpack.packb(owner), record.value, record.expiration)):
+                if validator.validate(SentRecord(look.key, msgpack.packb(owner), record.value, record.expiration)):
                     look.records.put(look.key, owner, record, time.time())
                 num_checked = validator.num_checked - before
                 checks_left -= num_checked

@@ -92,7 +92,7 @@ class Successor(Target):
     session: SessionId
 
 
-class Source(PeerModel):
+class Predecessor(PeerModel):
     """The other end: who passes something on, and by which secret it is known."""
 
     peer_id: PeerId
@@ -192,7 +192,7 @@ class BatchHeader(PeerModel):
     """FORWARD: its BACKWARD will come soon, so what it computes should be kept."""
     forward: RequestId | None = None
     """BACKWARD: the id of the FORWARD that was to be kept."""
-    source: Source | None = None
+    source: Predecessor | None = None
     """The server that pushes the hidden states (BACKWARD: the outputs' gradient): they are not among `tensors`."""
     target: Target | None = None
     """The server to which the outputs (BACKWARD: the hidden states' gradient) are pushed."""

@@ -29,7 +29,7 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.network.wire.compression import as_received, compressed
-from swarmllm.network.wire.messages import PushHeader, Source, Target, parse
+from swarmllm.network.wire.messages import Predecessor, PushHeader, Target, parse
 from swarmllm.network.wire.protocol import Message, MessageType
 from swarmllm.network.wire.tensor_codec import encode_tensors
 from swarmllm.server.peers.links import Links
@@ -82,7 +82,7 @@ class Pushes:
         self._early: dict[tuple[str, str], tuple[Pushed, asyncio.TimerHandle]] = {}  # by sender and token
 
     @asynccontextmanager
-    async def taken(self, source: Source, client: str) -> AsyncIterator[Pushed]:
+    async def taken(self, source: Predecessor, client: str) -> AsyncIterator[Pushed]:
         """What `source` pushes for a request of that client; its bytes count until the end of the block.
 
         Raises:
@@ -96,7 +96,7 @@ class Pushes:
         finally:
             self._limits.give_back(client, pushed.num_bytes)
 
-    async def _wait_for(self, source: Source, client: str) -> Pushed:
+    async def _wait_for(self, source: Predecessor, client: str) -> Pushed:
         token = source.token
         if token in self._waiting:
             raise RemoteProtocolError("another request waits with this token")

@@ -29,7 +29,7 @@ OF_BLOCKS = frozenset(
 )
 """Messages that wait for blocks which are to be loaded again; pings are answered meanwhile."""
 
-Answer = tuple[ResultHeader, Outgoing]
+Reply = tuple[ResultHeader, Outgoing]
 
 
 class Dispatcher:
@@ -92,7 +92,7 @@ class Dispatcher:
                 raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
 
     async def _start(
-        self, tasks: asyncio.TaskGroup, message: Message, run: Callable[[Message], Awaitable[Answer]]
+        self, tasks: asyncio.TaskGroup, message: Message, run: Callable[[Message], Awaitable[Reply]]
     ) -> None:
         """Answer the request in a task of its own, so that the stream goes on meanwhile."""
         if self._num_requests >= MAX_REQUESTS_PER_STREAM:
@@ -108,7 +108,7 @@ class Dispatcher:
 
         tasks.create_task(self._run(message, run), name=message.type.name).add_done_callback(ended)
 
-    async def _run(self, message: Message, run: Callable[[Message], Awaitable[Answer]]) -> None:
+    async def _run(self, message: Message, run: Callable[[Message], Awaitable[Reply]]) -> None:
         try:
             with memory_errors_translated():
                 header, tensors = await run(message)
@@ -132,7 +132,7 @@ class Dispatcher:
         await send_error(self._stream, error, **ids)
 
 
-async def _take_adapter(serving: Serving, peer_id: str, message: Message) -> Answer:
+async def _take_adapter(serving: Serving, peer_id: str, message: Message) -> Reply:
     """ADAPTER: keep it for later requests of that peer."""
     header = parse(AdapterHeader, message.header, None)
     serving.adapters.put(peer_id, header.handle, serving.inputs.read_adapter(header, message))
