@@ -2,13 +2,15 @@
 
 from setuptools import Extension, setup
 
+HERE = "src/swarmllm/models/quantization"
+
 setup(
     ext_modules=[
         Extension(
             "swarmllm.models.quantization._kernels",
-            ["src/swarmllm/models/quantization/kernels.c"],
-            depends=[f"src/swarmllm/models/quantization/{name}.h" for name in ("bit_planes", "gguf_blocks")],
-            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
+            [f"{HERE}/{name}.c" for name in ("kernels", "products_3", "products_4")],
+            depends=[f"{HERE}/{name}.h" for name in ("products", "vectors", "weight", "bit_planes", "gguf_blocks")],
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-g0"],
             optional=True,
         )
     ]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from gguf_writer import BLOCKS
 from safetensors import safe_open
+from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels
@@ -41,7 +42,9 @@ def test_every_frozen_kind_is_tested() -> None:
 def test_weights_are_those_of_package_gguf(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, expected = frozen(kind)
     assert sha256(dequantize(kind, rows)) == expected
-    assert sha256(packed(kind).dequantize()) == expected
+    for level in LEVELS:
+        monkeypatch.setattr(kernels, "level", lambda level=level: level)
+        assert sha256(packed(kind).dequantize()) == expected
     monkeypatch.setattr(kernels, "library", lambda: None)
     assert sha256(packed(kind).dequantize()) == expected
 
@@ -75,7 +78,9 @@ def test_rows_that_are_no_multiple_of_what_kernels_decode_at_once(columns: int) 
 
 @pytest.mark.skipif(kernels.library() is None, reason="swarmllm was installed without a C compiler")
 @pytest.mark.parametrize("kind", sorted(KERNELS), ids=[KINDS[kind][0] for kind in sorted(KERNELS)])
-def test_a_product_does_not_depend_on_who_shares_it(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_product_does_not_depend_on_who_shares_it(kind: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "level", lambda: level)
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     matrix = packed(kind)

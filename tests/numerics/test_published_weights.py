@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
@@ -68,17 +69,19 @@ def test_a_weight_is_what_its_package_makes_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
-def test_a_weight_that_stays_packed_is_the_same(name: str, dtype: torch.dtype) -> None:
+def test_a_weight_that_stays_packed_is_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     about, parts = read(name)
     form = stored_format({"quantization_config": about["settings"]})
     assert form is not None
     packed = form.keep(parts, dtype)
     assert packed is not None
     weight = form.dequantize(parts).to(dtype)
-    if name == "bnb_int8" and dtype == torch.float32:  # its two factors are multiplied first
-        torch.testing.assert_close(packed.dequantize(), weight)
-    else:
-        assert torch.equal(packed.dequantize(), weight)
+    for level in LEVELS or [0]:
+        monkeypatch.setattr(kernels, "level", lambda level=level: level)
+        if name == "bnb_int8" and dtype == torch.float32:  # its two factors are multiplied first
+            torch.testing.assert_close(packed.dequantize(), weight)
+        else:
+            assert torch.equal(packed.dequantize(), weight)
     bits = sum(tensor.numel() * tensor.itemsize for tensor in packed.tensors().values()) * 8 / math.prod(packed.shape)
     assert bits <= KEPT_BITS[name]
 
@@ -105,8 +108,12 @@ def test_products_and_gradients(
 
 @pytest.mark.skipif(kernels.library() is None, reason="swarmllm was installed without a C compiler")
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
-def test_a_product_does_not_depend_on_who_shares_it(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_does_not_depend_on_who_shares_it(
+    name: str, level: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "level", lambda: level)
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     packed = kept(name, torch.float32)

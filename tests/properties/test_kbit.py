@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels
@@ -77,16 +78,20 @@ def test_kernels_decode_exactly_what_torch_does(weight: Tensor, bits: float, dat
     start = data.draw(st.integers(0, len(weight) - 1))
     end = data.draw(st.integers(start + 1, len(weight)))
     by_torch = packed._decoded({name: tensor[start:end] for name, tensor in packed.tensors().items()})
-    assert torch.equal(packed._rows(start, end, torch.float32), by_torch)
+    for level in LEVELS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "level", lambda level=level: level)
+            assert torch.equal(packed._rows(start, end, torch.float32), by_torch)
 
 
 @needs_kernels
 @settings(max_examples=40)
-@given(weights(experts=False), bits_of_a_weight, st.integers(1, 3))
-def test_a_product_does_not_depend_on_who_shares_it(weight: Tensor, bits: float, threads: int) -> None:
+@given(weights(experts=False), bits_of_a_weight, st.integers(1, 3), st.sampled_from(LEVELS or [0]))
+def test_a_product_does_not_depend_on_who_shares_it(weight: Tensor, bits: float, threads: int, level: int) -> None:
     packed = KBit.quantize(weight.float(), bits)
     inputs = torch.randn(kernels.MOST_INPUTS, weight.shape[-1], generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "level", lambda: level)
         patch.setattr(kernels, "WORTH_A_THREAD", 1)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         together = packed.multiply(inputs)

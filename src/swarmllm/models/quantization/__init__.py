@@ -8,7 +8,7 @@
     published    the formats of published checkpoints, kept as they are
     gguf_blocks  the blocks of GGUF files, kept as they are
     codes        codes of a few bits into numbers
-    kernels      multiplying on CPUs, in C (kernels.c, bit_planes.h, gguf_blocks.h)
+    kernels      multiplying on CPUs, in C: kernels.c chooses among products.h as compiled for three kinds of processors
     cuda         multiplying on CUDA
     whole        weights in bfloat16 as they are, where processors multiply those slowly
     weight       a packed weight that stands where a model had a parameter

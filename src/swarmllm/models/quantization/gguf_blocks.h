@@ -1,6 +1,6 @@
 /* The blocks of GGUF (ggml) → floats: a function for each kind takes codes and scales apart.
  *
- * Included by kernels.c. A block is some bytes that stand for 32 or 256 neighbours of a row, with the scales of its
+ * Included by products.h. A block is some bytes that stand for 32 or 256 neighbours of a row, with the scales of its
  * groups; numbers are little-endian. Every product here is exact in float32, so only a minimum that is taken away rounds,
  * once, whatever the compiler fuses: the floats are those of package gguf, bit for bit.
  */
@@ -18,12 +18,16 @@ typedef struct {
     float scale[16], less[16];
 } unpacked;
 
+/* The bits of a float whose exponent is 112 too small; no infinities stand here. Without a branch: signs are random. */
 INLINE float half_float(const uint8_t *bytes) {
-    uint32_t bits = (uint32_t)(bytes[0] | (bytes[1] & 0x7f) << 8) << 13;
+    uint32_t half = bytes[0] | (uint32_t)bytes[1] << 8, magnitude = (half & 0x7fff) << 13, bits;
     float value;
-    memcpy(&value, &bits, sizeof value);
+    memcpy(&value, &magnitude, sizeof value);
     value *= 0x1p112f;
-    return bytes[1] & 0x80 ? -value : value;
+    memcpy(&bits, &value, sizeof bits);
+    bits |= (half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* Codes of 4 bits: first the lower ones of all bytes, then the upper ones. */
@@ -50,14 +54,18 @@ INLINE void q5(const uint8_t *block, int zero, int minimum, int group, unpacked 
     to->scale[group] = half_float(block);
     to->less[group] = minimum ? -half_float(block + 2) : 0;
     nibbles(high + 4, 16, zero, codes);
+#if LEVEL > 1
+    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
+    __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte), bit);
+    __m256i lower = _mm256_loadu2_m128i((const __m128i *)(codes + 16), (const __m128i *)codes); /* as they were written */
+    fifth = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
+    lower = _mm256_add_epi8(lower, fifth);
+    memcpy(codes, &lower, sizeof lower);
+#else
     for (int i = 0; i < 32; i++)
         codes[i] = (int8_t)(codes[i] + (int)(bits >> i & 1) * 16);
-}
-
-INLINE void q8_0(const uint8_t *block, int group, unpacked *to) {
-    to->scale[group] = half_float(block);
-    to->less[group] = 0;
-    memcpy(to->codes + 32 * group, block + 2, 32);
+#endif
 }
 
 /* Codes of 2 bits: the lowest ones of 32 bytes, then the next ones, and so on for each 32 bytes. */
@@ -127,7 +135,7 @@ INLINE void q6_k(const uint8_t *block, unpacked *to) {
 INLINE void iq4(const uint8_t *bytes, float scale, int group, unpacked *to) {
     static const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     int8_t *codes = to->codes + 32 * group;
-#ifdef VECTORS
+#if LEVEL > 1
     typedef int8_t sixteen __attribute__((vector_size(16)));
     typedef uint8_t places __attribute__((vector_size(16)));
     sixteen table, low, high;
@@ -156,25 +164,30 @@ INLINE void iq4_xs(const uint8_t *block, unpacked *to) {
     }
 }
 
-INLINE float *spread(const unpacked *from, int groups, int size, float *out) {
-    for (int group = 0; group < groups; group++, out += size) {
-        const int8_t *codes = from->codes + size * group;
-        float scale = from->scale[group], less = from->less[group];
-        AS_VECTORS
-        for (int i = 0; i < size; i++)
-            out[i] = (float)codes[i] * scale - less;
+INLINE void spread(const unpacked *from, int groups, int size, sink *to) {
+    for (int group = 0; group < groups; group++) {
+        vec scale = all(from->scale[group]), less = all(-from->less[group]);
+        for (int i = 0; i < size; i += WIDTH)
+            take(to, plus_product(codes_at(from->codes + size * group + i), scale, less));
     }
-    return out;
+}
+
+INLINE void spread_q8_0(const uint8_t *block, int64_t count, sink *to) {
+    for (; count > 0; count -= 32, block += 34) {
+        vec scale = all(half_float(block));
+        take(to, product(codes_at((const int8_t *)block + 2), scale));
+        take(to, product(codes_at((const int8_t *)block + 18), scale));
+    }
 }
 
 /* Columns [start, start + count) of a row that begins at `row`; they begin and end with a block. */
-INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t count, sink *to) {
     unpacked one;
     const uint8_t *block;
 #define WHOLE(groups, size, bytes, unpack)                                            \
     for (block = row + start / 256 * (bytes); count > 0; block += (bytes), count -= 256) { \
         unpack;                                                                        \
-        out = spread(&one, groups, size, out);                                         \
+        spread(&one, groups, size, to);                                                \
     }                                                                                  \
     break
 #define PARTS(bytes, unpack)                                                           \
@@ -182,7 +195,7 @@ INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t cou
         int groups = count < 256 ? (int)count / 32 : 8;                                \
         for (int group = 0; group < groups; group++, block += (bytes))                 \
             unpack;                                                                    \
-        out = spread(&one, groups, 32, out);                                           \
+        spread(&one, groups, 32, to);                                                  \
     }                                                                                  \
     break
     switch (kind) {
@@ -190,7 +203,7 @@ INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t cou
     case Q4_1: PARTS(20, q4(block, 0, 1, group, &one));
     case Q5_0: PARTS(22, q5(block, 16, 0, group, &one));
     case Q5_1: PARTS(24, q5(block, 0, 1, group, &one));
-    case Q8_0: PARTS(34, q8_0(block, group, &one));
+    case Q8_0: spread_q8_0(row + start / 32 * 34, count, to); break;
     case Q2_K: WHOLE(16, 16, 84, q2_k(block, &one));
     case Q3_K: WHOLE(16, 16, 110, q3_k(block, &one));
     case Q4_K: WHOLE(8, 32, 144, k_nibbles(block, NULL, block + 16, &one));

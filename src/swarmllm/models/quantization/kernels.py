@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 import logging
+import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,12 +64,21 @@ def library() -> Any:
         )
         return None
     found.swarmllm_multiply.argtypes = (
-        ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
-        ctypes.c_int64,
+        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+        ctypes.c_void_p, ctypes.c_int64,
     )  # fmt: skip
-    found.swarmllm_dequantize.argtypes = (ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    found.swarmllm_dequantize.argtypes = (
+        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
     found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
     return found
+
+
+@functools.cache
+def level() -> int:
+    """Which of the compiled versions is used: 4 with AVX-512, 3 with AVX2, 1 otherwise, and where torch is told so."""
+    wished = {"default": 1, "avx2": 3}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
+    return min(wished, int(library().swarmllm_level()))
 
 
 def take(inputs: Tensor) -> bool:
@@ -126,7 +136,7 @@ class Matrix:
 
         def part(start: int, end: int) -> None:
             library().swarmllm_multiply(
-                self._weight, start, end, inputs.data_ptr(), len(inputs), outputs.data_ptr(), self.rows
+                level(), self._weight, start, end, inputs.data_ptr(), len(inputs), outputs.data_ptr(), self.rows
             )
 
         self._in_parts(part)
@@ -135,7 +145,7 @@ class Matrix:
     def dequantize(self, start: int, end: int) -> Tensor:
         """Rows in float32."""
         rows = torch.empty(end - start, self.columns)
-        library().swarmllm_dequantize(self._weight, start, end, rows.data_ptr())
+        library().swarmllm_dequantize(level(), self._weight, start, end, rows.data_ptr())
         return rows
 
     def _in_parts(self, part: Any) -> None:

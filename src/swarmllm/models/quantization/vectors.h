@@ -1,0 +1,157 @@
+/* 16 floats side by side, as the processors of this LEVEL have them: 4 is AVX-512, 3 AVX2, 1 any other. */
+#define WIDTH 16
+
+/* float8_e4m3fn; its two codes that are no numbers don't stand in weights. */
+INLINE float float8(uint8_t code) {
+    uint32_t magnitude = code & 0x7f, bits = (magnitude << 20) + (120u << 23);
+    float normal, tiny = (float)magnitude * 0x1p-9f;
+    memcpy(&normal, &bits, sizeof normal);
+    float value = magnitude < 8 ? tiny : normal;
+    return code & 0x80 ? -value : value;
+}
+
+#if LEVEL == 4
+#include <immintrin.h>
+
+#define AT_ONCE 4 /* rows and inputs of which all products stay in registers */
+typedef __m512 vec;
+
+INLINE vec load(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void store(float *to, vec values) { _mm512_storeu_ps(to, values); }
+INLINE vec all(float value) { return _mm512_set1_ps(value); }
+INLINE vec product(vec one, vec other) { return _mm512_mul_ps(one, other); }
+INLINE vec plus_product(vec one, vec other, vec sum) { return _mm512_fmadd_ps(one, other, sum); }
+INLINE vec codes_at(const int8_t *codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+}
+INLINE vec sum(vec one, vec other) { return _mm512_add_ps(one, other); }
+INLINE vec bytes_at(const uint8_t *codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+}
+INLINE vec halves(__m256i bits) { return _mm512_cvtph_ps(bits); }
+INLINE vec pairs_at(const float *values, const uint8_t *codes) {
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    __m128i two = _mm_loadl_epi64((const __m128i *)codes);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512i word = _mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(two));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(word, shifts), load(values)); /* by the lowest 4 bits */
+}
+INLINE float sum_of(vec values) { return _mm512_reduce_add_ps(values); }
+#elif LEVEL == 3
+#include <immintrin.h>
+
+#define AT_ONCE 2
+typedef struct {
+    __m256 low, high;
+} vec;
+
+INLINE vec load(const float *from) { return (vec){_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+INLINE void store(float *to, vec values) {
+    _mm256_storeu_ps(to, values.low);
+    _mm256_storeu_ps(to + 8, values.high);
+}
+INLINE vec all(float value) { return (vec){_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+INLINE vec product(vec one, vec other) {
+    return (vec){_mm256_mul_ps(one.low, other.low), _mm256_mul_ps(one.high, other.high)};
+}
+INLINE vec plus_product(vec one, vec other, vec sum) {
+    return (vec){_mm256_fmadd_ps(one.low, other.low, sum.low), _mm256_fmadd_ps(one.high, other.high, sum.high)};
+}
+INLINE __m256 eight_codes(const int8_t *codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+}
+INLINE vec codes_at(const int8_t *codes) { return (vec){eight_codes(codes), eight_codes(codes + 8)}; }
+INLINE vec sum(vec one, vec other) {
+    return (vec){_mm256_add_ps(one.low, other.low), _mm256_add_ps(one.high, other.high)};
+}
+INLINE __m256 eight_bytes(const uint8_t *codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+}
+INLINE vec bytes_at(const uint8_t *codes) { return (vec){eight_bytes(codes), eight_bytes(codes + 8)}; }
+INLINE vec halves(__m256i bits) {
+    return (vec){_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+}
+INLINE __m256 eight_pairs(const float *values, const uint8_t *codes) {
+    uint32_t word;
+    memcpy(&word, codes, sizeof word);
+    __m256i places = _mm256_srlv_epi32(_mm256_set1_epi32((int)word), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places); /* by the lowest 3 bits */
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values + 8), places);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28))); /* by the fourth */
+}
+INLINE vec pairs_at(const float *values, const uint8_t *codes) {
+    return (vec){eight_pairs(values, codes), eight_pairs(values, codes + 4)};
+}
+INLINE float sum_of(vec values) {
+    __m256 eight = _mm256_add_ps(values.low, values.high);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+#else
+#define AT_ONCE 2
+typedef float four __attribute__((vector_size(16))); /* which every processor has, or the compiler makes of numbers */
+typedef struct {
+    four part[WIDTH / 4];
+} vec;
+
+#define EACH_PART(value)                                                                                               \
+    vec made;                                                                                                          \
+    for (int i = 0; i < WIDTH / 4; i++)                                                                                \
+        made.part[i] = value;                                                                                          \
+    return made
+#define EACH_LANE(value)                                                                                               \
+    vec made;                                                                                                          \
+    float lane[WIDTH];                                                                                                 \
+    for (int i = 0; i < WIDTH; i++)                                                                                    \
+        lane[i] = value;                                                                                               \
+    memcpy(&made, lane, sizeof made);                                                                                  \
+    return made
+
+INLINE vec load(const float *from) {
+    vec made;
+    memcpy(&made, from, sizeof made);
+    return made;
+}
+INLINE void store(float *to, vec values) { memcpy(to, &values, sizeof values); }
+INLINE vec all(float value) { EACH_PART(((four){value, value, value, value})); }
+INLINE vec product(vec one, vec other) { EACH_PART(one.part[i] * other.part[i]); }
+INLINE vec plus_product(vec one, vec other, vec sum) { EACH_PART(sum.part[i] + one.part[i] * other.part[i]); }
+INLINE vec sum(vec one, vec other) { EACH_PART(one.part[i] + other.part[i]); }
+INLINE vec codes_at(const int8_t *codes) { EACH_LANE((float)codes[i]); }
+INLINE vec bytes_at(const uint8_t *codes) { EACH_LANE((float)codes[i]); }
+INLINE vec pairs_at(const float *values, const uint8_t *codes) { EACH_LANE(values[codes[i / 2] >> 4 * (i % 2) & 15]); }
+INLINE vec floats8_at(const uint8_t *codes) { EACH_LANE(float8(codes[i])); }
+INLINE float sum_of(vec values) {
+    four both = values.part[0] + values.part[1] + values.part[2] + values.part[3];
+    return both[0] + both[1] + both[2] + both[3];
+}
+#endif
+
+#if LEVEL > 1
+/* As halves, whose exponent is 8 too small: they have no numbers for which processors take longer. */
+INLINE vec floats8_at(const uint8_t *codes) {
+    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
+    __m256i bits = _mm256_or_si256(_mm256_and_si256(wide, _mm256_set1_epi16((short)0x8000)),
+                                   _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7));
+    return product(halves(bits), all(256.0f));
+}
+#endif
+
+/* The end of decoded weights: memory, or products with inputs. `writes` is a constant, so that one of them is left. */
+typedef struct {
+    int writes;
+    float *out;
+    const float *inputs;
+    vec sum;
+} sink;
+
+INLINE void take(sink *to, vec weights) {
+    if (to->writes) {
+        store(to->out, weights);
+        to->out += WIDTH;
+    } else {
+        to->sum = plus_product(weights, load(to->inputs), to->sum);
+        to->inputs += WIDTH;
+    }
+}
