@@ -96,9 +96,12 @@ class Stopwatch(BaseStreamer):
         return (len(self.times) - 1) / (self.times[-1] - self.times[0])
 
 
+PROMPTS = torch.Generator().manual_seed(0)
+
+
 def timed_generation(model: Any, prompt_tokens: int, new_tokens: int) -> Stopwatch:
-    """Greedy generation of exactly `new_tokens` after a random prompt."""
-    ids = torch.randint(3, 4000, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
+    """Greedy generation of exactly `new_tokens` after a random prompt: another each time, as servers remember some."""
+    ids = torch.randint(3, 4000, (1, prompt_tokens), generator=PROMPTS)
     watch = Stopwatch()
     model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=watch)
     return watch

@@ -1,9 +1,9 @@
-"""One session's decode step in short floats after a long past: transformers' own attention, and the ragged one.
+"""One session's decode step in half precision after a long past: transformers' own attention, and `shared_keys`.
 
     python benchmarks/long_context.py [--shape 2048x4] [--contexts 128 512 2000] [--quant_type int8] [--steps 15]
 
-Alternating in one process, medians. A server on a CPU takes the second from RAGGED_ALONE_FROM positions on
-(`span/packing`), but never with --quant_type none, which means exactly.
+Alternating in one process, medians. A server on a CPU takes the second, but never with --quant_type none, which means
+exactly.
 """
 
 import argparse
@@ -20,9 +20,6 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import NEVER, Packer
-from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.random_inputs import random_inputs
 
 PROMPT_PIECE = 500
@@ -30,22 +27,20 @@ PROMPT_PIECE = 500
 
 @torch.inference_mode()
 def measure(blocks: BlockSpan, context: int, steps: int) -> tuple[float, float]:
-    """(ms per step as transformers computes it, ragged)."""
+    """(ms per step as transformers computes it, with shared keys)."""
     cache = blocks.new_cache()
     while cache.length < context:
         blocks.forward(random_inputs(blocks, min(PROMPT_PIECE, context - cache.length)), cache=cache)
-    call = SessionCall(random_inputs(blocks, 1), blocks.span, cache)
-    packer = Packer(blocks, right_ways(blocks))
-    packer.way = Packing.RAGGED
-    taken: dict[float, list[float]] = {NEVER: [], 0: []}
+    inputs = random_inputs(blocks, 1)
+    taken: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(steps):
-        for ragged_from, times in taken.items():
-            packer.ragged_alone_from = ragged_from
+        for shares_keys, times in taken.items():
+            blocks.shares_keys = shares_keys
             started = time.perf_counter()
-            packer.run([call])
+            blocks.forward(inputs, cache=cache)
             times.append((time.perf_counter() - started) * 1e3)
             cache.rollback(context)
-    return median(taken[NEVER]), median(taken[0])
+    return median(taken[False]), median(taken[True])
 
 
 def main() -> None:
@@ -67,10 +62,10 @@ def main() -> None:
         )
         rows = []
         for context in args.contexts:
-            usual_ms, ragged_ms = measure(blocks, context, args.steps)
-            rows.append([context, usual_ms, ragged_ms, usual_ms / ragged_ms])
-    print(table(["context", "as transformers, ms per step", "ragged, ms per step", "times as fast"], rows))
-    names = ("context", "usual_ms", "ragged_ms", "ratio")
+            usual_ms, shared_ms = measure(blocks, context, args.steps)
+            rows.append([context, usual_ms, shared_ms, usual_ms / shared_ms])
+    print(table(["context", "as transformers, ms per step", "shared keys, ms per step", "times as fast"], rows))
+    names = ("context", "usual_ms", "shared_ms", "ratio")
     print(f"written to {save_results('long_context', [dict(zip(names, row, strict=True)) for row in rows])}")
 
 

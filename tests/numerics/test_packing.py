@@ -1,7 +1,7 @@
 """Several sessions in one forward: each gets what it gets alone, whatever the others do."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,18 +13,16 @@ from tests.numerics.tiny_models import NUM_BLOCKS, VARIANTS, save_tiny
 from tests.selection import sampled
 from torch import Tensor
 
-from swarmllm import embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import Quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import NEVER, RAGGED_ALONE_FROM, Packer
+from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.server.measuring.packing_speed import measure_packing
 
 RELATIVE = 1e-5
@@ -283,62 +281,11 @@ def test_short_floats(tmp_path: Path) -> None:
     assert max(sessions.step(lengths) for lengths in STEPS) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "gemma2"])
-def test_a_long_session_alone_in_short_floats(model_type: str, tmp_path: Path) -> None:
-    """It may run as if it had company, from some length on: the same up to rounding, also after what can't."""
-    blocks = load(model_type, tmp_path, torch.bfloat16)
-    sessions = Sessions(blocks, rows=(2,))
-    sessions.packer.way, sessions.packer.ragged_alone_from = Packing.RAGGED, 12
-    with packs_counted(sessions.packer) as sizes:
-        errors = [sessions.step([length]) for length in (7, 1, 20, 1, 3, 1)]
-        for cache in (sessions.packed[0], sessions.alone[0]):
-            with suppress(RollbackUnsupportedError):
-                cache.rollback(cache.length - 2)
-        errors.append(sessions.step([1]))
-    assert sizes == [1, 1, 1, 1], "neither short sessions nor long steps"
-    assert max(errors) <= 16 * torch.finfo(torch.bfloat16).eps
-
-
-def test_a_long_session_alone_that_fails_is_tried_as_ever(tmp_path: Path) -> None:
-    blocks = load("qwen2", tmp_path, torch.bfloat16)
-    sessions = Sessions(blocks, rows=(1,))
-    sessions.step([5])
-    sessions.packer.way, sessions.packer.ragged_alone_from = Packing.RAGGED, 1
-
-    def fail(*_: object) -> list[Tensor]:
-        sessions.packed[0].layers[0].keys = None
-        raise RuntimeError("not this way")
-
-    sessions.packer.forward.run = fail  # type: ignore[method-assign]
-    assert sessions.step([1]) == 0.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_as_they_are_stored_compute_alone_what_transformers_computes(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    blocks = load("llama", tmp_path, dtype)
-    sessions = Sessions(blocks, rows=(1,))
-    sessions.packer.use(Packing.RAGGED)
-    assert sessions.packer.ragged_alone_from == NEVER
-    assert [sessions.step([length]) for length in (5, 1, 1)] == [0.0, 0.0, 0.0]
-
-
-def test_quantized_weights_in_short_floats_need_not_be_exact() -> None:
-    checkpoint = open_checkpoint(str(embedded_model_path()))
-    for dtype, alone_from in ((torch.bfloat16, RAGGED_ALONE_FROM), (torch.float32, NEVER)):
-        blocks = load_block_span(checkpoint, Span(0, 1), dtype=dtype, quantization=Quantization("int8"), progress=False)
-        assert blocks.is_quantized
-        packer = packer_of(blocks)
-        packer.use(Packing.RAGGED)
-        assert packer.ragged_alone_from == alone_from
-
-
 def test_a_way_that_is_wrong_here_is_not_used_whatever_was_measured_elsewhere(tmp_path: Path) -> None:
     packer = packer_of(load("bloom", tmp_path))
     assert packer.ways == (Packing.PADDED, Packing.ONE_BY_ONE)
     packer.use(Packing.RAGGED)
-    assert (packer.way, packer.ragged_alone_from) == (Packing.PADDED, NEVER)
+    assert packer.way == Packing.PADDED
     packer.use(Packing.ONE_BY_ONE)
     assert packer.way == Packing.ONE_BY_ONE
 

@@ -31,6 +31,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.quantization.whole import Whole
+from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
 from swarmllm.models.span.span_cache import SpanCache
 
@@ -81,6 +82,12 @@ class BlockSpan:
     def is_quantized(self) -> bool:
         """Whether weights were made smaller when they were loaded."""
         return any(isinstance(one, QuantizedWeight) and not isinstance(one.packed, Whole) for one in self._weights())
+
+    @cached_property
+    def shares_keys(self) -> bool:
+        """Whether sessions attend by `shared_keys`. With weights as they are stored, and in float32, they compute what
+        the local model computes: in half precision another order of adding up could change a token."""
+        return self.is_quantized and self.dtype != torch.float32 and self.device.type == "cpu"
 
     @property
     def num_blocks(self) -> int:
@@ -249,7 +256,8 @@ class BlockSpan:
         else:
             kwargs["inputs_embeds"] = embeds
         try:
-            self.stack(**kwargs)
+            with shared_keys.preferred() if cache is not None and self.shares_keys else nullcontext():
+                self.stack(**kwargs)
         except ForwardStopped:
             pass
         finally:

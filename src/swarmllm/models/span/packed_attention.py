@@ -18,20 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.span import shared_keys
 from swarmllm.models.span.span_cache import SpanCache
 
 NAME = "swarmllm_ragged"
 """Name under which transformers knows the attention function below."""
-
-
-MAX_SHARED_POSITIONS = 16
-"""Positions of one session: with more, keys repeated for the query heads cost less than they bring."""
 
 
 class PackingUnsupportedError(NotImplementedError):
@@ -130,32 +126,14 @@ class RaggedAttention:
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, /, **kwargs: Any
     ) -> Tensor:
         """The model's own attention: `[rows, seq, heads, head]`."""
-        if self.usual == "sdpa" and kwargs.get("softcap") is None and self._few_positions(query, mask):
-            # The query heads that share keys as rows of one head, instead of keys repeated for each: for one position a
-            # tenth of the time in bfloat16 on a CPU, for 8 half to two thirds, for 32 the same (measured, torch 2.13,
-            # 2 and 4 query heads to one of keys, 2000 keys).
-            rows, heads, seq_len, head_dim = query.shape
-            shared = query.reshape(*keys.shape[:2], -1, head_dim)
-            if mask is not None:
-                mask = mask.repeat(1, 1, heads // keys.shape[1], 1)
-            output = functional.scaled_dot_product_attention(
-                shared, keys, values, attn_mask=mask, scale=kwargs.get("scaling")
-            )
-            return output.reshape(rows, heads, seq_len, -1).transpose(1, 2)
+        if self.usual == "sdpa" and shared_keys.applies(query, mask, kwargs):
+            return shared_keys.attend(query, keys, values, mask, kwargs.get("scaling"))
         function: Callable[..., tuple[Tensor, Any]] = (
             ALL_ATTENTION_FUNCTIONS[self.usual]
             if self.usual in ALL_ATTENTION_FUNCTIONS
             else sys.modules[type(module).__module__].eager_attention_forward
         )
         return function(module, query, keys, values, mask, **kwargs)[0]
-
-    @staticmethod
-    def _few_positions(query: Tensor, mask: Tensor | None) -> bool:
-        """Whether they attend to what the mask says: without one, several positions would be causal."""
-        num_heads, seq_len = query.shape[1:3]
-        if mask is None:
-            return seq_len == 1
-        return seq_len <= MAX_SHARED_POSITIONS and mask.shape[1] == 1 != num_heads
 
 
 class _Running(threading.local):

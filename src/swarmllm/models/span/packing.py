@@ -9,21 +9,15 @@ decided there.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_attention import MAX_SHARED_POSITIONS
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 
 MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
 Assumed."""
-RAGGED_ALONE_FROM = 256
-"""Positions from which a session alone runs ragged on a CPU, where that is fastest for several. Measured on one kind of
-machine (docs/benchmarks.md): as fast as the usual way at 64 to 193, 1.3 times at 512, twice at 2000."""
-NEVER = float("inf")
 
 Outcome = Tensor | Exception
 """Hidden states, or why there are none."""
@@ -39,18 +33,11 @@ class Packer:
         self.way = self.ways[0]
         """The one that is used."""
         self.forward = PackedForward(blocks)
-        self.exact_alone = blocks.dtype == torch.float32 or not blocks.is_quantized
-        """Whether a session alone runs as transformers runs it, whatever is faster: with weights as they are stored its
-        tokens are those of the local model, and in short floats another order of adding up could change one."""
-        self.ragged_alone_from = NEVER
-        """Length of a session from which its steps run ragged even without company."""
 
     def use(self, way: Packing) -> None:
         """Use what was measured to be fastest, as far as it is right for these blocks."""
         if way in self.ways:
             self.way = way
-            gains_alone = way == Packing.RAGGED and not self.exact_alone and self.blocks.device.type == "cpu"
-            self.ragged_alone_from = RAGGED_ALONE_FROM if gains_alone else NEVER
 
     def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[Outcome]:
         """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
@@ -66,7 +53,7 @@ class Packer:
         return [outcomes[idx] for idx in range(len(calls))]
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[Outcome]:
-        if len(calls) == 1 and not self._gains_alone(calls[0], way):
+        if len(calls) == 1:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
@@ -84,15 +71,6 @@ class Packer:
             except Exception as error:  # noqa: BLE001 - model code on a stranger's inputs: it ends this session alone
                 outcomes.append(error)
         return outcomes
-
-    def _gains_alone(self, call: SessionCall, way: Packing) -> bool:
-        """Whether attention over a long past is worth the detour (`RaggedAttention.attend`)."""
-        return (
-            way == Packing.RAGGED
-            and call.end_position >= self.ragged_alone_from
-            and call.inputs.seq_len <= MAX_SHARED_POSITIONS
-            and self._key(call, way) is not None
-        )
 
     # ------------------------------------------------------------------ who runs with whom
 
