@@ -92,15 +92,8 @@ class Daemon:
         daemon: Daemon | None = None
         try:
             identity.write(identity_file)
-            settings = (
-                f"-hostAddrs={','.join(host_maddrs)}",
-                f"-announceAddrs={','.join(announce_maddrs or ())}",
-                "-dhtServer" if listen and not hidden else "-dhtClient",
-                f"-natPortMap={int(listen and not announce_maddrs and not all(map(is_loopback, host_maddrs)))}",
-                f"-autonat={int(listen and not hidden)}",
-                f"-noListenAddrs={int(not listen)}",
-            )
-            process = await _spawn(directory, identity_file, settings)
+            options = _options(host_maddrs, announce_maddrs or (), listen, hidden)
+            process = await _spawn(directory, identity_file, options)
             daemon = cls(process, directory)
             async with asyncio.timeout(STARTUP_TIMEOUT_S):
                 await daemon._attach()
@@ -260,12 +253,23 @@ class Daemon:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-async def _spawn(directory: Path, identity_file: Path, settings: Iterable[str]) -> asyncio.subprocess.Process:
+def _options(host_maddrs: Sequence[str], announce_maddrs: Sequence[str], listen: bool, hidden: bool) -> tuple[str, ...]:
+    return (
+        f"-hostAddrs={','.join(host_maddrs)}",
+        f"-announceAddrs={','.join(announce_maddrs)}",
+        "-dhtServer" if listen and not hidden else "-dhtClient",
+        f"-natPortMap={int(listen and not announce_maddrs and not all(map(is_loopback, host_maddrs)))}",
+        f"-autonat={int(listen and not hidden)}",
+        f"-noListenAddrs={int(not listen)}",
+    )
+
+
+async def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         p2pd_path(),
         f"-id={identity_file}",
         f"-listen=/unix{directory / 'p2pd.sock'}",
-        *settings,
+        *options,
         "-connManager",
         "-relayService=0",  # ours takes its place; else p2pd takes it back when it finds itself public
         f"-connHi={_max_connections()}",

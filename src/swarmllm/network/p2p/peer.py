@@ -81,8 +81,6 @@ class Peer:
             PeerTimeoutError: the daemon did not start in time.
         """
         check_addresses(initial_peers, host_maddrs, announce_maddrs or (), listens=not client_mode)
-        if not logger.isEnabledFor(logging.DEBUG):
-            logging.getLogger("hivemind").setLevel(logging.WARNING)
         identity = Identity.load_or_create(identity_path) if identity_path else Identity.generate()
         peer = cls(identity)
         begin = partial(peer._begin, initial_peers, host_maddrs, announce_maddrs, client_mode, relay)
@@ -111,6 +109,8 @@ class Peer:
         hidden: bool,
         looks: bool,
     ) -> Reachability:
+        if not logger.isEnabledFor(logging.DEBUG):
+            logging.getLogger("hivemind").setLevel(logging.WARNING)
         self._daemon = await Daemon.start(
             self._identity,
             host_maddrs=host_maddrs,
