@@ -142,8 +142,8 @@ def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
         return Int8.quantize(weight)
     if form in BITS:
         return KBit.quantize(weight, BITS[form])
-    packed = Nf4.quantize(weight)
-    if device.type == "cpu":
+    packed = Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
+    if device.type == "cpu" and type(packed) is Nf4:  # bitsandbytes has no kernel for this processor, or this shape
         codes = (packed.codes >> 4) | (packed.codes << 4)
         return Nf4Pairs(codes, packed.scale, packed.dtype)
     return packed

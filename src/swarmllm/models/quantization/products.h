@@ -259,7 +259,7 @@ void OF_LEVEL(multiply)(const weight *w, int64_t start, int64_t end, const float
                         float *outputs, int64_t stride) {
     for (; num_inputs > 0; num_inputs -= MOST, inputs += MOST * w->columns, outputs += MOST * stride) {
         int64_t row = start, num = num_inputs < MOST ? num_inputs : MOST;
-        for (; row + ROWS <= end; row += ROWS)
+        for (; num > 1 && row + ROWS <= end; row += ROWS) /* one input wants rows in the order of memory */
             multiply_rows(w, row, ROWS, inputs, num, outputs, stride);
         for (; row < end; row++)
             multiply_rows(w, row, 1, inputs, num, outputs, stride);

@@ -85,9 +85,10 @@ class BlockSpan:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """Whether sessions attend by `shared_keys`. With weights as they are stored, and in float32, they compute what
-        the local model computes: in half precision another order of adding up could change a token."""
-        return self.is_quantized and self.dtype != torch.float32 and self.device.type == "cpu"
+        """Whether sessions attend by `shared_keys`. With weights multiplied as they are stored, and in float32, they
+        compute what the local model computes: in half precision another order of adding up could change a token."""
+        differs = any(isinstance(weight, QuantizedWeight) for weight in self._weights())
+        return differs and self.dtype != torch.float32 and self.device.type == "cpu"
 
     @property
     def num_blocks(self) -> int:
