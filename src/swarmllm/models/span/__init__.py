@@ -13,7 +13,7 @@ random_inputs     what blocks are tried and measured on
 packing           calls of several sessions, run together where they can be
 packed_forward    those that fit together as one forward
 packed_attention  sessions in one row, without padding
-    shared_keys       attention of few positions, where PyTorch's is slow
+shared_keys       attention of few positions, where PyTorch's is slow
 padded_cache      sessions as rows of one batch, padded on the left
 packing_probe     which ways of packing give the right results
 """
