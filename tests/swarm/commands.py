@@ -48,12 +48,16 @@ def command(name: str, *args: object, stdin: str = "") -> subprocess.CompletedPr
 class Running:
     """A command that runs until it is told to stop. To be used by `with`, which kills it if it still runs."""
 
-    def __init__(self, name: str, *args: object, log: Path, from_nothing: bool = False) -> None:
+    def __init__(
+        self, name: str, *args: object, log: Path, from_nothing: bool = False, within: Sequence[str] = ()
+    ) -> None:
+        """`within` begins the line, as of a command that enters a network namespace."""
         self.log = log
         with log.open("w") as file:
-            line = [sys.executable, "-m", "swarmllm", name, *map(str, args)]
+            line = [*within, sys.executable, "-m", "swarmllm", name, *map(str, args)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
-            self.process = subprocess.Popen(line, **pipes) if from_nothing else forked.popen(line, **pipes)
+            begin = subprocess.Popen if from_nothing or within else forked.popen
+            self.process = begin(line, **pipes)
 
     def lines_until_join(self) -> list[str]:
         """All lines up to and including the one that says how to join. pytest's timeout bounds the wait."""
