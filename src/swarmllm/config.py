@@ -38,6 +38,12 @@ def default_cache_dir() -> str | None:
     return os.environ.get("SWARMLLM_CACHE") or None
 
 
+def address_book_path() -> Path:
+    """Where peers that were met are kept: in the cache, or in the user's if it is the Hugging Face cache."""
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(default_cache_dir() or f"{users}/swarmllm").expanduser() / "swarmllm_peers.json"
+
+
 def default_log_level(default: str = "INFO") -> str:
     """`SWARMLLM_LOG_LEVEL`, a name of the logging module."""
     return os.environ.get("SWARMLLM_LOG_LEVEL", default).upper()

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,18 @@ async def new_hidden(new_peer: NewPeer, *relays: Peer) -> Peer:
     return hidden
 
 
-async def test_a_peer_that_listens_nowhere_is_reached_through_a_relay(new_peer: NewPeer) -> None:
-    relay = await new_peer(relay=RelayRules(mbps=8000))
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("ip", ["ip4/127.0.0.1", "ip6/::1"])
+async def test_a_peer_that_listens_nowhere_is_reached_through_a_relay(new_peer: NewPeer, ip: str) -> None:
+    if "ip6" in ip and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    relay = await new_peer(relay=RelayRules(mbps=8000), host_maddrs=[f"/{ip}/tcp/0"])
+    assert all(addr.startswith(f"/{ip}/") for addr in relay.addrs)
     hidden = await new_hidden(new_peer, relay)
     client = await new_peer(relay, client_mode=True)
     reservation = await HopStream.open(hidden, relay)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, run_command, stop_event, unless_stopped
-from swarmllm.config import PeerConfig, SwarmConfig
+from swarmllm.config import PeerConfig, SwarmConfig, address_book_path
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.invite import Invite
 from swarmllm.network.relay.service import RelayRules
@@ -87,6 +87,7 @@ async def run_bootstrap_peer(config: DhtConfig, invite: Invite | None = None) ->
             announce_maddrs=config.announce_maddrs,
             identity_path=config.identity_path,
             relay=relay_rules(config),
+            address_book=address_book_path(),
         ),
     )
     if joined is None:

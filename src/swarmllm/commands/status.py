@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import SwarmConfig
+from swarmllm.config import SwarmConfig, address_book_path
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.swarm.block_map import (
@@ -148,7 +148,8 @@ async def show_status(config: StatusConfig) -> None:
     from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
 
     initial_peers = config.initial_peers or await find_any_swarm()
-    async with await Peer.create(initial_peers=initial_peers, client_mode=True) as peer:
+    joining = Peer.create(initial_peers=initial_peers, client_mode=True, address_book=address_book_path())
+    async with await joining as peer:
         models = await look_twice(BlockDirectory(peer, config.swarm_name), config.model)
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))

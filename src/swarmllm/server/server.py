@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from swarmllm.command_line import stop_event, unless_stopped
+from swarmllm.config import address_book_path
 from swarmllm.data_structures import ModelRecord, Span
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
 from swarmllm.models.architecture import check_supported
@@ -107,6 +108,7 @@ async def _join(config: ServerConfig, checkpoint: Checkpoint) -> Peer:
         identity_path=config.identity_path,
         relay=relay if config.relay else None,
         reachability=config.reachability,
+        address_book=address_book_path(),
     )
 
 

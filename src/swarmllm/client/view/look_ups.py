@@ -9,7 +9,7 @@ import logging
 import time
 
 from swarmllm.client.view.tolerances import is_checkable
-from swarmllm.config import ClientConfig
+from swarmllm.config import ClientConfig, address_book_path
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError, WeightsMismatchError
 from swarmllm.network.p2p.block_directory import BlockDirectory
@@ -72,6 +72,7 @@ class LookUps:
             initial_peers=initial_peers,
             identity_path=self.config.identity_path,
             client_mode=True,
+            address_book=address_book_path(),
         )
         self._peer.prefer_records(self.verified.__contains__)
         self._directory = BlockDirectory(self._peer, self.config.swarm_name)

@@ -11,12 +11,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
 
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
 from swarmllm.network.p2p._hivemind import DHTID, DHTNode, P2PDaemonError, P2PHandlerError, PeerID, dht_pb2
+from swarmllm.network.p2p.address_book import AddressBook
 from swarmllm.network.p2p.addresses import pack_addrs, split_initial_peer
 from swarmllm.network.p2p.daemon import Daemon
 from swarmllm.network.p2p.dht_protocol import BoundedProtocol, bound, node_id_of
@@ -44,13 +46,23 @@ Result = TypeVar("Result")
 class Dht:
     """A node of the DHT. In client mode it asks others and stores nothing for them."""
 
-    def __init__(self, daemon: Daemon, identity: Identity, initial_peers: Sequence[str], *, client_mode: bool) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        identity: Identity,
+        initial_peers: Sequence[str],
+        *,
+        client_mode: bool,
+        address_book: Path | None = None,
+    ) -> None:
         self._daemon = daemon
         self._identity = identity
         self._client_mode = client_mode
         parted = [split_initial_peer(maddr) for maddr in initial_peers]
         self.initial_peers = [(peer_id, addr) for peer_id, addr in parted if peer_id != identity.peer_id]
         """Peer ids and addresses."""
+        known_by = [peer_id for peer_id, _ in self.initial_peers]
+        self._book = None if address_book is None else AddressBook(address_book, known_by)
         self._node: Any = None
         self._protocol: BoundedProtocol | None = None
         self.prefers: Callable[[str], bool] = nobody
@@ -122,6 +134,11 @@ class Dht:
         first = [peer_id for peer_id in dict.fromkeys(peer_id for peer_id, _ in self.initial_peers) if peer_id in nodes]
         return [*first, *(nodes - set(first))]
 
+    def met(self, peer_id: str, addrs: Sequence[str]) -> None:
+        """This peer was reached by one of these addresses."""
+        if self._book is not None and self._book.note(peer_id, addrs):
+            self._spawn(asyncio.to_thread(self._book.write))
+
     def hide(self) -> None:
         """Say no longer to others that this is a node, as they can't ask it anything."""
         self._node.protocol.node_info = dht_pb2.NodeInfo()
@@ -135,8 +152,24 @@ class Dht:
     # Joining
 
     async def _join(self) -> None:
-        """Meet the initial peers, and then the own neighbours."""
-        greetings = {self._spawn(self._greet(*peer)): peer for peer in self.initial_peers}
+        """Meet the initial peers, or those that were met through them once, and then the own neighbours."""
+        clock_differences_s, failures = await self._meet(self.initial_peers)
+        if not clock_differences_s and self._book is not None:
+            known = await asyncio.to_thread(self._book.peers)
+            clock_differences_s, _ = await self._meet(known)
+            if clock_differences_s:
+                logger.warning("no initial peer answers, but others do that were met earlier: the swarm is joined")
+        if not clock_differences_s:
+            raise PeerUnreachableError(f"none of the initial peers can be reached: {_list_failures(failures)}")
+        # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
+        if failures:
+            logger.warning("some initial peers can't be reached: %s", _list_failures(failures))
+        _judge_clock(clock_differences_s)
+        await self._meet_neighbours()
+
+    async def _meet(self, peers: Sequence[tuple[str, str]]) -> tuple[list[float], dict[tuple[str, str], str]]:
+        """Seconds that this machine's clock is ahead of theirs, and why others can't be reached by any address."""
+        greetings = {self._spawn(self._greet(*peer)): peer for peer in peers}
         pending = set(greetings)
         clock_differences_s: list[float] = []
         failures: dict[tuple[str, str], str] = {}
@@ -156,14 +189,7 @@ class Dht:
                     clock_differences_s.append(answer)
             if clock_differences_s:
                 timeout_s = JOIN_GRACE_S
-        if not clock_differences_s:
-            raise PeerUnreachableError(f"none of the initial peers can be reached: {_list_failures(failures)}")
-        # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
-        lost = {peer: answer for peer, answer in failures.items() if peer[0] not in reached}
-        if lost:
-            logger.warning("some initial peers can't be reached: %s", _list_failures(lost))
-        _judge_clock(clock_differences_s)
-        await self._meet_neighbours()
+        return clock_differences_s, {peer: answer for peer, answer in failures.items() if peer[0] not in reached}
 
     async def _meet_neighbours(self) -> None:
         meeting = self._spawn(self._node.find_nearest_nodes([self._node.node_id]))

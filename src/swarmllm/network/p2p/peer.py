@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, write_pbmsg
@@ -67,13 +68,14 @@ class Peer:
         client_mode: bool = False,
         relay: RelayRules | None = None,
         reachability: str = "public",
+        address_book: Path | None = None,
     ) -> "Peer":
         """Start the daemon and join the swarm of `initial_peers`, or begin a new one if there are none.
 
-        In client mode the peer listens nowhere and stores nothing for others; it can open streams and read the DHT.
-        `announce_maddrs` are the addresses that others shall use, where they differ (NAT, proxies). Without
-        `identity_path` the peer id is a new one each time, without `relay` nobody is relayed.
-        `reachability` says whether others can dial this peer: "public", "private", or "auto", which asks some of them.
+        In client mode the peer listens nowhere and stores nothing for others. `announce_maddrs` are addresses for
+        others, where they differ (NAT, proxies). Without `identity_path` the peer id is new each time, without `relay`
+        nobody is relayed. `reachability`: "public", "private", or "auto", which asks some peers. `address_book`: file
+        of peers that were met, which are tried if no initial peer answers.
 
         Raises:
             ConfigurationError: an address, the identity file or this machine's clock won't do.
@@ -81,9 +83,8 @@ class Peer:
             PeerTimeoutError: the daemon did not start in time.
         """
         check_addresses(initial_peers, host_maddrs, announce_maddrs or (), listens=not client_mode)
-        identity = Identity.load_or_create(identity_path) if identity_path else Identity.generate()
-        peer = cls(identity)
-        begin = partial(peer._begin, initial_peers, host_maddrs, announce_maddrs, client_mode, relay)
+        peer = cls(Identity.load_or_create(identity_path) if identity_path else Identity.generate())
+        begin = partial(peer._begin, initial_peers, host_maddrs, announce_maddrs, client_mode, relay, address_book)
         looks = reachability == "auto" and not announce_maddrs and not all(map(is_loopback, host_maddrs))
         try:
             if identity_path:
@@ -105,6 +106,7 @@ class Peer:
         announce_maddrs: Sequence[str] | None,
         client_mode: bool,
         relay: RelayRules | None,
+        address_book: Path | None,
         *,
         hidden: bool,
         looks: bool,
@@ -120,7 +122,8 @@ class Peer:
         )
         self._dialler = Dialler(self._daemon, STREAM_PROTOCOL)
         await self._start_relay(None if hidden else relay)
-        self._dht = Dht(self._daemon, self._identity, initial_peers, client_mode=client_mode or hidden)
+        asks_only, book = client_mode or hidden, address_book
+        self._dht = Dht(self._daemon, self._identity, initial_peers, client_mode=asks_only, address_book=book)
         await self._dht.start(hidden=looks)
         self._reachability = Reachability(self._daemon, self._dht, self.peer_id, hidden=hidden, looks=looks)
         return self._reachability
@@ -203,6 +206,8 @@ class Peer:
             ends = Caller(peer_id, "", through_relay=False), *await self._dial_self()
         else:
             ends = await self._dialler.open(peer_id, addrs, timeout_s)
+            if self._dht is not None:
+                self._dht.met(peer_id, addrs)
         return self._adopt(*ends, max_message_bytes)
 
     async def _dial_self(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
