@@ -31,7 +31,8 @@ INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_ds
 """Which of equally good keys they attend to depends on the width of the batch."""
 RIGHT_ONLY = {"roformer"}
 """It counts positions from the begin of the batch, whatever they are said to be."""
-RELATIVE = 1e-5
+RELATIVE = {"output": 1e-5, "loss": 1e-5, "gradient": 3e-5}
+"""Other shapes round differently; a gradient passes everything twice (gemma4_text: 1.4e-5 on a Zen 5)."""
 
 
 def mask_of(side: str) -> Tensor:
@@ -45,10 +46,10 @@ def expected_sides(model_type: str) -> tuple[str, ...]:
     return ("right",) if model_type in RIGHT_ONLY else ("left", "right")
 
 
-def assert_close(got: Tensor, want: Tensor, what: str) -> None:
+def assert_close(got: Tensor, want: Tensor, name: str, side: str) -> None:
     assert want.isfinite().all()
     error = float((got - want).abs().max())
-    assert error <= RELATIVE * float(want.abs().max()), f"{what} differs by {error:.1e}"
+    assert error <= RELATIVE[name] * float(want.abs().max()), f"{side}: {name} differs by {error:.1e}"
 
 
 def read_and_trained(model: Any, mask: Tensor) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ def test_texts_are_the_same(model_type: str, tmp_path: Path) -> None:
         else:
             assert num_computed == IDS.numel()
         for name in want:
-            assert_close(got[name], want[name], f"{side}: {name}")
+            assert_close(got[name], want[name], name, side)
 
 
 def test_frequencies_chosen_by_the_longest_row(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def assert_not_missed(directory: Path, local: Any, task: Task, *, whole: bool, *
     shown = inputs["attention_mask"] != 0
     for pair in zip(got, want, strict=True):
         of_positions = pair[0].shape[:2] == shown.shape and not whole
-        assert_close(*(one[shown] if of_positions else one for one in pair), "an output")
+        assert_close(*(one[shown] if of_positions else one for one in pair), "output", "heads")
 
 
 @pytest.mark.parametrize("model_type", sampled(sorted({*DECODERS, *ENCODERS}), 24))
