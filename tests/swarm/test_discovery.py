@@ -133,8 +133,8 @@ def two_machines() -> Iterator[tuple[str, str]]:
             ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
             for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
                 ip("link", "set", end, "netns", name)
-                for args in (
-                    ("addr", "add", f"192.0.2.{number}/24", "dev", end),
+                for args in (  # libp2p tells nobody of addresses that are neither public nor of home networks
+                    ("addr", "add", f"192.168.77.{number}/24", "dev", end),
                     ("link", "set", end, "up"),
                     ("link", "set", "lo", "up"),
                 ):
