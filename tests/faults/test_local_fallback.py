@@ -138,7 +138,7 @@ def test_enough_repairs(backed: Any, swarm: Faulty, local: PreTrainedModel, capl
 
     with backed.inference_session(max_length=100) as session, caplog.at_level(logging.WARNING):
         got = generate_seeded(backed, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(5, strike))
-        assert session.num_repairs == 1
+        assert session.num_repairs >= 1  # a busy machine may need two for one token; between tokens they are counted
     assert got.equal(expected)
     assert "as often as fallback_after allows" in caplog.text
     caplog.clear()
