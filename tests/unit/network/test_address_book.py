@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarmllm.network.p2p import address_book as module
@@ -79,7 +79,12 @@ def test_swarms_are_bounded(tmp_path: Path) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.sampled_from([FOUNDER, OTHERS[0], ADDR]),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.sampled_from([0, 1, -1, 10**400])
+    | st.text(max_size=5)
+    | st.sampled_from([FOUNDER, OTHERS[0], ADDR]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.sampled_from([FOUNDER, OTHERS[0], OTHERS[1], "x"]), inner, max_size=4)
@@ -89,6 +94,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300)
+@example(json.dumps({FOUNDER: {OTHERS[0]: [10**400, [ADDR]]}}).encode())
 @given(st.one_of(JSON.map(json.dumps).map(str.encode), st.binary(max_size=40)))
 def test_whatever_stands_there(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("book") / "peers.json"

@@ -44,7 +44,7 @@ class AddressBook:
         self._writing = threading.Lock()
 
     def note(self, peer_id: str, addrs: Sequence[str]) -> bool:
-        """This peer was reached, by one of these addresses. Returns whether it is time to `write()`."""
+        """This peer was reached, and says that it has these addresses. Returns whether it is time to `write()`."""
         direct = [addr for addr in addrs if not is_circuit(addr)][:MAX_ADDRS]
         if not self._swarms or not direct or peer_id in self._swarms:
             return False
@@ -72,7 +72,7 @@ class AddressBook:
                 kept[swarm] = _newest({**kept.get(swarm, {}), **self._met}, MAX_PEERS, now)
             last = {swarm: max((at for at, _ in peers.values()), default=0.0) for swarm, peers in kept.items()}
             swarms = sorted((swarm for swarm in kept if kept[swarm]), key=lambda swarm: -last[swarm])[:MAX_SWARMS]
-            part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            part = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 part.write_text(json.dumps({swarm: kept[swarm] for swarm in swarms}))
@@ -105,7 +105,7 @@ def _entry(peer_id: str, said: Any) -> tuple[float, list[str]] | None:
         for addr in addrs:
             split_initial_peer(f"{addr}/p2p/{peer_id}")
         return float(met_at), [str(addr) for addr in addrs[:MAX_ADDRS]]
-    except (ConfigurationError, TypeError, ValueError):
+    except (ConfigurationError, OverflowError, TypeError, ValueError):
         return None
 
 

@@ -135,7 +135,7 @@ class Dht:
         return [*first, *(nodes - set(first))]
 
     def met(self, peer_id: str, addrs: Sequence[str]) -> None:
-        """This peer was reached by one of these addresses."""
+        """This peer was reached, and says that it has these addresses."""
         if self._book is not None and self._book.note(peer_id, addrs):
             self._spawn(asyncio.to_thread(self._book.write))
 

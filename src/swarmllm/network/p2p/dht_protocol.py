@@ -186,7 +186,10 @@ class BoundedProtocol(DHTProtocol):
         None: it doesn't answer, or nothing that makes sense.
         """
         keys = list(keys)
-        request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=self.node_info)
+        looked_for = {look.key for look in self.looks}
+        # Whoever only wants nodes, to store something, asks for the next key, which has the same nodes and no records.
+        asked = [key.to_bytes() if key.to_bytes() in looked_for else DHTID(key ^ 1).to_bytes() for key in keys]
+        request = dht_pb2.FindRequest(keys=asked, peer=self.node_info)
         try:
             response = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(response.results) != len(keys):
