@@ -156,6 +156,9 @@ class SwarmConfig:
 class ClientConfig(SwarmConfig):
     """How a client uses servers."""
 
+    contributor_identity: str | None = None
+    """Identity file of a server of yours that serves this model. Other servers that are short of time or room serve
+    those first who serve as well; all clients of one server share a turn."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of the only servers to use; None = any."""
     blocked_servers: tuple[str, ...] = ()

@@ -256,4 +256,4 @@ def test_who_has_stopped_decoding_is_forgotten_whatever_else_runs(decodes: list[
         recent = sum(at >= now - BUDGET.decoding_s for at in last.values())
         assert scheduler.decoding(now) == (1, recent)
         assert len(scheduler.next(now)) == 1
-        assert len(scheduler._decoded_at) == recent
+        assert len(scheduler._decoded) == recent

@@ -196,6 +196,12 @@ def test_arguments_for_a_whole_model(llama: Path, name: str) -> None:
         AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: None})
 
 
+@pytest.mark.parametrize("name", ["speculation", "identity_path", "contributor_identity"])
+def test_a_client_s_settings_have_a_place_of_their_own(llama: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"give {name} as client_config=ClientConfig\\({name}=…\\)"):
+        AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: "off"})
+
+
 def test_a_model_stays_in_its_process(model: Any, local: PreTrainedModel) -> None:
     with pytest.raises(ConfigurationError, match=r"pickled.*save_pretrained"):
         pickle.dumps(model)

@@ -239,6 +239,8 @@ class _AutoDistributed:
         """
         for option in REFUSED.keys() & hf_kwargs.keys():
             raise ConfigurationError(f"{option} can't be given here: {REFUSED[option]}")
+        for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
+            raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
         config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
         where = {"revision": revision, "token": token or hub_token(), "cache_dir": cache_dir or default_cache_dir()}
         checkpoint = open_checkpoint(f"{name_or_path}/{gguf_file}" if gguf_file else str(name_or_path), **where)

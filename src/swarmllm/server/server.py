@@ -37,6 +37,8 @@ from swarmllm.server.metrics import ServerMetrics, serve_metrics
 from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.other_servers import OtherServers
+from swarmllm.server.peers.peer_limits import PeerLimits
+from swarmllm.server.peers.standing import Standing
 from swarmllm.server.peers.targets import Targets
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_life import FAREWELL_S, SpanLife, at_most
@@ -137,7 +139,8 @@ class Server:
         )
         self._niceness = Niceness()
         self._executor = Executor(Budget(max_sessions=config.max_batch_sessions), self._niceness)
-        self._access = Access(config.allowed_clients)
+        standing = Standing(config.priority_clients, self._others.verified.__contains__)
+        self._access = Access(config.allowed_clients, PeerLimits(standing))
 
     async def run(self, stop: asyncio.Event, started_at: float) -> None:
         """Return when the server has left."""

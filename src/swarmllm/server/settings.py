@@ -100,6 +100,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Name that `status` shows; 64 characters at most."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of those who may use this server; None = any."""
+    priority_clients: tuple[str, ...] = ()
+    """Peer ids of those who come first while this server is short of time or of room; others have a tenth of the time
+    then. Clients of those who serve this model come first as well, see --contributor_identity of clients."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of servers to count and pass on to; None = any. This server counts them when it chooses its blocks, and
     passes hidden states on to them."""

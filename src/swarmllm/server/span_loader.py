@@ -31,7 +31,12 @@ from swarmllm.server.device.memory import (
 )
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.downloads import in_background
-from swarmllm.server.measuring.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
+from swarmllm.server.measuring.throughput import (
+    Throughput,
+    doubling_tokens,
+    measure_throughput,
+    prefill_tokens_beside_decode,
+)
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.swarm.placement import choose_span
@@ -139,7 +144,10 @@ class SpanLoader:
         inputs = InputChecks(blocks)
         room = self._room(blocks, inputs)
         packer, throughput = self._measured(blocks)
-        self.executor.thread.limit_prefill_beside_decode(prefill_tokens_beside_decode(throughput, len(span)))
+        self.executor.thread.adopt(
+            doubling_tokens=doubling_tokens(throughput, len(span)),
+            beside_decode=prefill_tokens_beside_decode(throughput, len(span)),
+        )
         return Loaded(packer, inputs, throughput, room)
 
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:

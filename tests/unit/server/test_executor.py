@@ -18,6 +18,7 @@ from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.server.device import device_thread
 from swarmllm.server.device import executor as module
 from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.fairness import Account
 from swarmllm.server.device.scheduler import Priority
 
 
@@ -181,7 +182,7 @@ class Step:
 
     def __init__(self, blocks: Any, session: str, value: float | None, num_tokens: int = 1) -> None:
         self.session, self.packer, self.num_tokens, self.value = session, blocks, num_tokens, value
-        self.granule = 1
+        self.granule, self.account = 1, Account("a client")
         self.priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
         self.taken: list[int] = []
 
@@ -217,7 +218,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Execut
 async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executor) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
-    await executor.run(lambda: executor.thread.limit_prefill_beside_decode(24), Priority.BATCH)
+    await executor.run(lambda: executor.thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
     gate, first = await blocked(executor)
     prefill = asyncio.create_task(executor.step(long))
     decode = asyncio.create_task(executor.step(Step(blocks, "b", 1)))
@@ -239,7 +240,7 @@ async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(execut
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
     blocks = Blocks()
-    await executor.run(lambda: executor.thread.limit_prefill_beside_decode(24), Priority.BATCH)
+    await executor.run(lambda: executor.thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
     gate, first = await blocked(executor)
     uneven = asyncio.create_task(executor.step(Step(Uneven(), "a", 1, num_tokens=100)))
     others = [asyncio.create_task(executor.step(Step(blocks, name, 1))) for name in "bc"]

@@ -81,6 +81,7 @@ async def test_it_goes_back_to_its_blocks(
     monkeypatch.setattr(span_loader, "Packer", lambda blocks, _: SimpleNamespace(blocks=blocks, ways=(), way=None))
     monkeypatch.setattr(span_loader, "measure_throughput", lambda *_, **__: None)
     monkeypatch.setattr(span_loader, "prefill_tokens_beside_decode", lambda *_: 8)
+    monkeypatch.setattr(span_loader, "doubling_tokens", lambda *_: 27)
     monkeypatch.setattr(span_loader, "InputChecks", lambda _: None)
     monkeypatch.setattr(SpanLoader, "_room", lambda *_: None)
     life = life_of(loader_of(embedded_model_path(), executor))

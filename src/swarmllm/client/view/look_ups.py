@@ -14,6 +14,7 @@ from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError, WeightsMismatchError
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_swarm
+from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
 
@@ -37,7 +38,9 @@ class LookUps:
         self.spans: tuple[Span, ...] = (Span(0, num_blocks),)
         """The blocks that servers are to run."""
         self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
-        self.verified = VerifiedPeers(lambda: self.peer, fingerprint)
+        path = config.contributor_identity
+        contributor = None if path is None else Identity.load(path)
+        self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor)
         self.news = 0
         """Counts what a running session might change its route for: looks and rounds of pings."""
         self.is_outdated = False

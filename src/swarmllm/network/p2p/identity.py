@@ -47,18 +47,26 @@ class Identity:
             ConfigurationError: the file can't be read or written, or holds something else.
         """
         path = Path(path).expanduser()
+        if path.exists():
+            return cls.load(path)
+        identity = cls.generate()
+        identity.write(path)
+        return identity
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Identity":
+        """The identity in this file.
+
+        Raises:
+            ConfigurationError: the file can't be read, or holds something else.
+        """
+        path = Path(path).expanduser()
         try:
             data = path.read_bytes()
-        except FileNotFoundError:
-            identity = cls.generate()
-            identity.write(path)
-            return identity
         except OSError as error:
             raise ConfigurationError(f"the identity file {path} can't be read: {error.strerror}") from error
         if len(data) != len(_PRIVATE_PREFIX) + 64 or not data.startswith(_PRIVATE_PREFIX):
-            raise ConfigurationError(
-                f"{path} is not an Ed25519 identity of libp2p; name another file, it is created if it does not exist"
-            )
+            raise ConfigurationError(f"{path} is not an Ed25519 identity of libp2p; name another file")
         return cls.of_key(Ed25519PrivateKey.from_private_bytes(data[len(_PRIVATE_PREFIX) :][:32]))
 
     def write(self, path: Path) -> None:

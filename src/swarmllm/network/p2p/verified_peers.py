@@ -22,6 +22,8 @@ from typing import Any
 
 from swarmllm.data_structures import ServedBlocks, ServerInfo
 from swarmllm.errors import BlocksNotServedError, PeerError, ServerOverloadedError, SwarmError
+from swarmllm.network.p2p.contribution import contribution
+from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello
@@ -62,10 +64,12 @@ class VerifiedPeers:
         peer: Callable[[], Peer],
         fingerprint: str,
         *,
+        contributor: Identity | None = None,
         clock: Callable[[], float] = time.monotonic,
         generator: Random | None = None,
     ) -> None:
-        self._peer = peer
+        """`contributor`: the key of a server for whose owner this process asks."""
+        self._peer, self._contributor = peer, contributor
         self._fingerprint = fingerprint
         self._clock = clock
         self._generator = generator or Random()
@@ -123,9 +127,17 @@ class VerifiedPeers:
             SwarmError: it refuses this peer.
         """
         try:
-            stream = await self._peer().open_stream(server.peer_id, server.addrs, timeout_s=timeout_s, **options)
+            peer = self._peer()
+            stream = await peer.open_stream(server.peer_id, server.addrs, timeout_s=timeout_s, **options)
             try:
-                header = await hello(stream, fingerprint=self._fingerprint, software=__version__, timeout_s=timeout_s)
+                proof = None if self._contributor is None else contribution(self._contributor, peer.peer_id)
+                header = await hello(
+                    stream,
+                    fingerprint=self._fingerprint,
+                    software=__version__,
+                    contribution=proof,
+                    timeout_s=timeout_s,
+                )
                 served = parse(ServedBlocks, header.info, server.peer_id) if header.info else None
             except BaseException:
                 stream.abort()

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MIN_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
+    "Contribution",
     "FrameStream",
     "HelloHeader",
     "Message",
@@ -54,6 +55,14 @@ Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(ma
 """Ways to pack tensors that the sender of a greeting understands; peers from before there were any name none."""
 
 
+class Contribution(PeerModel):
+    """What says that a client belongs to somebody who serves (`p2p/contribution`)."""
+
+    server: Annotated[PeerText, Field(max_length=64)]
+    """Peer id of the server."""
+    signature: Annotated[bytes, Field(max_length=64)]
+
+
 class HelloHeader(PeerModel):
     """HELLO: the client's first message."""
 
@@ -63,6 +72,7 @@ class HelloHeader(PeerModel):
     fingerprint: Annotated[PeerText, Field(max_length=128)] = ""
     """The checkpoint that the client wants to run; empty if it doesn't matter."""
     encodings: Encodings = ()
+    contribution: Contribution | None = None
 
 
 class WelcomeHeader(PeerModel):
@@ -76,7 +86,12 @@ class WelcomeHeader(PeerModel):
 
 
 async def hello(
-    stream: FrameStream, *, fingerprint: str = "", software: str = "", timeout_s: float = GREETING_TIMEOUT_S
+    stream: FrameStream,
+    *,
+    fingerprint: str = "",
+    software: str = "",
+    contribution: Contribution | None = None,
+    timeout_s: float = GREETING_TIMEOUT_S,
 ) -> WelcomeHeader:
     """Greet as the side that opened the stream.
 
@@ -94,6 +109,7 @@ async def hello(
             "software": software,
             "fingerprint": fingerprint,
             "encodings": ENCODINGS,
+            **({} if contribution is None else {"contribution": contribution.model_dump()}),
         },
     )
     message = await _greeting(stream, MessageType.WELCOME, timeout_s)

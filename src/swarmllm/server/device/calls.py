@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
+from swarmllm.server.device.fairness import Account
 from swarmllm.server.device.scheduler import Priority, Work
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class SessionStep(Protocol):
     packer: Packer
     """Runs it, together with those of others on the same blocks."""
     priority: Priority
+    account: Account
     num_tokens: int
     granule: int
     """Tokens of its smallest piece; `num_tokens` if it can't be cut."""

@@ -87,11 +87,16 @@ class DeviceThread:
         """Wait until the thread has ended, but no longer than `timeout_s`."""
         self._thread.join(timeout_s)
 
-    def limit_prefill_beside_decode(self, num_tokens: int) -> None:
-        """Holds from the next forward on; called by a call that runs here, who measured what these blocks can do."""
-        budget = self._scheduler.budget
+    def adopt(self, *, doubling_tokens: int, beside_decode: int) -> None:
+        """Go by these from the next forward on; called by a call that runs here, which measured what the blocks can do.
+
+        They are `doubling_tokens` and `max_prefill_tokens_beside_decode` of `Budget`.
+        """
+        most = self._scheduler.budget.max_tokens
         self._scheduler.budget = replace(
-            budget, max_prefill_tokens_beside_decode=min(max(1, num_tokens), budget.max_tokens)
+            self._scheduler.budget,
+            doubling_tokens=min(max(1, doubling_tokens), most),
+            max_prefill_tokens_beside_decode=min(max(1, beside_decode), most),
         )
 
     # ------------------------------------------------------------------ in the thread
@@ -132,6 +137,8 @@ class DeviceThread:
         now = time.perf_counter()
         if pause_s := self._niceness.pause_s(now):
             return pause_s
+        if hold_s := self._scheduler.hold_s(now):
+            return hold_s
         num_here, num_decoding = self._scheduler.decoding(now)
         if 0 < num_here < num_decoding:
             return self._burst_wait.wait_s(now)

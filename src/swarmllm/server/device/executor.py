@@ -16,6 +16,7 @@ from torch import Tensor
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError
 from swarmllm.server.device.calls import Call, SessionStep, Timed, described, next_turn
 from swarmllm.server.device.device_thread import DeviceThread, LostContextError, Settled
+from swarmllm.server.device.fairness import HOUSE, Account
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import Budget, Priority
 
@@ -50,32 +51,37 @@ class Executor:
         """Calls that are queued or running."""
         return len(self._waiting)
 
-    async def run(self, call: Callable[[], T], priority: Priority) -> Timed[T]:
-        """The value of `call()`, run in the device thread on its own; its exceptions are raised here.
+    async def run(self, call: Callable[[], T], priority: Priority, account: Account = HOUSE) -> Timed[T]:
+        """The value of `call()`, run in the device thread on its own, for `account`; its exceptions are raised here.
 
         A call that is cancelled before its turn is not run.
         """
-        return cast(Timed[T], await self._result(priority, num_tokens=1, run=call))
+        return cast(Timed[T], await self._result(priority, account, num_tokens=1, run=call))
 
-    async def run_in_turns(self, turns: Generator[None, None, T], priority: Priority) -> Timed[T]:
+    async def run_in_turns(
+        self, turns: Generator[None, None, T], priority: Priority, account: Account = HOUSE
+    ) -> Timed[T]:
         """The value of work that lets those pass who are more urgent, wherever it yields; otherwise as `run`.
 
         Once begun, it comes before all that waits and isn't more urgent. If it is cancelled, it isn't continued.
         """
         # How many turns it takes shows when it has ended.
         run = partial(next_turn, turns)
-        return cast(Timed[T], await self._result(priority, num_tokens=sys.maxsize, run=run))
+        return cast(Timed[T], await self._result(priority, account, num_tokens=sys.maxsize, run=run))
 
     async def step(self, step: SessionStep) -> Timed[Tensor]:
         """The step's outputs, computed in the device thread together with other sessions' steps; raises what fails it.
 
         A step that is cancelled before its turn is not run.
         """
-        return cast(Timed[Tensor], await self._result(step.priority, step.num_tokens, step.granule, step=step))
+        return cast(
+            Timed[Tensor], await self._result(step.priority, step.account, step.num_tokens, step.granule, step=step)
+        )
 
     async def _result(
         self,
         priority: Priority,
+        account: Account,
         num_tokens: int,
         granule: int = 1,
         *,
@@ -90,6 +96,7 @@ class Executor:
             priority=priority,
             queued_at=time.perf_counter(),
             session=None if step is None else step.session,
+            account=account,
             future=self._loop.create_future(),
             run=run,
             step=step,

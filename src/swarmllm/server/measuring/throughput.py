@@ -74,10 +74,14 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     return measured
 
 
+def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
+    """Tokens which such a server computes in batches in the time of one session's decode step."""
+    return round(throughput.decode_ms_per_block * num_blocks / 1e3 * throughput.forward_tokens_per_s)
+
+
 def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int:
     """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps."""
-    decode_s = throughput.decode_ms_per_block * num_blocks / 1e3
-    return max(MIN_PREFILL_TOKENS, round(PREFILL_SHARE * decode_s * throughput.forward_tokens_per_s))
+    return max(MIN_PREFILL_TOKENS, round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks)))
 
 
 def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:

@@ -4,4 +4,5 @@ links          streams to successors
 other_servers  the swarm as this server sees it
 targets        whom it dials because a client says so
 peer_limits    what one peer may have at a time
+standing       who comes first
 """

@@ -9,6 +9,7 @@ import resource
 from collections import Counter
 
 from swarmllm.errors import ServerOverloadedError
+from swarmllm.server.peers.standing import Standing
 
 MAX_STREAMS_PER_PEER = 256
 MAX_STREAMS = 4096
@@ -21,7 +22,9 @@ MAX_BYTES_PER_PEER = 512 << 20
 class PeerLimits:
     """Streams and bytes by peer id."""
 
-    def __init__(self) -> None:
+    def __init__(self, standing: Standing | None = None) -> None:
+        self.standing = standing or Standing()
+        """Who may have it first."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_streams = min(MAX_STREAMS, files * 3 // 4)
         self._streams: Counter[str] = Counter()
@@ -47,6 +50,8 @@ class PeerLimits:
     def leave(self, peer_id: str) -> None:
         """One stream less of that peer."""
         _subtract(self._streams, peer_id, 1)
+        if peer_id not in self._streams:
+            self.standing.forget(peer_id)
 
     async def take(self, peer_id: str, num_bytes: int) -> None:
         """Wait for room; a request that is larger than all of it goes alone."""

@@ -135,6 +135,9 @@ class Session:
             item = await self._inbox.get()
             if isinstance(item, PeerError):
                 await send_error(self.owner, item, session=self.id, peer_id=item.peer_id)
+                if self.closed:
+                    self.runner.empty_cache()  # what it took is leased to others already
+                    return
                 continue
             self.waiting_room.begin(item.num_bytes)
             try:

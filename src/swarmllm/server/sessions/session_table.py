@@ -5,7 +5,9 @@ Made by `span_life`, used by what serves streams.
 
 import asyncio
 import hmac
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLostError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
@@ -78,16 +80,29 @@ class SessionTable:
             raise RemoteProtocolError("a session with this id is open already")
         if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
             raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
+        if not blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        size = session_size(blocks, header, self._hidden_bytes_per_token, 0 if adapter is None else adapter.num_prefix)
+        account = partial(self.limits.standing.account, owner.peer_id)
+        num_bytes = size.row_bytes * header.batch_size
+        if account().comes_first:
+            self._dismiss_for(num_bytes)
         if self._max_sessions is not None and len(self) >= self._max_sessions:
             raise ServerOverloadedError(
                 f"this server takes {self._max_sessions} session{'s' * (self._max_sessions > 1)} at a time"
             )
-        if not blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
-        size = session_size(blocks, header, self._hidden_bytes_per_token, 0 if adapter is None else adapter.num_prefix)
-        lease = self.budget.lease(size.row_bytes * header.batch_size)
+        lease = self.budget.lease(num_bytes)
         try:
-            runner = StepRunner(self._packer, self._executor, header, size, lease, adapter=adapter, pages=self.pages)
+            runner = StepRunner(
+                self._packer,
+                self._executor,
+                header,
+                size,
+                lease,
+                adapter=adapter,
+                pages=self.pages,
+                account=account,
+            )
             session = Session(
                 id=header.session,
                 token=header.token,
@@ -126,6 +141,22 @@ class SessionTable:
         if session is None or not hmac.compare_digest(session.token.encode(), token.encode()):
             raise SessionLostError(NO_SUCH_SESSION)
         return session
+
+    def _dismiss_for(self, num_bytes: int) -> None:
+        """Send others elsewhere, whose texts go on there, as far as that makes room for a client who comes first."""
+        others = [session for session in self if not session.runner.account().comes_first]
+        leased = Counter[str]()
+        for session in others:
+            leased[session.owner.peer_id] += session.runner.lease.num_bytes
+        if num_bytes > self.budget.left_bytes + leased.total():
+            return
+        # The newest of whoever has most: it has the least to compute anew elsewhere.
+        while others and (num_bytes > self.budget.left_bytes or len(self) == self._max_sessions):
+            session = max(reversed(others), key=lambda one: leased[one.owner.peer_id])
+            others.remove(session)
+            leased[session.owner.peer_id] -= session.runner.lease.num_bytes
+            session.dismiss()
+            session.close()
 
     def make_room(self) -> None:
         """Give back what can be computed anew, and offer less; called in the device thread when memory has run out."""

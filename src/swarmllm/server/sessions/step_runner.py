@@ -3,6 +3,7 @@
 Used by `session`, which takes the steps in and passes the outputs on; knows neither streams nor links.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +32,7 @@ from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.calls import Timed
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
 from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.fairness import HOUSE, Account
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
 from swarmllm.server.sessions.kv_cache import CacheLease
@@ -68,8 +70,13 @@ class StepRunner:
         *,
         adapter: BlockAdapter | None = None,
         pages: PrefixCache | None = None,
+        account: Callable[[], Account] = lambda: HOUSE,
     ) -> None:
-        """`lease` is of the `size` for each row; `adapter` is the client's, `pages` those that it may share."""
+        """`lease` is of the `size` for each row; `adapter` is the client's, `pages` those that it may share.
+
+        `account` says on whom the device's time is spent.
+        """
+        self.account = account
         self.packer, self.executor = packer, executor
         self.span = Span(header.start, header.end)
         self.size, self.lease = size, lease
@@ -135,7 +142,7 @@ class StepRunner:
         try:
             with memory_errors_translated():
                 keep = partial(self._prefix.keep, self.cache, outputs.hidden_states)
-                await self.executor.run(keep, Priority.PREFILL)
+                await self.executor.run(keep, Priority.PREFILL, self.account())
         except ServerOutOfMemoryError:
             self._prefix = None  # the step went well, only nobody can share what it computed
 
@@ -155,9 +162,9 @@ class StepRunner:
             num_rows = len(header.batch_index or ())
             self._lease_rows(max(self.batch_size, num_rows))
             try:
-                await self.executor.run(partial(self._select_batch, header), Priority.DECODE)
+                await self.executor.run(partial(self._select_batch, header), Priority.DECODE, self.account())
             except BaseException:
-                self._empty_cache()
+                self.empty_cache()
                 raise
             self.batch_size = num_rows
             self._lease_rows(num_rows)
@@ -217,7 +224,7 @@ class StepRunner:
             self._inner_bytes = 0
             self._lease_rows(self.batch_size)
 
-    def _empty_cache(self) -> None:
+    def empty_cache(self) -> None:
         """Some blocks have seen a step and some have not: nothing of the cache can be trusted any more."""
         self.cache = self.packer.blocks.new_cache(self.span, record_past=self.cache.records_past)
         self.log.rollback(0)
@@ -237,7 +244,8 @@ class StepRunner:
         try:
             with block_errors_translated():
                 if prefix is not None:
-                    known = await self.executor.run(partial(self._reuse, prefix, header, inputs), Priority.PREFILL)
+                    reuse = partial(self._reuse, prefix, header, inputs)
+                    known = await self.executor.run(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
                     if length == header.seq_len:
@@ -253,7 +261,7 @@ class StepRunner:
                 work.join_inner()
         except SwarmError:
             if begun:
-                self._empty_cache()
+                self.empty_cache()
             raise
         parts = [timed.value] if known.value is None else [known.value, timed.value]
         value = timed.value if len(parts) == 1 else torch.cat(parts, dim=traits.batch_axis + 1)
@@ -290,7 +298,7 @@ class _StepInPieces:
 
     def __init__(self, runner: StepRunner, header: StepHeader, inputs: BlockInputs, select: bool) -> None:
         self.session = header.session
-        self.packer = runner.packer
+        self.packer, self.account = runner.packer, runner.account()
         self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
         self.num_tokens = header.seq_len * header.batch_size
         can_be_cut = self.priority is Priority.PREFILL and self.packer.blocks.traits.chunked_prefill

@@ -107,7 +107,8 @@ class _BatchRequest:
     ) -> tuple[ResultHeader, Outgoing]:
         header, serving = self.header, self.serving
         turns = await self._turns(span, adapter, pushed, inner)
-        timed = await serving.executor.run_in_turns(turns, Priority.BATCH)
+        account = serving.limits.standing.account(self.stream.peer_id)
+        timed = await serving.executor.run_in_turns(turns, Priority.BATCH, account)
         result = timed.value
         if isinstance(result, Batch):
             serving.batches.put(self.stream.peer_id, header.id, result)

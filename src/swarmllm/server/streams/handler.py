@@ -36,7 +36,8 @@ class StreamHandler:
             return
         try:
             stream.count_in(self._intake)
-            await welcome(stream, software=__version__, info=access.greeting(), accept=self._accept)
+            greeting = await welcome(stream, software=__version__, info=access.greeting(), accept=self._accept)
+            access.limits.standing.note(peer_id, greeting.contribution)
             stream.expect(access.large_messages_of(peer_id))
             await Dispatcher(stream, access, self._links, self._compression).serve()
         except SwarmError as error:
