@@ -5,7 +5,9 @@ Addresses look public, since libp2p judges by that; nothing leaves the namespace
 
 import os
 import shutil
+import socket
 import subprocess
+from contextlib import suppress
 
 ROUTER = """
 table ip nat {
@@ -21,6 +23,13 @@ table ip nat {
 }
 """
 PREFIX = f"swarmllm-{os.getpid()}-"
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has an IPv6 of its own, as for loopback."""
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
 
 
 def missing() -> str:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from swarmllm import AutoDistributedModel, ClientConfig
 
 NUM_BLOCKS = 8
+EVERYTHING = (0, NUM_BLOCKS)
 VOCABULARY = 128
 TIMEOUT_S = 120.0
 """Of a wait for a condition. Only what hangs takes so long."""

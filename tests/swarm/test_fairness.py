@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from swarm_models import (
-    NUM_BLOCKS,
+    EVERYTHING,
     OPTIONS,
     assert_same_tokens,
     connected,
@@ -23,8 +23,6 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import ConfigurationError, ServerOverloadedError
 from swarmllm.network.p2p.identity import Identity
-
-EVERYTHING = (0, NUM_BLOCKS)
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import os
 import signal
-import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from commands import Running
 from echo_peers import greeted, polite_echo
 from hop_streams import HopStream, NewPeer, circuits, made_peers, until
+from networks import has_ipv6
 from pytest_asyncio import fixture as in_loop
 from tests.left_tasks import no_task_left_behind
 
@@ -34,12 +33,6 @@ async def new_hidden(new_peer: NewPeer, *relays: Peer) -> Peer:
     hidden = await new_peer(*relays, client_mode=True)
     await hidden.serve_streams(polite_echo)
     return hidden
-
-
-def has_ipv6() -> bool:
-    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
-        return True
-    return False
 
 
 @pytest.mark.parametrize("ip", ["ip4/127.0.0.1", "ip6/::1"])
