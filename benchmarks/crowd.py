@@ -1,10 +1,11 @@
 """Hundreds of clients on one server: connections, memory, and how long their steps take.
 
-    python benchmarks/crowd.py [--clients 1 50 200 500] [--think 5] [--seconds 30]
+    python benchmarks/crowd.py [--clients 1 50 250 500] [--per_peer 1] [--think 5] [--seconds 30]
 
 Every client is a peer of its own, with a libp2p daemon of its own, as in life; it has one session, and sends a step of
 one token `--think` seconds after the last answer, as somebody does who reads. The model is so small that what the
-blocks compute hardly counts. All share one machine; on a small one they, not the server, are what is busy.
+blocks compute hardly counts. All share one machine; on a small one they, not the server, are what is busy. A daemon
+takes 62 MB, so where that is too much for 500, let more of them share a peer: `--per_peer 2`.
 """
 
 import argparse
@@ -36,21 +37,20 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Client:
-    """A peer with one session on one server."""
+    """One stream to a server, with one session."""
 
-    def __init__(self, peer: Peer, stream: FrameStream) -> None:
-        self._peer, self._stream = peer, stream
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
         self._session = secrets.token_hex(16)
         self._num_messages = self._position = 0
         self.steps_s: list[float] = []
 
     @classmethod
-    async def join(cls, server: LocalServer) -> "Client":
-        peer = await Peer.create(initial_peers=server.maddrs, client_mode=True)
+    async def join(cls, peer: Peer, server: LocalServer) -> "Client":
         stream = await peer.open_stream(server.peer_id, [maddr.partition("/p2p/")[0] for maddr in server.maddrs])
         await hello(stream)
         stream.start_keepalive()
-        client = cls(peer, stream)
+        client = cls(stream)
         span = {"start": 0, "end": SHAPES[SHAPE]["blocks"]}
         await client._ask(MessageType.OPEN, {**span, "token": client._session, "max_length": MAX_LENGTH})
         return client
@@ -74,9 +74,6 @@ class Client:
             await self._ask(MessageType.STEP, step, hidden_states=torch.randn(1, 1, SHAPES[SHAPE]["hidden"]))
             self._position += 1
             self.steps_s.append(time.perf_counter() - began_at)
-
-    async def close(self) -> None:
-        await self._peer.close()
 
 
 def of_server(pid: int) -> dict[str, float]:
@@ -113,23 +110,31 @@ async def measured(clients: Sequence[Client], pid: int, args: argparse.Namespace
 
 
 async def run(server: LocalServer, args: argparse.Namespace) -> list[dict[str, float]]:
+    peers: list[Peer] = []
     clients: list[Client] = []
     results = []
+
+    async def one_more_peer() -> None:
+        peer = await Peer.create(initial_peers=server.maddrs, client_mode=True)
+        peers.append(peer)
+        clients.extend([await Client.join(peer, server) for _ in range(args.per_peer)])
+
     try:
         for number in sorted(args.clients):
             while len(clients) < number:
-                some = min(AT_ONCE, number - len(clients))
-                clients += await asyncio.gather(*(Client.join(server) for _ in range(some)))
+                some = min(AT_ONCE, -(-(number - len(clients)) // args.per_peer))
+                await asyncio.gather(*(one_more_peer() for _ in range(some)))
             results.append(await measured(clients, server.pid, args))
             print(results[-1], flush=True)
         return results
     finally:
-        await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+        await asyncio.gather(*(peer.close() for peer in peers), return_exceptions=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 50, 200, 500])
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 50, 250, 500])
+    parser.add_argument("--per_peer", type=int, default=1, help="clients that share a peer")
     parser.add_argument("--think", type=float, default=5.0, help="seconds between an answer and the next step")
     parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
