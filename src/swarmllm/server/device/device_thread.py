@@ -149,6 +149,7 @@ class DeviceThread:
         self._burst_wait.ran()
         pieces = [(call, size) for call, size in self._scheduler.next(now) if not call.future.cancelled()]
         if not pieces:
+            self._scheduler.ran(now)  # or it would keep what was cancelled, with its session's cache
             return
         for call, _ in pieces:
             call.started_at = call.started_at or now
