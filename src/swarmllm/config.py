@@ -38,10 +38,15 @@ def default_cache_dir() -> str | None:
     return os.environ.get("SWARMLLM_CACHE") or None
 
 
-def address_book_path() -> Path:
-    """Where peers that were met are kept: in the cache, or in the user's if it is the Hugging Face cache."""
+def own_cache_dir() -> Path:
+    """Where goes what isn't downloaded: the cache, or the user's if it is the Hugging Face cache."""
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(default_cache_dir() or f"{users}/swarmllm").expanduser() / "swarmllm_peers.json"
+    return Path(default_cache_dir() or f"{users}/swarmllm").expanduser()
+
+
+def address_book_path() -> Path:
+    """Where peers that were met are kept."""
+    return own_cache_dir() / "swarmllm_peers.json"
 
 
 def default_log_level(default: str = "INFO") -> str:

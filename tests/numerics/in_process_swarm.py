@@ -212,13 +212,22 @@ class InProcessSwarm:
     """
 
     def __init__(
-        self, directory: str | Path, *, tolerance: float = 0.0, task: Task = Task.CAUSAL_LM, user: type = SwarmUser
+        self,
+        directory: str | Path,
+        *,
+        tolerance: float = 0.0,
+        task: Task = Task.CAUSAL_LM,
+        user: type = SwarmUser,
+        num_offloaded: int = 0,
     ) -> None:
+        """`num_offloaded` of the first server's blocks are in memory only while they compute."""
         self.tolerance = tolerance
         """Relative, for comparisons that are exact for nearly all architectures."""
         self.checkpoint: Checkpoint = open_checkpoint(str(directory))
         blocks, dtype = self.checkpoint.num_blocks, self.checkpoint.stored_dtype()
-        first = load_block_span(self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False)
+        first = load_block_span(
+            self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False, num_offloaded=num_offloaded
+        )
         self.cut, second = self._second_server(first, dtype)
         extras = sorted({*first.traits.extra_inputs, *second.traits.extra_inputs})
         self.traits = first.traits.model_copy(

@@ -29,15 +29,17 @@ class Memory:
     """Of the weights."""
 
 
-def measure(large: Path, tiny: Path, dtype: torch.dtype, quant_type: str, num_blocks: int) -> Memory:
+def measure(
+    large: Path, tiny: Path, dtype: torch.dtype, quant_type: str, num_blocks: int, num_offloaded: int = 0
+) -> Memory:
     """Load blocks [0, num_blocks) of the checkpoint `large`, after one of `tiny`, which takes the imports' part."""
     command = [sys.executable, __file__, str(large), str(tiny), str(dtype).removeprefix("torch."), quant_type]
-    run = subprocess.run([*command, str(num_blocks)], capture_output=True, text=True)
+    run = subprocess.run([*command, str(num_blocks), str(num_offloaded)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return Memory(**json.loads(run.stdout))
 
 
-def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str) -> None:
+def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str, num_offloaded: str) -> None:
     options = {"dtype": getattr(torch, dtype), "progress": False}
     load_block_span(open_checkpoint(tiny), Span(0, 1), quantization=Quantization(quant_type, smallest=0), **options)
     process = psutil.Process()
@@ -52,7 +54,8 @@ def _main(large: str, tiny: str, dtype: str, quant_type: str, num_blocks: str) -
     thread = threading.Thread(target=watch)
     thread.start()
     quantization = Quantization(quant_type)
-    blocks = load_block_span(open_checkpoint(large), Span(0, int(num_blocks)), quantization=quantization, **options)
+    options |= {"quantization": quantization, "num_offloaded": int(num_offloaded)}
+    blocks = load_block_span(open_checkpoint(large), Span(0, int(num_blocks)), **options)
     done.set()
     thread.join()
     end = process.memory_info().rss

@@ -32,3 +32,15 @@ def test_half_of_a_model(directories: tuple[Path, Path], dtype: torch.dtype) -> 
     assert used.blocks == pytest.approx(whole * dtype.itemsize / 4 / 2, rel=0.1)
     assert used.end <= used.blocks + OVERHEAD_BYTES
     assert used.peak <= used.blocks + SHARD_BYTES + OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize("num_offloaded", [pytest.param(2, marks=pytest.mark.slow), 8])
+def test_offloaded_blocks_are_not_in_memory(directories: tuple[Path, Path], num_offloaded: int) -> None:
+    """Neither at the end nor while they are loaded."""
+    large, tiny = directories
+    one = sum(file.stat().st_size for file in large.glob("*.safetensors")) / CONFIG.num_hidden_layers
+    used = measure(large, tiny, torch.float32, "none", num_blocks=8, num_offloaded=num_offloaded)
+    in_memory = {2: 7, 8: 2}[num_offloaded]
+    assert used.blocks == pytest.approx(in_memory * one, rel=0.1)
+    assert used.end <= used.blocks + OVERHEAD_BYTES
+    assert used.peak <= used.blocks + one + SHARD_BYTES + OVERHEAD_BYTES

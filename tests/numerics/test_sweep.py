@@ -7,7 +7,7 @@ import torch
 from tests.numerics.exactness import CHECKS, assisted
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.tiny_models import VARIANTS, save_tiny, tiny_model
-from tests.selection import sampled
+from tests.selection import part_of, sampled
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -57,6 +57,15 @@ def test_exact(model_type: str, tmp_path: Path) -> None:
         failures["assisted"] = problem
     assert not failures
     assert torch.equal(random_state, torch.get_rng_state()), "a random state that is the user's was used"
+
+
+@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 3))
+def test_exact_with_offloaded_blocks(model_type: str, tmp_path: Path) -> None:
+    """Two of three blocks have one slot, so that none stays where it was; or all three of them have two."""
+    local = save_tiny(model_type, tmp_path)
+    num_offloaded = 2 + part_of(model_type, 2)
+    swarm = InProcessSwarm(tmp_path, tolerance=ROUNDS_DIFFERENTLY.get(model_type, 0.0), num_offloaded=num_offloaded)
+    assert {check.__name__: problem for check in CHECKS if (problem := check(local, swarm)) is not None} == {}
 
 
 def test_as_many_as_promised() -> None:

@@ -67,6 +67,13 @@ class BlockSlots(nn.ModuleList):
         """A hosted block itself."""
         return self.get_submodule(str(block_idx))
 
+    def adopt(self, block: nn.Module) -> None:
+        """Host one block more: the one after the last."""
+        self.add_module(str(self.hosted.end), block)
+        self.hosted = Span(self.hosted.start, self.hosted.end + 1)
+        self._routes.clear()
+        self._entries = self._list(self.hosted)
+
     def begin(
         self, span: Span, hidden: Tensor, observer: Observer | None = None, recorder: Recorder | None = None
     ) -> None:

@@ -38,6 +38,10 @@ class BlocksConfig(ModelConfig):
     and int2 changes the text much. What the checkpoint has in few bits stays as it is."""
     device: str = "auto"
     """Torch device; auto = cuda if there is one, else cpu."""
+    offload: int | None = 0
+    """How many blocks to keep out of the device's memory but while they compute: in host memory if the device is a GPU,
+    on disk if it is a CPU. auto = as many of those asked for as don't fit. Steps then wait for copies, so it is for
+    prompts and batches more than for texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +152,21 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
         if self.reachability == "private" and self.new_swarm:
             raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
+        self._require_offload()
         self._require_blocks_and_record()
         self._require_swarm()
+
+    def _require_offload(self) -> None:
+        """Raises ConfigurationError unless so many blocks can be offloaded."""
+        if self.offload is not None and (self.offload < 0 or self.offload == 1):
+            raise ConfigurationError(
+                f"offload must be 0 (none), auto, or at least 2, not {self.offload}: one of them is always in memory"
+            )
+        start, end = self.block_indices or (0, self.num_blocks or 0)
+        if (self.offload or 0) > end - start > 0:
+            raise ConfigurationError(f"of {end - start} blocks, {self.offload} can't be offloaded")
+        if self.offload is None and end - start == 0:
+            raise ConfigurationError("say with --num_blocks or --block_indices how many blocks --offload auto is about")
 
     def _require_blocks_and_record(self) -> None:
         """Raises ConfigurationError unless there can be such blocks, and peers would take a record of them."""

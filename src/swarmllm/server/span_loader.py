@@ -4,7 +4,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -27,6 +29,7 @@ from swarmllm.server.device.memory import (
     cache_room,
     free_bytes,
     num_blocks_that_fit,
+    num_to_offload,
     usable_bytes,
 )
 from swarmllm.server.device.scheduler import Priority
@@ -102,15 +105,24 @@ class SpanLoader:
         return span
 
     def _num_blocks_that_fit(self, sizes: list[int]) -> int:
-        num_tokens = min(self._config.attn_cache_tokens, COUNTED_TOKENS)
-        cache_bytes = num_tokens * cache_bytes_per_token(self._checkpoint.config, self.dtype)
-        num_blocks = num_blocks_that_fit(sizes, cache_bytes, self._usable_bytes)
+        num_blocks = num_blocks_that_fit(sizes, self._cache_bytes(), self._usable_bytes, self._config.offload or 0)
         if num_blocks == 0:
             raise ConfigurationError(
                 f"not even one block fits into the memory of {self.device}: it takes {max(sizes) / 1e9:.2f} GB, "
                 f"{self._usable_bytes / 1e9:.2f} GB may be used"
             )
         return num_blocks
+
+    def _cache_bytes(self) -> int:
+        """What each block is counted with for sessions."""
+        num_tokens = min(self._config.attn_cache_tokens, COUNTED_TOKENS)
+        return num_tokens * cache_bytes_per_token(self._checkpoint.config, self.dtype)
+
+    def _num_offloaded(self, span: Span) -> int:
+        if self._config.offload is not None:
+            return self._config.offload
+        sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)[span.start : span.end]
+        return num_to_offload(sizes, self._cache_bytes(), self._usable_bytes)
 
     async def load(self, span: Span) -> Loaded:
         """Load and measure these blocks.
@@ -131,6 +143,7 @@ class SpanLoader:
 
     def _load(self, span: Span) -> Loaded:
         self._check_files()
+        num_offloaded = self._num_offloaded(span)
         blocks = load_block_span(
             self._checkpoint,
             span,
@@ -138,7 +151,12 @@ class SpanLoader:
             device=self.device,
             quantization=self.quantization,
             progress=sys.stderr.isatty(),
+            num_offloaded=num_offloaded,
+            offload_dir=Path(self._config.cache_dir or own_cache_dir()),
         )
+        if num_offloaded:
+            where = "on disk" if self.device.type == "cpu" else "in host memory"
+            logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
         self._check_files()  # or they may be of both
         self.adapters.load(blocks)
         inputs = InputChecks(blocks)

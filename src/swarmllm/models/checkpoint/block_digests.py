@@ -36,14 +36,14 @@ class BlockDigests:
         self._beside.shutdown(cancel_futures=True)
 
     def expect(self, model: PreTrainedModel, parameters: Mapping[str, str]) -> None:
-        """Which weights are going to be read, and as which parameters of the model.
+        """Which weights are going to be read, and as which parameters of the model. More than once for more models.
 
         Buffers don't count: some versions of transformers read what others compute.
         """
         blocks = find_blocks(model).blocks
         prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)
         inside = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
-        self._block_of = {
+        self._block_of |= {
             weight: int(name.removeprefix(prefix).partition(".")[0])
             for weight, name in parameters.items()
             if name in inside

@@ -9,7 +9,7 @@ Used by `weight` and `loading`.
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -133,16 +133,25 @@ class Packed:
 
 
 class _Linear(torch.autograd.Function):
-    """The weight has no gradient, and nothing is kept but the weight itself."""
+    """The weight has no gradient, and nothing is kept but the weight itself.
+
+    Its tensors are saved as autograd saves all others, so that hooks for these see them (`span/offload`).
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Packed) -> Tensor:
-        ctx.weight = weight
+        tensors = weight.tensors()
+        ctx.rebuilt = functools.partial(_rebuilt, type(weight), tuple(tensors), weight.dtype)
+        ctx.save_for_backward(*tensors.values())
         return weight.multiply(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.weight.multiply_transposed(grads[0]), None
+        return ctx.rebuilt(ctx.saved_tensors).multiply_transposed(grads[0]), None
+
+
+def _rebuilt(form: type[Packed], names: Sequence[str], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Packed:
+    return form(**dict(zip(names, tensors, strict=True)), dtype=dtype)
 
 
 def _computing_dtype(inputs: Tensor) -> torch.dtype:

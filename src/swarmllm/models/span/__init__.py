@@ -2,6 +2,7 @@
 
 loading           blocks [a, b), read from a checkpoint
 block_span        those blocks, one call after the other
+offload           those of them that are in memory only while they compute
 span_cache        their KV cache
 cache_layer       keys and values of one block, in buffers that grow
 inner_recording   what passes between its blocks, for those who ask

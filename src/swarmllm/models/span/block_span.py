@@ -33,6 +33,7 @@ from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.quantization.whole import Whole
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
+from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.span_cache import SpanCache
 
 MOST_PADDING = 16
@@ -43,9 +44,13 @@ _PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
 class BlockSpan:
     """The hosted blocks `[span.start, span.end)` of one model."""
 
-    def __init__(self, model: PreTrainedModel, span: Span, digests: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, span: Span, digests: str, offloaded: OffloadedBlocks | None = None
+    ) -> None:
         """`model` has been pruned by `prune_to_span(span)`; `probes.probe` fills in what it finds."""
         self.span = span
+        self.offloaded = offloaded
+        """Those whose weights aren't in memory all the time; None if all are."""
         self.stack = decoder_stack(model)
         slots = find_blocks(model).blocks
         assert isinstance(slots, BlockSlots)
@@ -152,9 +157,12 @@ class BlockSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all weights that are here."""
+        """Memory that the weights take."""
         tensors = (*self.stack.parameters(), *self.stack.buffers())
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        if self.offloaded is not None:
+            storages |= self.offloaded.slots()
+        return sum(storages.values())
 
     def new_cache(self, span: Span | None = None, *, record_past: bool = False) -> SpanCache:
         """An empty cache for `span` (default: all hosted blocks); `record_past` for sessions that will roll back.
@@ -185,7 +193,7 @@ class BlockSpan:
             if getattr(inputs, name) is None:
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
         if cache is None:
-            with self.adapted(inputs, span):
+            with self.adapted(inputs, span), self._saved_for_backward():
                 return self.run(inputs, span, self._with_prefix(None, inputs, span))
         with torch.inference_mode(), self.adapted(inputs, span, cache.position):
             output = self.run(inputs, span, self._with_prefix(cache, inputs, span))
@@ -195,6 +203,11 @@ class BlockSpan:
     def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
         """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
         return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span, past)
+
+    def _saved_for_backward(self) -> AbstractContextManager[None]:
+        if self.offloaded is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.offloaded.saved_for_backward()
 
     def _with_prefix(self, cache: SpanCache | None, inputs: BlockInputs, span: Span) -> SpanCache | None:
         """The cache, or a new one for this call alone, with the adapter's prefix before a text that begins."""

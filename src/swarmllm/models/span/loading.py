@@ -1,13 +1,17 @@
 """Blocks of a checkpoint: read, with no other large tensor. Called by the server, in its device thread."""
 
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import blocks_class
+from swarmllm.models.architecture import blocks_class, find_blocks
+from swarmllm.models.block_slots import BlockSlots
 from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
@@ -24,6 +28,7 @@ from swarmllm.models.quantization.check import check_quantized
 from swarmllm.models.quantization.loading import LoadingConfig
 from swarmllm.models.quantization.whole import hold_whole
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probes import probe
 
 
@@ -41,28 +46,52 @@ def load_block_span(
     device: torch.device | str = "cpu",
     quantization: Quantization = FULL_PRECISION,
     progress: bool = True,
+    num_offloaded: int = 0,
+    offload_dir: Path | None = None,
 ) -> BlockSpan:
     """Read the blocks of `span`, and nothing else of weight, from the checkpoint; dtype None = as the config says.
 
+    `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
+    in `offload_dir`, or where temporary files are.
+
     Raises:
-        ConfigurationError: the model has no such blocks, or it can't quantize them that way.
+        ConfigurationError: the model has no such blocks, it can't quantize them that way, or there is no room for those
+            that are to be offloaded.
         UnsupportedModelError: it can't be split, or not there.
         WeightsError: its files are missing, damaged or of another model.
     """
     if span.end > checkpoint.num_blocks:
         raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
+    if num_offloaded and not 1 < num_offloaded <= len(span):
+        raise ConfigurationError(
+            f"of {len(span)} blocks, 2 to {len(span)} can be offloaded, not {num_offloaded}: one of them is in memory "
+            "at any time"
+            if len(span) > 1
+            else "a single block can't be offloaded, as it is needed in memory all the time: serve more of them"
+        )
     dtype = dtype or checkpoint.stored_dtype()
     options: dict[str, Any] = {}
     if quantization != FULL_PRECISION or checkpoint.comes_packed:
         options["quantization_config"] = LoadingConfig(quantization, torch.device(device), checkpoint.comes_packed)
 
+    def read(part: Span, unused: Collection[str], digests: BlockDigests, *, progress: bool) -> PreTrainedModel:
+        cls = pruned(blocks_class(checkpoint.config), prune_to_span(part, unused))
+        model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
+        hold_whole(model)
+        check_quantized(model.modules())
+        return model
+
     def load(unused: Collection[str]) -> BlockSpan:
-        cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
+        offloaded = None
         with separate_weights(), BlockDigests() as digests:
-            model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
-            hold_whole(model)
-            check_quantized(model.modules())
-            blocks = BlockSpan(model, span, digests.of(span))
+            if num_offloaded:
+                # One after the other: they may be more than fit into memory at once.
+                offloaded = OffloadedBlocks(torch.device(device), offload_dir or Path(tempfile.gettempdir()))
+                parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)
+                model = _joined(parts, span, offloaded, num_offloaded)
+            else:
+                model = read(span, unused, digests, progress=progress)
+            blocks = BlockSpan(model, span, digests.of(span), offloaded)
             probe(blocks)
             return blocks
 
@@ -73,3 +102,23 @@ def load_block_span(
         if unused:  # perhaps one of those parts is called between the blocks
             return load(())
         raise
+
+
+def _joined(
+    parts: Iterable[PreTrainedModel], span: Span, offloaded: OffloadedBlocks, num_offloaded: int
+) -> PreTrainedModel:
+    """One model of models with a block each, some of which are offloaded as they come."""
+    chosen = {span.start + place for place in spread(len(span), num_offloaded)}
+    whole: PreTrainedModel | None = None
+    for block_idx, part in zip(span, parts, strict=True):
+        slots = find_blocks(part).blocks
+        assert isinstance(slots, BlockSlots)
+        block = slots.block(block_idx)
+        if block_idx in chosen:
+            offloaded.take(block_idx, block)
+        if whole is None:
+            whole, first = part, slots
+        else:
+            first.adopt(block)
+    assert whole is not None
+    return whole

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import is_encoder, text_config
+from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes
 
 FREE_SHARE = 0.8
@@ -73,10 +74,23 @@ def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return int(getattr(config, "num_key_value_heads", None) or heads) * 2 * head_size * dtype.itemsize
 
 
-def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: int) -> int:
-    """How many blocks fit, each with this much cache; one also with less; 0 if not even that."""
-    num_blocks = usable // (max(block_bytes) + cache_bytes)
-    return min(max(num_blocks, int(usable >= max(block_bytes))), len(block_bytes))
+def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int = 0) -> int:
+    """How many blocks fit, each with this much cache; one also with less; 0 if not even that.
+
+    Offloaded ones take no memory but for those that are there while they compute.
+    """
+    largest = max(block_bytes)
+    usable_with_them = usable + (num_offloaded - num_slots(num_offloaded)) * largest
+    num_blocks = usable_with_them // (largest + cache_bytes)
+    return min(max(num_blocks, int(usable >= largest)), len(block_bytes))
+
+
+def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) -> int:
+    """How many of these blocks must be offloaded so that all of them fit with this much cache each; all if none do."""
+    for number in range(len(block_bytes)):
+        if number != 1 and num_blocks_that_fit(block_bytes, cache_bytes, usable, number) == len(block_bytes):
+            return number
+    return len(block_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,265 @@
+"""Blocks whose weights lie outside the memory that computes, and are there only while they are needed.
+
+Pinned host memory holds those of a GPU, a file those of a processor. Each block is one flat buffer there, and comes
+into one of a few slots of the device as a whole: the next one while one computes (peer memory pooling, EnergonAI,
+section 4.4). A block that has left its slot is NaN, so that whoever reads it nevertheless is noticed.
+
+Autograd would keep views of slots for the backward, which by then hold another block: what it keeps is the name of the
+block and the place in it instead, and the backward fetches it again. Made by `loading`, used by `BlockSpan`.
+"""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from swarmllm.errors import ConfigurationError
+
+SLOTS = 2
+"""Most blocks of these on the device at a time: one that computes, and one that is on its way."""
+ALIGNMENT = 256
+"""What any tensor may begin at."""
+
+
+def num_slots(num_offloaded: int) -> int:
+    """As many as `SLOTS`, but fewer than blocks: else nothing would be won."""
+    return min(SLOTS, max(num_offloaded - 1, 0))
+
+
+def spread(num_blocks: int, num_offloaded: int) -> list[int]:
+    """Which blocks of a span to offload: evenly between the others, whose computing hides the copies."""
+    return [(place + 1) * num_blocks // num_offloaded - 1 for place in range(num_offloaded)]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor lies in the flat buffer of its block."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor in a flat buffer of bytes, which begins where any tensor may."""
+        whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return whole.as_strided(self.shape, self.stride, self.start // self.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    tensors: list[Tensor]
+    """Its parameters and buffers, whose data are exchanged."""
+    absent: list[Tensor]
+    """What they hold while the block is elsewhere."""
+    places: list[_Place]
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory of the device for one block."""
+
+    flat: Tensor
+    block_idx: int | None = None
+    arrived: Callable[[], object] = lambda: None
+    """Waits until the block is there; raises what went wrong on its way."""
+
+
+class _Home(Protocol):
+    """Where blocks lie."""
+
+    def keep(self, block_idx: int, flat: Tensor) -> None:
+        """Take in a block."""
+
+    def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
+        """Begin to copy a block to `slot`, once what computes with the slot has ended; returns what waits for it."""
+
+
+class _File:
+    """On disk, for processors: a file without a name, which is gone as soon as the process is."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as there are blocks
+        weakref.finalize(self, self._file.close)
+        self._starts: dict[int, int] = {}
+
+    def keep(self, block_idx: int, flat: Tensor) -> None:
+        self._starts[block_idx] = self._file.seek(0, 2)
+        left = flat.numpy().data
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise ConfigurationError(
+                f"the blocks that --offload takes out of memory can't be written to {self._directory} "
+                f"({error.strerror}): make room there, or name another directory with --cache_dir"
+            ) from error
+
+    def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
+        reader = ThreadPoolExecutor(1, thread_name_prefix="swarmllm-offload")
+        reading = reader.submit(self._read, self._starts[block_idx], slot.numpy().data)
+        reader.shutdown(wait=False)  # its thread ends with the copy: none is left for longer than blocks are
+        return reading.result
+
+    def _read(self, start: int, left: memoryview) -> None:
+        while left:
+            count = os.preadv(self._file.fileno(), [left], start)
+            if not count:
+                raise OSError(f"the file of offloaded blocks in {self._directory} ends too early")
+            start, left = start + count, left[count:]
+
+
+class _PinnedMemory:
+    """In host memory, for a GPU, which copies beside computing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._flats = device, dict[int, Tensor]()
+        self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def keep(self, block_idx: int, flat: Tensor) -> None:
+        self._flats[block_idx] = flat.pin_memory()
+
+    def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copying):
+            slot.copy_(self._flats[block_idx], non_blocking=True)
+            arrived = self._copying.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(arrived)
+
+
+class OffloadedBlocks:
+    """Some blocks of a span. `take` gets them one after the other while they are loaded; used by the device thread."""
+
+    def __init__(self, device: torch.device, directory: Path) -> None:
+        """`directory` is for the file, if there is to be one."""
+        self._device = device
+        self._home: _Home = _PinnedMemory(device) if device.type == "cuda" else _File(directory)
+        self._blocks: dict[int, _Block] = {}
+        self._slots: list[_Slot] = []
+        """The one that was used last at the end."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def slots(self) -> dict[int, int]:
+        """The device's memory for all of them: where each piece begins, and its bytes."""
+        return {slot.flat.data_ptr(): slot.flat.nbytes for slot in self._slots}
+
+    def take(self, block_idx: int, block: nn.Module) -> None:
+        """Move a block's weights out of memory; from now on they come when it is called.
+
+        Raises:
+            ConfigurationError: there is no room for them.
+        """
+        tensors = list({id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())}.values())
+        places, end = [], 0
+        for tensor in tensors:
+            stride = torch.empty_like(tensor, device="meta").stride()  # its own, where there are no holes in it
+            places.append(_Place(end, tensor.dtype, tensor.shape, stride))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        flat = torch.zeros(end, dtype=torch.uint8)
+        for place, tensor in zip(places, tensors, strict=True):
+            place.view(flat).copy_(tensor.detach())
+        self._home.keep(block_idx, flat)
+        kept = _Block(tensors, [_absent(tensor, self._device) for tensor in tensors], places, end)
+        self._blocks[block_idx] = kept
+        _point(tensors, kept.absent)
+        block.register_forward_pre_hook(partial(self._enter, block_idx))
+
+    def _enter(self, block_idx: int, *_: Any) -> None:
+        """The block computes now, and the one after it is likely to be next."""
+        slot = self._here(block_idx)
+        block = self._blocks[block_idx]
+        _point(block.tensors, [place.view(slot.flat) for place in block.places])
+        self._expect(self._neighbour(block_idx, 1))
+
+    @contextmanager
+    def saved_for_backward(self) -> Iterator[None]:
+        """Within, autograd keeps what of these blocks it needs by name."""
+        with torch.autograd.graph.saved_tensors_hooks(self._name, self._named):
+            yield
+
+    def _name(self, tensor: Tensor) -> Tensor | tuple[int, _Place]:
+        storage = tensor.untyped_storage().data_ptr()
+        for slot in self._slots:
+            if slot.flat.data_ptr() == storage and slot.block_idx is not None:
+                start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+                return slot.block_idx, _Place(start, tensor.dtype, tensor.shape, tensor.stride())
+        return tensor.detach()  # itself would keep its graph alive, which keeps it
+
+    def _named(self, saved: Tensor | tuple[int, _Place]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        block_idx, place = saved
+        slot = self._here(block_idx)
+        self._expect(self._neighbour(block_idx, -1))
+        return place.view(slot.flat)
+
+    def _here(self, block_idx: int) -> _Slot:
+        """The slot in which the block is, or comes now."""
+        slot = self._fetched(block_idx)
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        try:
+            slot.arrived()
+        except BaseException:
+            slot.block_idx = None
+            raise
+        return slot
+
+    def _expect(self, block_idx: int) -> None:
+        """Begin to fetch a block, if there is a slot for it beside the one in use."""
+        if len(self._slots) > 1:
+            self._fetched(block_idx)
+
+    def _fetched(self, block_idx: int) -> _Slot:
+        if not self._slots:
+            size = max(block.num_bytes for block in self._blocks.values())
+            self._slots = [
+                _Slot(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(num_slots(len(self)))
+            ]
+        for slot in self._slots:
+            if slot.block_idx == block_idx:
+                return slot
+        slot = self._slots[0]
+        self._leave(slot)
+        slot.arrived = self._home.fetch(block_idx, slot.flat[: self._blocks[block_idx].num_bytes])
+        slot.block_idx = block_idx
+        return slot
+
+    def _leave(self, slot: _Slot) -> None:
+        """The block in this slot is elsewhere from now on."""
+        if slot.block_idx is None:
+            return
+        before = self._blocks[slot.block_idx]
+        _point(before.tensors, before.absent)
+        slot.block_idx = None
+        with suppress(Exception):  # what nobody waits for fails nobody
+            slot.arrived()  # two copies to one place would mix
+
+    def _neighbour(self, block_idx: int, step: int) -> int:
+        order = sorted(self._blocks)
+        return order[(order.index(block_idx) + step) % len(order)]
+
+
+def _absent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Of the same shape, with next to no memory: NaN, or 0 where there are no such numbers."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _point(tensors: list[Tensor], data: list[Tensor]) -> None:
+    for tensor, new in zip(tensors, data, strict=True):
+        tensor.data = new
