@@ -145,7 +145,7 @@ def test_calls_in_any_order(
 def test_formats(model_type: str, quant_type: str, tmp_path: Path) -> None:
     """Packed weights, transposed ones, fused experts. Where blocks share weights, these are packed in a block alone."""
     save_tiny(model_type, tmp_path)
-    dtype = [torch.float32, torch.bfloat16][turn_of(COMMIT, 2)]
+    dtype = [torch.float32, torch.bfloat16][turn_of(COMMIT, 2) - 1]
     options = {"quantization": Quantization(quant_type, smallest=0), "dtype": dtype}
     spans = [load(tmp_path, number, **options) for number in (0, 2, NUM_BLOCKS)]
     embeds = torch.randn(2, 6, spans[0].embedding_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
