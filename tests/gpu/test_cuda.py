@@ -35,10 +35,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(directory: Path, device: str, dtype: torch.dtype, quant_type: str = "none") -> BlockSpan:
-    checkpoint = open_checkpoint(str(directory))
-    quantization = Quantization(quant_type, smallest=0)
-    return load_block_span(checkpoint, SPAN, dtype=dtype, device=device, quantization=quantization, progress=False)
+def load(
+    directory: Path, device: str, dtype: torch.dtype, quant_type: str = "none", num_offloaded: int = 0
+) -> BlockSpan:
+    return load_block_span(
+        open_checkpoint(str(directory)),
+        SPAN,
+        dtype=dtype,
+        device=device,
+        quantization=Quantization(quant_type, smallest=0),
+        progress=False,
+        num_offloaded=num_offloaded,
+    )
 
 
 def inputs(seq_len: int, dtype: torch.dtype, device: str, seed: int = 0) -> BlockInputs:
@@ -71,6 +79,25 @@ def test_gradients_as_on_the_cpu(directory: Path, quant_type: str) -> None:
         assert given.hidden_states.grad is not None
         gradients.append(given.hidden_states.grad.float().cpu())
     assert relative_error(gradients[1], gradients[0]) < 2 * TOLERANCE[quant_type]
+
+
+@pytest.mark.parametrize("num_offloaded", [2, 4])
+@pytest.mark.parametrize("quant_type", list(TOLERANCE))
+def test_offloaded_blocks_are_those_that_stay(directory: Path, quant_type: str, num_offloaded: int) -> None:
+    """Steps one right after the other, and a backward after forwards that have used the same slots."""
+    outcomes = []
+    for number in (0, num_offloaded):
+        blocks = load(directory, "cuda", torch.bfloat16, quant_type, number)
+        given = inputs(12, torch.bfloat16, "cuda")
+        given.hidden_states.requires_grad_(True)
+        output = blocks.forward(given)
+        with torch.inference_mode():
+            cache = blocks.new_cache()
+            steps = [blocks.forward(inputs(1, torch.bfloat16, "cuda", seed), cache=cache) for seed in range(20)]
+        output.float().square().sum().backward()
+        assert given.hidden_states.grad is not None
+        outcomes.append(torch.cat([output.detach(), given.hidden_states.grad, *steps], dim=1).cpu())
+    assert torch.equal(*outcomes)
 
 
 def test_packed_steps_are_those_of_each_session_alone(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Servers with more blocks than memory: the same tokens and gradients, and what is asked for is done or refused."""
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -13,46 +14,106 @@ from swarm_models import NUM_BLOCKS, OPTIONS, connected, generate_seeded, prompt
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.errors import SwarmError
+from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.server.__main__ import parse_config
 
 HALF = NUM_BLOCKS // 2
+ASKED = ["--model", "M", "--new_swarm"]
 
 
 @pytest.fixture(scope="module")
-def swarm(llama: Path) -> Iterator[LocalSwarm]:
-    """All blocks of one server are offloaded, two of another, none of the third and of the fourth."""
-    with LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], offload=NUM_BLOCKS, **OPTIONS) as swarm:
-        swarm.add_server(block_indices=(HALF, NUM_BLOCKS), offload=2, **OPTIONS)
+def swarm(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    """All blocks of one server are offloaded, and two of the other's."""
+    options = {"cache_dir": str(tmp_path_factory.mktemp("cache")), **OPTIONS}
+    with LocalSwarm(llama, spans=[(0, HALF)], offload=HALF, **options) as swarm:
+        swarm.add_server((HALF, NUM_BLOCKS), offload=2)
         yield swarm
 
 
-def test_tokens_of_several_texts(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {}), (3, {"num_beams": 3}), (2, {"do_sample": True}), (1, {"prompt_lookup_num_tokens": 3})],
+)
+def test_tokens(llama: Path, swarm: LocalSwarm, local: PreTrainedModel, rows: int, options: dict[str, Any]) -> None:
     with connected(llama, swarm.initial_peers) as model:
-        for rows, options in ((1, {}), (3, {"num_beams": 3}), (2, {"do_sample": True})):
-            ids = prompt(rows, 9)
-            expected = generate_seeded(local, ids, max_new_tokens=8, **options)
-            assert generate_seeded(model, ids, max_new_tokens=8, **options).tolist() == expected.tolist()
+        ids = prompt(rows, 9)
+        expected = generate_seeded(local, ids, max_new_tokens=8, **options)
+        assert generate_seeded(model, ids, max_new_tokens=8, **options).tolist() == expected.tolist()
 
 
 def test_gradients_of_an_adapter(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
     ids = prompt(3, 12)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
 
     def gradients(model: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        adapted = peft.get_peft_model(model, config)
-        adapted(input_ids=ids, labels=ids).loss.backward()
-        return {name: one.grad for name, one in adapted.named_parameters() if one.requires_grad}
+        adapted = peft.get_peft_model(model, copy.deepcopy(config))
+        found = {}
+        for seed in range(2):
+            adapted(input_ids=prompt(3, 12, seed=seed), labels=ids).loss.backward()
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                found[name] = parameter.grad
+        return found
 
+    expected = gradients(copy.deepcopy(local))
     with connected(llama, swarm.initial_peers) as model:
         found = gradients(model)
-    expected = gradients(local)
-    assert len(found) == len(expected) > 0
-    try:
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient)
-    finally:
-        local.unload() if hasattr(local, "unload") else None
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_one_is_killed_in_mid_text(llama: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
+    expected = generate_seeded(local, prompt(), max_new_tokens=12)
+    doomed = swarm.add_server((0, HALF), offload=2)
+    with connected(llama, swarm.initial_peers) as model, model.inference_session(max_length=64) as session:
+        begun = generate_seeded(model, prompt(), max_new_tokens=4)
+        used = [hop.server.peer_id for hop in session.route]
+        other = next(server for server in swarm.servers if server.span.start == 0 and server is not doomed)
+        victim = doomed if doomed.peer_id in used else other
+        os.kill(victim.pid, signal.SIGSTOP)
+        victim.kill()
+        found = generate_seeded(model, begun, max_new_tokens=8)
+        assert session.num_repairs >= 1
+    assert found.tolist() == expected.tolist()
+
+
+def test_as_many_as_do_not_fit(llama: Path, local: PreTrainedModel) -> None:
+    """Of a server that is told what it may use: the blocks are served, and no more memory is promised than there is."""
+    config, num_tokens = local.config, 512
+    block = 4 * sum(parameter.numel() for parameter in local.model.layers[0].parameters())
+    cache = num_tokens * NUM_BLOCKS * 2 * config.num_key_value_heads * config.head_dim * 4
+    limit = (4 * block + cache) / 2**30
+    options = {"max_memory": f"{limit:.7f}", "attn_cache_tokens": num_tokens, "prefix_cache_tokens": 0, **OPTIONS}
+    with pytest.raises(SwarmError, match="serve fewer"):
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], **options).start()
+    with (
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], offload="auto", **options) as swarm,
+        connected(llama, swarm.initial_peers) as model,
+    ):
+        assert "of the 8 blocks are on disk" in swarm.servers[0].log_path.read_text()
+        generated = generate_seeded(model, prompt(), max_new_tokens=4)
+    assert generated.tolist() == generate_seeded(local, prompt(), max_new_tokens=4).tolist()
+
+
+def test_what_is_read() -> None:
+    assert parse_config(ASKED).offload == 0
+    assert parse_config([*ASKED, "--num_blocks", "4", "--offload", "auto"]).offload is None
+    assert parse_config([*ASKED, "--block_indices", "2:5", "--offload", "3"]).offload == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--offload", "1"], "0 .none., auto, or at least 2"),
+        (["--offload", "-2"], "0 .none., auto, or at least 2"),
+        (["--offload", "auto"], "say with --num_blocks or --block_indices"),
+        (["--offload", "5", "--num_blocks", "4"], "of 4 blocks, 5 can't be offloaded"),
+        (["--offload", "5", "--block_indices", "2:5"], "of 3 blocks, 5 can't be offloaded"),
+    ],
+)
+def test_what_is_refused(flags: list[str], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        parse_config([*ASKED, *flags])
