@@ -19,6 +19,7 @@ from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.device.accelerator import accelerator_of
 from swarmllm.server.device.device import resolve_device
 from swarmllm.server.device.executor import Executor
 from swarmllm.server.device.memory import (
@@ -87,6 +88,7 @@ class SpanLoader:
         self.executor = executor
         self._last: _Measured | None = None
         self.device = resolve_device(config.device)
+        executor.thread.accelerator = accelerator_of(self.device)
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)

@@ -63,13 +63,15 @@ class InnerRecording:
         result = block()
         hidden, *others = result if isinstance(result, tuple) else (result,)
         if block_idx in inner.outputs:
-            inner.found[block_idx] = hidden.detach().clone()  # some models go on in place
+            inner.found[block_idx] = hidden.detach().to("cpu", copy=True)  # some models go on in place
         if inner.attentions:
             maps: list[Map] = [(block_idx, 0, weights) for weights in collected[num_before:]]
             returned = enumerate(others[:MAX_PLACE], start=1)
             if not maps:
                 maps = [(block_idx, place, one) for place, one in returned if isinstance(one, Tensor)]
-            inner.maps[block_idx] = [(idx, place, weights.detach().clone()) for idx, place, weights in maps]
+            inner.maps[block_idx] = [
+                (idx, place, weights.detach().to("cpu", copy=True)) for idx, place, weights in maps
+            ]
         return result
 
     def check(self, inputs: BlockInputs, past: int) -> None:

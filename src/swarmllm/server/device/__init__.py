@@ -9,6 +9,7 @@ precedence     what some may cost those who come first
 burst_wait     whether it waits a moment for more decode steps
 niceness       how it gives way to the owner's programs
 load_meter     how busy it is
+accelerator    a device that computes beside the thread
 device         what the server computes on
 memory         how many blocks, and how much cache, its memory takes
 """

@@ -13,8 +13,10 @@ from functools import partial
 from typing import cast
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swarmllm.errors import ServerOutOfMemoryError
+from swarmllm.server.device.accelerator import Accelerator
 from swarmllm.server.device.burst_wait import BurstWait
 from swarmllm.server.device.calls import UNFINISHED, Call, joined, outcome_of, outcomes_of
 from swarmllm.server.device.device import lost_context, out_of_memory
@@ -57,6 +59,8 @@ class DeviceThread:
         self._on_settled, self._on_death = on_settled, on_death
         self.on_out_of_memory: Callable[[], None] | None = None
         """Called in the device thread after calls that failed for lack of memory."""
+        self.accelerator: Accelerator | None = None
+        """What blocks are on, if that isn't the processor itself."""
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -153,7 +157,7 @@ class DeviceThread:
             return
         for call, _ in pieces:
             call.started_at = call.started_at or now
-        outcomes = outcomes_of(pieces)
+        outcomes = self._fetched(outcomes_of(pieces))
         ended_at = time.perf_counter()
         self._meter.num_failures += sum(isinstance(outcome, BaseException) for outcome in outcomes)
         if pieces[0][0].step is not None:
@@ -170,6 +174,19 @@ class DeviceThread:
         if self.on_out_of_memory and any(isinstance(outcome, ServerOutOfMemoryError) for _, outcome in settled):
             outcome_of(self.on_out_of_memory)
         self._on_settled(settled)
+
+    def _fetched(self, outcomes: list[object]) -> list[object]:
+        """The same when the device has computed them, with all tensors in host memory; or why it couldn't."""
+        if self.accelerator is None:
+            return outcomes
+        leaves, structure = tree_flatten(outcomes)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        copies = outcome_of(partial(self.accelerator.fetch, [leaves[place] for place in places]))
+        if isinstance(copies, BaseException):
+            return [outcome if isinstance(outcome, BaseException) else copies for outcome in outcomes]
+        for place, copy in zip(places, cast(list[Tensor], copies), strict=True):
+            leaves[place] = copy
+        return cast(list[object], tree_unflatten(leaves, structure))
 
     def _settled(self, outcomes: Iterable[tuple[Call, object]]) -> Settled:
         """Those that are done or have failed; the scheduler has no more of them."""

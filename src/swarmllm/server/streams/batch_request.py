@@ -109,10 +109,9 @@ class _BatchRequest:
         turns = await self._turns(span, adapter, pushed, inner)
         account = serving.limits.standing.account(self.stream.peer_id)
         timed = await serving.executor.run_in_turns(turns, Priority.BATCH, account)
-        result = timed.value
-        if isinstance(result, Batch):
-            serving.batches.put(self.stream.peer_id, header.id, result)
-            result = {"hidden_states": result.outputs}
+        kept, result = timed.value
+        if kept is not None:
+            serving.batches.put(self.stream.peer_id, header.id, kept)
         sent = None
         if header.target is not None:
             tensor = result["hidden_states"]
@@ -126,13 +125,13 @@ class _BatchRequest:
 
     async def _turns(
         self, span: Span, adapter: BlockAdapter | None, pushed: Mapping[str, Tensor], inner: InnerStates | None
-    ) -> Turns[Batch | dict[str, Tensor]]:
-        """What the device thread is to do for this request."""
+    ) -> Turns[tuple[Batch | None, dict[str, Tensor]]]:
+        """What the device thread is to do for this request: the batch that is kept for a backward, and the answer."""
         header, message, serving = self.header, self.message, self.serving
         blocks, checks = serving.blocks, serving.inputs
         if header.forward is not None:
             grad_outputs = await off_loop(partial(checks.read_gradient, header, message, pushed), message)
-            return serving.batches.take(self.stream.peer_id, header.forward).gradients(grad_outputs)
+            return _nothing_kept(serving.batches.take(self.stream.peer_id, header.forward).gradients(grad_outputs))
         inputs, given = await off_loop(partial(checks.read, header, message, pushed), message)
         axis = blocks.traits.batch_axis
         if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
@@ -142,8 +141,19 @@ class _BatchRequest:
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
         short_turns = len(serving.sessions) > 0
+        if message.type == MessageType.FORWARD and header.keep:
+            return _kept(record(blocks, inputs, span, short_turns=short_turns))
         if message.type == MessageType.FORWARD:
-            return (record if header.keep else forward)(blocks, inputs, span, short_turns=short_turns)
+            return _nothing_kept(forward(blocks, inputs, span, short_turns=short_turns))
         if given is None:
             raise RemoteProtocolError("BACKWARD needs grad_outputs")
-        return gradients(blocks, inputs, span, given, short_turns=short_turns)
+        return _nothing_kept(gradients(blocks, inputs, span, given, short_turns=short_turns))
+
+
+def _kept(turns: Turns[Batch]) -> Turns[tuple[Batch, dict[str, Tensor]]]:
+    batch = yield from turns
+    return batch, {"hidden_states": batch.outputs}
+
+
+def _nothing_kept(turns: Turns[dict[str, Tensor]]) -> Turns[tuple[None, dict[str, Tensor]]]:
+    return None, (yield from turns)
