@@ -138,7 +138,8 @@ class _Proxies:
             writer.close()
             return
         for end in (writer, back):
-            end.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if (connected := end.transport.get_extra_info("socket")) is not None:  # None if it has hung up already
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             await asyncio.gather(self._pipe(reader, back, links[0]), self._pipe(there, writer, links[1]))
         finally:
