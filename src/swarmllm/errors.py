@@ -107,7 +107,7 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class ServerOverloadedError(PeerError):
-    """The server has no room for this request now."""
+    """The server has no room for this request now, or can't do it for another reason that is its own."""
 
     code = "overloaded"
 

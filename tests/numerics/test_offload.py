@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.selection import COMMIT, sampled, turn_of
 from torch import Tensor
 
 from swarmllm.data_structures import Patch, Span
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, ServerOverloadedError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
@@ -23,7 +24,7 @@ from swarmllm.models.quantization import QUANT_TYPES, Quantization
 from swarmllm.models.span import offload
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.offload import num_slots, spread
+from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
@@ -42,14 +43,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, num_offloaded: int, span: Span = WHOLE, **options: Any) -> BlockSpan:
-    return load_block_span(
-        open_checkpoint(str(directory)),
-        span,
-        progress=False,
-        num_offloaded=num_offloaded,
-        offload_dir=directory / "offloaded",
-        **options,
-    )
+    options = {"progress": False, "offload_dir": directory / "offloaded", **options}
+    return load_block_span(open_checkpoint(str(directory)), span, num_offloaded=num_offloaded, **options)
 
 
 @pytest.fixture(scope="module")
@@ -185,18 +180,19 @@ def test_a_block_that_cannot_be_read_fails_one_call(
     directory: Path, resident: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = load(directory, 4)
-    read = offload._File._read
+    read = os.preadv
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
     inputs = some_inputs(0)
     with torch.no_grad():
         blocks.forward(inputs, Span(0, 1))  # blocks 0 and 1 are there
-        monkeypatch.setattr(offload._File, "_read", fail)
-        with pytest.raises(OSError, match="Input/output error"):
-            blocks.forward(inputs)
-        monkeypatch.setattr(offload._File, "_read", read)
+        for failing, words in [(fail, "Input/output error"), (lambda *_: 0, "the file ends too early")]:
+            monkeypatch.setattr(os, "preadv", failing)
+            with pytest.raises(ServerOverloadedError, match=f"{words}.: use another one"):
+                blocks.forward(inputs)
+        monkeypatch.setattr(os, "preadv", read)
         for _ in range(3):
             outcomes = [blocks.forward(inputs), resident.forward(inputs)]
             if torch.equal(*outcomes):
@@ -237,6 +233,16 @@ def test_a_full_disk_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(offload.tempfile, "TemporaryFile", lambda **_: Full())
     with pytest.raises(ConfigurationError, match=r"No space left on device\): make room there, or .* --cache_dir"):
         load(directory, 2)
+
+
+def test_a_directory_that_cannot_be_made_is_told(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Not a directory.: make room there, or .* --cache_dir"):
+        load(directory, 2, offload_dir=directory / "config.json" / "offloaded")
+
+
+def test_other_devices_are_refused(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="not for meta: leave it out"):
+        OffloadedBlocks(torch.device("meta"), directory)
 
 
 @given(num_blocks=st.integers(2, 200), data=st.data())

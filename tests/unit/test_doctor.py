@@ -67,6 +67,27 @@ def test_memory() -> None:
     assert "--quant_type int4" in tight.text
 
 
+def test_memory_with_offloaded_blocks() -> None:
+    """Each takes 10, its cache 5; of those that are offloaded, two are in memory at a time."""
+    assert machine.memory_finding([10] * 8, 5, 80, 4).text.startswith(
+        "6 of 8 blocks fit with 4 of them offloaded, 2 ma"
+    )
+    assert machine.memory_finding([10] * 8, 5, 80, None).text.startswith("8 of 8 blocks fit with 6 of them offloaded")
+    assert machine.memory_finding([10] * 8, 5, 120, None).text.startswith("8 of 8 blocks fit, the whole model")
+    for num_offloaded, usable in [(9, 500), (4, 20)]:
+        refused = machine.memory_finding([10] * 8, 5, usable, num_offloaded)
+        assert refused.verdict is Verdict.BAD
+        assert "choose a lower --offload" in refused.text
+
+
+@pytest.mark.parametrize("offload", [0, 2, None])
+def test_flags_of_a_server(offload: int | None) -> None:
+    config = DoctorConfig(model=embedded_model_path(), device="cpu", offload=offload)
+    _, memory = machine.check_model(config)
+    assert memory.verdict is Verdict.OK
+    assert config.server().offload == (offload or 0)
+
+
 def test_model() -> None:
     model, memory = machine.check_model(DoctorConfig(model=embedded_model_path(), device="cpu"))
     assert "8 blocks" in model.text

@@ -43,6 +43,7 @@ class DoctorConfig(BlocksConfig, PeerConfig):
             ConfigurationError: they can't work.
         """
         settings = {one.name: getattr(self, one.name) for one in fields(self)}
+        settings["offload"] = self.offload or 0  # auto goes with --num_blocks, which here are all
         return ServerConfig(**settings, new_swarm=not self.initial_peers)
 
 

@@ -72,21 +72,31 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
     yield ok(f"{checkpoint.name}: {checkpoint.num_blocks} blocks, fingerprint {fingerprint(checkpoint)[:12]}")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
-    yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device))
+    yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device), config.offload)
 
 
-def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int) -> Finding:
-    """How many blocks fit, as a server without `--num_blocks` counts them, and how many such machines make a swarm."""
-    num_blocks, fit = len(block_bytes), memory.num_blocks_that_fit(block_bytes, cache_bytes, usable)
+def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int | None = 0) -> Finding:
+    """How many blocks fit, as a server without `--num_blocks` counts them, and how many such machines make a swarm.
+
+    `num_offloaded` None: as many as it takes for the whole model.
+    """
+    if num_offloaded is None:
+        num_offloaded = memory.num_to_offload(block_bytes, cache_bytes, usable)
+    num_blocks, fit = len(block_bytes), memory.num_blocks_that_fit(block_bytes, cache_bytes, usable, num_offloaded)
     sizes = (
         f"one takes {max(block_bytes) / 1e6:.1f} MB, and {cache_bytes / 1e6:.1f} MB for {memory.COUNTED_TOKENS} tokens "
         f"of cache; {usable / 1e9:.2f} GB may be used"
     )
     if fit == 0:
         return bad(f"not even one block fits: {sizes}; end other programs, or choose --quant_type int4, or int3")
+    if num_offloaded > fit:
+        return bad(
+            f"of the {fit} blocks that fit, {num_offloaded} can't be offloaded: {sizes}; choose a lower --offload"
+        )
     machines = -(-num_blocks // fit)
     all_of_them = "the whole model" if machines == 1 else f"{machines} machines like this one hold the model"
-    return ok(f"{fit} of {num_blocks} blocks fit, {all_of_them}: {sizes}")
+    offloaded = f" with {num_offloaded} of them offloaded" if num_offloaded else ""
+    return ok(f"{fit} of {num_blocks} blocks fit{offloaded}, {all_of_them}: {sizes}")
 
 
 def check_disk(config: DoctorConfig) -> Iterator[Finding]:

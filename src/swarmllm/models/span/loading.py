@@ -62,13 +62,8 @@ def load_block_span(
     """
     if span.end > checkpoint.num_blocks:
         raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
-    if num_offloaded and not 1 < num_offloaded <= len(span):
-        raise ConfigurationError(
-            f"of {len(span)} blocks, 2 to {len(span)} can be offloaded, not {num_offloaded}: one of them is in memory "
-            "at any time"
-            if len(span) > 1
-            else "a single block can't be offloaded, as it is needed in memory all the time: serve more of them"
-        )
+    if num_offloaded:
+        _require_offloadable(span, num_offloaded)
     dtype = dtype or checkpoint.stored_dtype()
     options: dict[str, Any] = {}
     if quantization != FULL_PRECISION or checkpoint.comes_packed:
@@ -102,6 +97,18 @@ def load_block_span(
         if unused:  # perhaps one of those parts is called between the blocks
             return load(())
         raise
+
+
+def _require_offloadable(span: Span, num_offloaded: int) -> None:
+    if len(span) == 1:
+        raise ConfigurationError(
+            "a single block can't be offloaded, as it is needed in memory all the time: serve more of them"
+        )
+    if not 1 < num_offloaded <= len(span):
+        raise ConfigurationError(
+            f"of {len(span)} blocks, 2 to {len(span)} can be offloaded, not {num_offloaded}: one of them is in memory "
+            "at any time"
+        )
 
 
 def _joined(

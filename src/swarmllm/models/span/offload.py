@@ -8,6 +8,7 @@ Autograd would keep views of slots for the backward, which by then hold another 
 block and the place in it instead, and the backward fetches it again. Made by `loading`, used by `BlockSpan`.
 """
 
+import errno
 import os
 import tempfile
 import weakref
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, ServerOverloadedError
 
 SLOTS = 2
 """Most blocks of these on the device at a time: one that computes, and one that is on its way."""
@@ -90,22 +91,28 @@ class _File:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as there are blocks
+        with self._refusals_translated():
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as there are blocks
         weakref.finalize(self, self._file.close)
         self._starts: dict[int, int] = {}
 
-    def keep(self, block_idx: int, flat: Tensor) -> None:
-        self._starts[block_idx] = self._file.seek(0, 2)
-        left = flat.numpy().data
+    @contextmanager
+    def _refusals_translated(self) -> Iterator[None]:
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            yield
         except OSError as error:
             raise ConfigurationError(
                 f"the blocks that --offload takes out of memory can't be written to {self._directory} "
                 f"({error.strerror}): make room there, or name another directory with --cache_dir"
             ) from error
+
+    def keep(self, block_idx: int, flat: Tensor) -> None:
+        left = flat.numpy().data
+        with self._refusals_translated():
+            self._starts[block_idx] = self._file.seek(0, 2)
+            while left:
+                left = left[self._file.write(left) :]
 
     def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="swarmllm-offload")
@@ -114,11 +121,16 @@ class _File:
         return reading.result
 
     def _read(self, start: int, left: memoryview) -> None:
-        while left:
-            count = os.preadv(self._file.fileno(), [left], start)
-            if not count:
-                raise OSError(f"the file of offloaded blocks in {self._directory} ends too early")
-            start, left = start + count, left[count:]
+        try:
+            while left:
+                count = os.preadv(self._file.fileno(), [left], start)
+                if not count:
+                    raise OSError(errno.EIO, "the file ends too early")
+                start, left = start + count, left[count:]
+        except OSError as error:  # nothing that whoever asked for these blocks could mend
+            raise ServerOverloadedError(
+                f"this server can't read the blocks that it has offloaded ({error.strerror}): use another one"
+            ) from error
 
 
 class _PinnedMemory:
@@ -143,7 +155,13 @@ class OffloadedBlocks:
     """Some blocks of a span. `take` gets them one after the other while they are loaded; used by the device thread."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
-        """`directory` is for the file, if there is to be one."""
+        """`directory` is for the file, if there is to be one.
+
+        Raises:
+            ConfigurationError: there can't be a file, or blocks can't be offloaded from such a device.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigurationError(f"--offload is for CPUs and GPUs with CUDA, not for {device}: leave it out")
         self._device = device
         self._home: _Home = _PinnedMemory(device) if device.type == "cuda" else _File(directory)
         self._blocks: dict[int, _Block] = {}
