@@ -1,6 +1,7 @@
 """Servers with more blocks than memory: the same tokens and gradients, and what is asked for is done or refused."""
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,26 @@ def test_one_is_killed_in_mid_text(llama: Path, local: PreTrainedModel) -> None:
         used = session.route[0].server.peer_id
         next(server for server in swarm.servers if server.peer_id == used).kill()
         found = generate_seeded(model, begun, max_new_tokens=8)
+    assert found.tolist() == expected.tolist()
+
+
+def test_what_cannot_be_read_any_more_is_asked_of_others(llama: Path, local: PreTrainedModel) -> None:
+    """The file of one server is cut off, as by a disk that fails: clients go to the other one, and it goes on."""
+    expected = generate_seeded(local, prompt(), max_new_tokens=12)
+    with (
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)] * 2, offload=NUM_BLOCKS, **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers) as model,
+        model.inference_session(max_length=64) as session,
+    ):
+        begun = generate_seeded(model, prompt(), max_new_tokens=4)
+        used = session.route[0].server.peer_id
+        server = next(server for server in swarm.servers if server.peer_id == used)
+        (file,) = (fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "(deleted)" in str(fd.readlink()))
+        os.truncate(file, 0)
+        found = generate_seeded(model, begun, max_new_tokens=8)
+        assert session.route[0].server.peer_id != used
+        assert server.alive
+        assert "can't read offloaded blocks from" in server.log_path.read_text()
     assert found.tolist() == expected.tolist()
 
 

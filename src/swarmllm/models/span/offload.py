@@ -9,6 +9,7 @@ block and the place in it instead, and the backward fetches it again. Made by `l
 """
 
 import errno
+import logging
 import os
 import tempfile
 import weakref
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from swarmllm.errors import ConfigurationError, ServerOverloadedError
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 2
 """Most blocks of these on the device at a time: one that computes, and one that is on its way."""
@@ -127,7 +130,8 @@ class _File:
                 if not count:
                     raise OSError(errno.EIO, "the file ends too early")
                 start, left = start + count, left[count:]
-        except OSError as error:  # nothing that whoever asked for these blocks could mend
+        except OSError as error:  # nothing that whoever asked for these blocks could mend, but the server's owner
+            logger.error("can't read offloaded blocks from %s: %s", self._directory, error.strerror)
             raise ServerOverloadedError(
                 f"this server can't read the blocks that it has offloaded ({error.strerror}): use another one"
             ) from error
