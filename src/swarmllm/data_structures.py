@@ -145,6 +145,9 @@ class ServerInfo(PeerModel):
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     version: Annotated[PeerText, Field(max_length=32)] = ""
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
+    machine: Annotated[str, Field(max_length=16, pattern=r"^[0-9a-f]*$")] = ""
+    """The same for servers that were started together, for several devices of a machine. Anybody could say so, so it is
+    for people to read only."""
     adapters: Annotated[tuple[Annotated[PeerText, Field(max_length=128)], ...], Field(max_length=64)] = ()
     traits: BlockTraits = BlockTraits()
     weights: Annotated[str, Field(max_length=DIGEST_CHARS * MAX_DIGESTS, pattern=r"^[0-9A-Za-z_-]*$")] = ""

@@ -17,6 +17,7 @@ from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
     describe_different_weights,
+    describe_machines,
     describe_swarm,
     state_name,
 )
@@ -47,6 +48,7 @@ class ModelStatus:
             [
                 f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
                 *(f"  {line}" for line in describe_swarm(self.snapshot)),
+                *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
                 *self._missing_memory(),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),

@@ -2,6 +2,8 @@
 
 __main__     flags → ServerConfig → server
 settings     what a server can be told
+devices      several devices: a server process for each
+one_device   what runs in each of them
 server       start-up, the life of the process, leaving
 span_life    blocks are loaded, served, and left for others
 span_loader  which blocks, and how they are loaded

@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NoReturn
 
 from swarmllm.command_line import Parser, run_command
 from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig
@@ -45,21 +47,35 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    return run_server(partial(parse_config, argv))
+
+
+def run_server(read_config: Callable[[], ServerConfig]) -> int:
+    """Serve, with one process for each device if there are several; the exit code."""
 
     async def run() -> None:
-        config = parse_config(argv)
+        config = read_config()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)
-        from swarmllm.server.server import serve  # after the flags: --help needs no torch
-
         if config.initial_peers == (FROM_STDIN,):
             config = replace(config, initial_peers=tuple(sys.stdin.readline().split()))
+        from swarmllm.server.devices import all_devices, serve_devices
+
+        if len(devices := all_devices(config)) > 1:
+            await serve_devices(config, devices)
+            return
+        from swarmllm.server.server import serve  # after the flags: --help needs no torch
+
         await serve(config)
 
     return run_command(run)
 
 
-if __name__ == "__main__":
-    code = main()
+def end_process(code: int) -> NoReturn:
+    """End it at once: everything has been closed, and taking torch's modules apart would cost another second."""
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # everything has been closed; taking torch's modules apart would cost another second
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(main())

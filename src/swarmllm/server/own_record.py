@@ -50,6 +50,7 @@ class OwnRecord:
             quant_type=self.loader.quantization.quant_type,
             version=__version__,
             public_name=config.public_name,
+            machine=config.machine,
             adapters=self.loader.adapters.names,
             inner_states=True,
             claim=None if claim is None else (claim.start, claim.end),

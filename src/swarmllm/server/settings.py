@@ -36,8 +36,10 @@ class BlocksConfig(ModelConfig):
     """How weights are stored: none, int2 to int8, q3.5, nf4; auto = int8. "none" is in `dtype`; int8 halves the memory
     and, by the figures of docs/benchmarks.md, costs next to nothing else; int4 takes 4.5 bits a weight, q3.5 takes 4,
     and int2 changes the text much. What the checkpoint has in few bits stays as it is."""
-    device: str = "auto"
-    """Torch device; auto = cuda if there is one, else cpu."""
+    device: tuple[str, ...] = ("auto",)
+    """Torch devices; auto = all GPUs if there are any, else cpu. Each of several has a server process of its own, with
+    an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, everything else is for
+    each, and ports count up."""
     offload: int | None = 0
     """How many blocks to keep out of the device's memory but while they compute: in host memory if the device is a GPU,
     on disk if it is a CPU. auto = as many of those asked for as don't fit. Steps then wait for copies, so it is for
@@ -92,6 +94,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """How many blocks to serve: those that the swarm lacks most. None = as many as fit."""
     block_indices: tuple[int, int] | None = None
     """Serve exactly blocks [START, END)."""
+    machine: str = field(default="", metadata={"flag": False})
+    """Name of the servers that were started together, for several devices of one machine."""
     new_swarm: bool = False
     """Start a new swarm instead of joining one."""
     adapters: tuple[str, ...] = ()
@@ -152,6 +156,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
         if self.reachability == "private" and self.new_swarm:
             raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
+        if not self.device:
+            raise ConfigurationError("name a device, or leave --device out")
         self._require_offload()
         self._require_blocks_and_record()
         self._require_swarm()

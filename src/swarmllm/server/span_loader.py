@@ -87,7 +87,7 @@ class SpanLoader:
         self._config, self._checkpoint = config, checkpoint
         self.executor = executor
         self._last: _Measured | None = None
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device[0])
         executor.thread.accelerator = accelerator_of(self.device)
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)

@@ -107,6 +107,15 @@ def describe_different_weights(snapshot: SwarmSnapshot) -> list[str]:
     ]
 
 
+def describe_machines(snapshot: SwarmSnapshot) -> list[str]:
+    """A line for each machine with a server for each of several devices, as they say."""
+    machines: dict[str, list[str]] = {}
+    for server in sorted(snapshot.servers, key=lambda server: (server.start, server.peer_id)):
+        if server.machine:
+            machines.setdefault(server.machine, []).append(short_peer_id(server.peer_id))
+    return [f"one machine: {', '.join(peers)}" for peers in machines.values() if len(peers) > 1]
+
+
 def short_peer_id(peer_id: str) -> str:
     """The end of a peer id, which tells peers apart; they all begin alike."""
     return f"…{peer_id[-6:]}"

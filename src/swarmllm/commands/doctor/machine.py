@@ -26,6 +26,7 @@ from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.device import memory
+from swarmllm.server.device.device import resolve_device
 
 MIN_FREE_DISK_BYTES = 5 << 30
 """Assumed: less than one file of a checkpoint that is worth a swarm."""
@@ -70,9 +71,12 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
         yield bad(one_line(error))
         return
     yield ok(f"{checkpoint.name}: {checkpoint.num_blocks} blocks, fingerprint {fingerprint(checkpoint)[:12]}")
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
-    yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device), config.offload)
+    try:
+        for device in map(resolve_device, config.device):
+            yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device), config.offload)
+    except ConfigurationError as error:
+        yield bad(one_line(error))
 
 
 def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int | None = 0) -> Finding:

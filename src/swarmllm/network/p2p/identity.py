@@ -11,6 +11,8 @@ from pathlib import Path
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarmllm.errors import ConfigurationError
 
@@ -38,6 +40,11 @@ class Identity:
     @classmethod
     def generate(cls) -> "Identity":
         return cls.of_key(Ed25519PrivateKey.generate())
+
+    def derived(self, purpose: str) -> "Identity":
+        """Another identity, always the same for this one and that purpose."""
+        raw = HKDF(SHA256(), 32, salt=None, info=f"swarmllm {purpose}".encode()).derive(self.key.private_bytes_raw())
+        return Identity.of_key(Ed25519PrivateKey.from_private_bytes(raw))
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> "Identity":

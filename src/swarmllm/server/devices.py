@@ -1,0 +1,203 @@
+"""Several devices of one machine: a server process for each, started, watched and ended together.
+
+Called by `server/__main__`; `one_device` is what runs in each process. They start one after the other, so that each
+chooses blocks, and counts free memory, when those before it have theirs.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import sys
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from swarmllm.command_line import stop_event, unless_stopped
+from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.server.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+"""A server must be gone within this time after SIGTERM (contract)."""
+MAX_WAIT_S = 60.0
+"""Between attempts to start a server again that doesn't get ready. Assumed: a device that has gone may come back."""
+ANY_PORT = "/tcp/0"
+
+_JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
+
+
+def all_devices(config: ServerConfig) -> tuple[str, ...]:
+    """`auto` = all GPUs if there are several, but no more than blocks are asked for."""
+    if config.device != ("auto",):
+        return config.device
+    import torch  # which who names devices doesn't need
+
+    start, end = config.block_indices or (0, config.num_blocks or torch.cuda.device_count())
+    count = min(torch.cuda.device_count(), end - start)
+    return config.device if count < 2 else tuple(f"cuda:{index}" for index in range(count))
+
+
+def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerConfig]:
+    """What the server of each device is told: an even share of the blocks, and an identity and ports of its own.
+
+    Raises:
+        ConfigurationError: there are too few blocks, or a setting can't be for several servers.
+    """
+    count = len(devices)
+    start, end = config.block_indices or (0, config.num_blocks or count)
+    if end - start < count:
+        raise ConfigurationError(f"{end - start} blocks can't be split between {count} devices: name fewer")
+    if config.announce_maddrs:
+        raise ConfigurationError(
+            "announce_maddrs can't be of several servers: name one --device, and start one for each"
+        )
+    if not all(maddr.endswith(ANY_PORT) for maddr in config.host_maddrs):
+        raise ConfigurationError(
+            f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
+        )
+    cuts = [start + index * (end - start) // count for index in range(count + 1)]
+    machine = uuid.uuid4().hex[:16]
+    return [
+        replace(
+            config,
+            device=(device,),
+            num_blocks=None if config.num_blocks is None else cuts[index + 1] - cuts[index],
+            block_indices=None if config.block_indices is None else (cuts[index], cuts[index + 1]),
+            port=config.port + index if config.port else config.port,
+            metrics_port=config.metrics_port + index if config.metrics_port else config.metrics_port,
+            identity_path=_identity_path(config.identity_path, index),
+            machine=machine,
+            stop_on_stdin_eof=True,
+        )
+        for index, device in enumerate(devices)
+    ]
+
+
+def _identity_path(path: str | None, index: int) -> str | None:
+    """The file of the identity that device `index` has; those after the first come from the first one's."""
+    if path is None or index == 0:
+        return path
+    derived, own = Identity.load_or_create(path).derived(f"device {index}"), Path(f"{path}.{index}").expanduser()
+    if not own.exists():
+        derived.write(own)
+    elif Identity.load(own).peer_id != derived.peer_id:
+        raise ConfigurationError(f"{own} doesn't come from the identity {path}: remove it, or name another file")
+    return str(own)
+
+
+async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
+    """Run a server for each device until SIGINT, SIGTERM, or (if asked for) the end of standard input.
+
+    One that ends is started again, if it has ever been ready.
+
+    Raises:
+        SwarmError: one can't start; all others have ended, too.
+    """
+    stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
+    names = [f"{device}#{index}" if devices.count(device) > 1 else device for index, device in enumerate(devices)]
+    servers: list[_DeviceServer] = []
+    for name, one in zip(names, of_each_device(config, devices), strict=True):
+        servers.append(_DeviceServer(name, one, servers))
+    logger.info("%d devices, a server for each: %s", len(devices), ", ".join(names))
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for server in servers:
+                tasks.create_task(server.run(), name=f"server of {server.name}")
+                await server.ready.wait()
+
+    try:
+        await unless_stopped(stop, run())
+    except* SwarmError as group:
+        raise group.exceptions[0] from None
+
+
+class _DeviceServer:
+    """The process of one device, again and again."""
+
+    def __init__(self, name: str, config: ServerConfig, servers: "Sequence[_DeviceServer]") -> None:
+        """`servers` are those of all devices."""
+        self.name = name
+        self.maddrs: tuple[str, ...] = ()
+        """Where it can be joined, while it is ready."""
+        self.ready = asyncio.Event()
+        """It has been ready."""
+        self._config, self._servers = config, servers
+
+    async def run(self) -> None:
+        """Start it whenever it isn't there.
+
+        Raises:
+            SwarmError: it ended before it was ready for the first time.
+        """
+        wait_s = 1.0
+        while True:
+            code = await self._run_once()
+            if not self.ready.is_set():
+                kind = ConfigurationError if code == 2 else SwarmError
+                raise kind(f"the server of {self.name} ended before it was ready (exit code {code}): see what it said")
+            wait_s = 1.0 if self.maddrs else min(2 * wait_s, MAX_WAIT_S)
+            self.maddrs = ()
+            logger.warning("the server of %s ended (exit code %d): it starts again in %.0f s", self.name, code, wait_s)
+            await asyncio.sleep(wait_s)
+
+    def _settings(self) -> ServerConfig:
+        """It joins by the others that are ready, if there are any."""
+        peers = tuple(maddr for server in self._servers for maddr in server.maddrs)
+        if not peers:
+            return self._config
+        return replace(self._config, initial_peers=(*self._config.initial_peers, *peers), new_swarm=False)
+
+    async def _run_once(self) -> int:
+        """Its exit code. Ends it if cancelled."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "swarmllm.server.one_device"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process, which ends the others
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(json.dumps(asdict(self._settings())).encode() + b"\n")  # nobody else sees what is secret
+        reading = asyncio.gather(self._pass_on_output(process.stdout), self._pass_on_log(process.stderr))
+        try:
+            await asyncio.shield(reading)
+        finally:
+            if not reading.done():
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                await asyncio.wait({reading}, timeout=STOP_TIMEOUT_S)
+            if process.returncode is None and not reading.done():
+                process.kill()
+            await process.wait()
+            process.stdin.close()
+        return await process.wait()
+
+    async def _pass_on_output(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            print(line, flush=True)
+            if match := _JOIN.match(line):
+                self.maddrs = tuple(match[1].split())
+                self.ready.set()
+
+    async def _pass_on_log(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """However long they are."""
+    rest = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

@@ -1,0 +1,99 @@
+"""How what a machine is told is divided between its devices, and what can't be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.errors import ConfigurationError
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.server.__main__ import parse_config
+from swarmllm.server.devices import all_devices, of_each_device
+from swarmllm.server.settings import ServerConfig
+
+ASKED = ["--model", "M", "--new_swarm"]
+TWO = ("cpu", "cuda:1")
+
+
+def config(**settings: Any) -> ServerConfig:
+    return ServerConfig(model="M", new_swarm=True, **settings)
+
+
+@given(count=st.integers(2, 9), more=st.integers(0, 100), start=st.integers(0, 50))
+def test_shares_are_even(count: int, more: int, start: int) -> None:
+    devices, num_blocks = ("cpu",) * count, count + more
+    shares = [one.num_blocks or 0 for one in of_each_device(config(num_blocks=num_blocks), devices)]
+    assert sum(shares) == num_blocks
+    assert max(shares) - min(shares) <= 1
+    spans = [one.block_indices for one in of_each_device(config(block_indices=(start, start + num_blocks)), devices)]
+    covered = [block for span in spans for block in range(*(span or (0, 0)))]
+    assert covered == list(range(start, start + num_blocks))
+
+
+def test_each_has_its_device_and_ports_and_the_name_of_the_machine() -> None:
+    first, second = of_each_device(config(port=31337, metrics_port=8000), TWO)
+    assert (first.device, second.device) == (("cpu",), ("cuda:1",))
+    assert (first.port, second.port) == (31337, 31338)
+    assert (first.metrics_port, second.metrics_port) == (8000, 8001)
+    assert first.machine == second.machine != of_each_device(config(), TWO)[0].machine
+    assert (first.num_blocks, second.num_blocks) == (None, None)
+    for one in of_each_device(config(port=0, metrics_port=0), TWO):
+        assert (one.port, one.metrics_port) == (0, 0)
+
+
+def test_identities_come_from_one(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    first, second = (Identity.load(one.identity_path or "") for one in of_each_device(config(identity_path=path), TWO))
+    assert first.peer_id == Identity.load(path).peer_id != second.peer_id
+    (tmp_path / "key.1").unlink()
+    again = of_each_device(config(identity_path=path), TWO)[1]
+    assert Identity.load(again.identity_path or "").peer_id == second.peer_id
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=r"key\.1 doesn't come from the identity"):
+        of_each_device(config(identity_path=path), TWO)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_blocks": 1}, "1 blocks can't be split between 2 devices"),
+        ({"block_indices": (3, 4)}, "1 blocks can't be split between 2 devices"),
+        ({"announce_maddrs": ("/ip4/1.2.3.4/tcp/5",)}, "name one --device"),
+        ({"host_maddrs": ("/ip4/0.0.0.0/tcp/5",)}, "a port of its own"),
+        ({"num_blocks": 4, "offload": 3}, "of 2 blocks, 3 can't be offloaded"),
+        ({"port": 65535}, "port must be 0 to 65535"),
+    ],
+)
+def test_what_cannot_be_divided(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        of_each_device(config(**settings), TWO)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "expected"),
+    [
+        (0, {}, ("auto",)),
+        (1, {}, ("auto",)),
+        (3, {}, ("cuda:0", "cuda:1", "cuda:2")),
+        (3, {"num_blocks": 2}, ("cuda:0", "cuda:1")),
+        (3, {"block_indices": (4, 5)}, ("auto",)),
+        (3, {"device": "cuda"}, ("cuda",)),
+        (0, {"device": ("cpu", "cpu")}, ("cpu", "cpu")),
+    ],
+)
+def test_auto_is_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, settings: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert all_devices(config(**settings)) == expected
+
+
+def test_flags() -> None:
+    assert parse_config(ASKED).device == ("auto",)
+    assert parse_config([*ASKED, "--device", "cpu"]).device == ("cpu",)
+    assert parse_config([*ASKED, "--device", "cuda:0", "cuda:1"]).device == ("cuda:0", "cuda:1")
+    with pytest.raises(ConfigurationError, match="name a device"):
+        config(device=())
