@@ -12,6 +12,7 @@ from swarmllm.network.wire.messages import ErrorHeader, Target
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
+    describe_machines,
     describe_swarm,
     draw_blocks,
     state_name,
@@ -52,6 +53,12 @@ def test_a_block_is_a_character() -> None:
 def test_many_blocks_share_columns(num_blocks: int) -> None:
     assert len(draw_blocks([], num_blocks)) <= 64
     assert set(draw_blocks(range(num_blocks), num_blocks)) == {"█"}
+
+
+def test_servers_of_one_machine_are_named_together() -> None:
+    servers = [server("b", 4, 8, machine="0f"), server("a", 0, 4, machine="0f"), server("c", 0, 8, machine="1f")]
+    assert describe_machines(SwarmSnapshot(8, tuple(servers))) == ["one machine: …xxxxxa, …xxxxxb"]
+    assert describe_machines(SwarmSnapshot(8, (server("d", 0, 8),))) == []
 
 
 def test_a_column_of_which_some_is_held() -> None:

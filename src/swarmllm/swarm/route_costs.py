@@ -90,7 +90,7 @@ class RouteCosts:
         if server.peer_id == successor.peer_id:  # after a repair
             return 0.0
         for announcer, other in ((server, successor), (successor, server)):
-            for peer_id, round_trip_ms in announcer.round_trips:
+            for peer_id, round_trip_ms in reversed(announcer.round_trips):  # what it said last counts, as in the search
                 if peer_id == other.peer_id:
                     return round_trip_ms / 2
         return max(here, there) / 2

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -197,7 +197,12 @@ servers = st.lists(
 )
 
 
+TOLD_TWICE = [(0, 3, 1.0, set(), 0.0, None, [(1, 0.5), (1, 6.0)]), (0, 2, 0.25, set(), 0.0, None, [])]
+"""The first server says of the second that it is near, and that it is far."""
+
+
 @given(servers, st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS), st.booleans())
+@example(TOLD_TWICE, 0, 3, False)
 def test_as_cheap_as_brute_force(described: list, start: int, length: int, relayed: bool) -> None:
     swarm = [
         server(f"s{i}", a, b, ms=ms, cuts=tuple(cuts)).model_copy(
