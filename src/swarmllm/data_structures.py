@@ -212,6 +212,9 @@ class Patch(PeerModel):
         tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(min_length=1, max_length=4)
     ]
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    """Share of a LoRA's inputs that is left out. Calls come with a seed for each token then, from which it follows
+    which."""
 
 
 class ModelRecord(PeerModel):

@@ -418,10 +418,13 @@ def test_operations_that_servers_cannot_follow(name: str, llama: Path) -> None:
         assert torch.equal(adapted(IDS, use_cache=False).logits, before)
 
 
-def test_dropout_of_an_adapter_is_refused_only_in_training(llama: Path) -> None:
-    adapted = tuned(InProcessSwarm(llama).client, lora(lora_dropout=0.1))
+LOHA_DROPOUT = peft.LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.1)
+
+
+def test_dropout_of_loha_is_refused_only_in_training(llama: Path) -> None:
+    adapted = tuned(InProcessSwarm(llama).client, LOHA_DROPOUT)
     assert adapted.eval()(IDS, use_cache=False).logits.isfinite().all()
-    with pytest.raises(ConfigurationError, match="set it to 0"):
+    with pytest.raises(ConfigurationError, match="set them to 0"):
         adapted.train()(IDS, labels=IDS)
 
 

@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
         peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
         "trained whole",
     ),
-    "dropout": (peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1), "set it to 0"),
+    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set them to 0"),
 }
 
 

@@ -6,7 +6,7 @@ travels as one flat tensor and a list of patches, never as code; the server chec
 applies it by hooks while a call runs (`applied`). Gradients with respect to the values come back the same way.
 
     kind       tensors                        what the module computes            (x its input, y its output)
-    lora       A [r, in], B [out, r]          y + B(A(x)) · scale
+    lora       A [r, in], B [out, r]          y + B(A(x)) · scale, perhaps with dropout of x (`seeded_dropout`)
     ia3_in     l [in]                         the module on x · l
     ia3_out    l [out]                        y · l
     loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
@@ -18,10 +18,12 @@ A prefix is no hook: `BlockSpan` puts it into the cache of a call, whose positio
 
 import itertools
 import math
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out
 from swarmllm.models.block_slots import BlockSlots
 
 MAX_RANK = 1024
@@ -51,6 +54,11 @@ class BlockAdapter:
     """The client's: equal for equal values."""
     name: str = ""
     """Name of an adapter that a server offers to everybody; such a one isn't trained."""
+
+    @cached_property
+    def has_dropout(self) -> bool:
+        """Whether each call with it needs seeds."""
+        return any(patch.dropout for patch in self.patches)
 
     @cached_property
     def num_prompts(self) -> int:
@@ -199,8 +207,20 @@ def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
 
 
 @contextmanager
-def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0) -> Iterator[None]:
-    """Within, the blocks of `span` compute with the adapter, on positions from `past` on."""
+def applied(
+    adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0, seeds: Tensor | None = None
+) -> Iterator[None]:
+    """Within, the blocks of `span` compute with the adapter, on positions from `past` on.
+
+    Args:
+        seeds: `[batch, seq]`, for its dropout.
+
+    Raises:
+        RemoteProtocolError: it has dropout, but there are no seeds.
+    """
+    if seeds is None and adapter.has_dropout:
+        raise RemoteProtocolError("an adapter with dropout needs dropout_seeds with every call")
+    met = Counter[tuple[int, str]]()
     with ExitStack() as hooks:
         for patch, values in zip(adapter.patches, adapter.values, strict=True):
             if patch.block not in span or patch.kind == "prefix":
@@ -210,15 +230,29 @@ def applied(adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0)
                 if past < len(values[0]):
                     hooks.callback(_prompt(module, values[0][past:], slots).remove)
                 continue
+            if patch.kind == "lora":
+                key = dropout_key(patch.block, patch.path, met[patch.block, patch.path])
+                met[patch.block, patch.path] += 1
+                drop = None
+                if patch.dropout and seeds is not None:
+                    drop = partial(drop_out, seeds=seeds, key=key, probability=patch.dropout)
+                hooks.callback(_lora(module, values, patch.scale, drop).remove)
+                continue
             hooks.callback(_HOOKS[patch.kind](module, values, patch.scale).remove)
         yield
 
 
-def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
+def dropout_key(block_idx: int, path: str, number: int) -> int:
+    """Of the adapter of that number on a module: what makes its dropout differ from that of others."""
+    return zlib.crc32(f"{block_idx}.{path}#{number}".encode()) % SEEDS
+
+
+def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float, drop: Callable[..., Tensor] | None) -> Any:
     down, up = values
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        inner = functional.linear(functional.linear(args[0].to(down.dtype), down), up)
+        inputs = args[0].to(down.dtype)
+        inner = functional.linear(functional.linear(inputs if drop is None else drop(inputs), down), up)
         return (output + inner * scale).to(output.dtype)
 
     return module.register_forward_hook(hook)
@@ -259,7 +293,6 @@ def _prompt(block: nn.Module, values: Tensor, slots: BlockSlots) -> Any:
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
-    "lora": _lora,
     "ia3_in": _ia3_in,
     "ia3_out": _ia3_out,
     "loha": _loha,

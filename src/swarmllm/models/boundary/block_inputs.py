@@ -15,7 +15,13 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.inner_states import InnerStates
 
-AXES = {"position_ids": (-2, -1), "token_type_ids": (0, -1), "input_ids": (0, 1), "inputs_embeds": (0, 1)}
+AXES = {
+    "position_ids": (-2, -1),
+    "token_type_ids": (0, -1),
+    "input_ids": (0, 1),
+    "inputs_embeds": (0, 1),
+    "dropout_seeds": (0, 1),
+}
 """Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
 
 
@@ -40,6 +46,8 @@ class BlockInputs:
     """`[batch, seq]`; only if the blocks need it (`BlockTraits.extra_inputs`)."""
     inputs_embeds: Tensor | None = None
     """`[batch, seq, embedding]`; only if the blocks need it."""
+    dropout_seeds: Tensor | None = None
+    """`[batch, seq]`; only if the adapter has dropout (`adapters/seeded_dropout`)."""
     adapter: BlockAdapter | None = None
     """What the blocks shall compute with besides their weights; travels apart, by handle."""
     trained: tuple[Tensor, ...] = ()

@@ -188,7 +188,7 @@ class BlockAdapters:
             close_hooks(block, ModulePlace(f"block {block_idx}"))  # of what peft has put there since
             for path, module in block.named_modules():
                 if _is_tuner(module):
-                    found += _patches(block_idx, path, module, module.training and not begins)
+                    found += _patches(block_idx, path, module, begins)
         return found
 
 
@@ -216,7 +216,7 @@ def _check_config(config: Any) -> None:
         )
 
 
-def _patches(block_idx: int, path: str, tuner: nn.Module, training: bool) -> Iterator[tuple[Patch, list[Tensor]]]:
+def _patches(block_idx: int, path: str, tuner: nn.Module, begins: bool) -> Iterator[tuple[Patch, list[Tensor]]]:
     """A patch, and its parameters, for each active adapter of a tuner layer."""
     module: Any = tuner
     if module.disable_adapters:
@@ -230,14 +230,16 @@ def _patches(block_idx: int, path: str, tuner: nn.Module, training: bool) -> Ite
             "use several adapters of one method"
         )
     for name in module.active_adapters:
-        if (adapter := _read(module, name, training, where)) is not None:
+        if (adapter := _read(module, name, begins, where)) is not None:
             kind, scale, values = adapter
+            dropout = module.lora_dropout[name] if kind == "lora" else None
             shapes = tuple((value.numel(),) if "ia3" in kind else tuple(value.shape) for value in values)
             fields: dict[str, Any] = {"block": block_idx, "path": path, "kind": kind, "shapes": shapes}
-            yield Patch(**fields, scale=float(scale)), values
+            rate = getattr(dropout, "p", 0.0) if dropout is not None and dropout.training else 0.0
+            yield Patch(**fields, scale=float(scale), dropout=rate), values
 
 
-def _read(module: Any, name: str, training: bool, where: str) -> tuple[str, float, list[Tensor]] | None:
+def _read(module: Any, name: str, begins: bool, where: str) -> tuple[str, float, list[Tensor]] | None:
     """The kind, scale and parameters of the adapter of that name; None if the layer has none."""
     if isinstance(module, _of_peft("tuners.lora", "Linear")):
         if name not in module.lora_A:
@@ -246,7 +248,6 @@ def _read(module: Any, name: str, training: bool, where: str) -> tuple[str, floa
             raise ConfigurationError(f"{where}: lora_bias=True adds a bias, which servers don't know: leave it out")
         if name in module.lora_variant:
             raise ConfigurationError(f"{where}: DoRA and other variants of LoRA read base weights; use plain LoRA")
-        _refuse_dropout(training, getattr(module.lora_dropout[name], "p", 0.0), where)
         return "lora", module.scaling[name], [module.lora_A[name].weight, module.lora_B[name].weight]
     if isinstance(module, _of_peft("tuners.ia3", "IA3Layer")):
         kind = "ia3_in" if module.is_feedforward else "ia3_out"
@@ -254,15 +255,13 @@ def _read(module: Any, name: str, training: bool, where: str) -> tuple[str, floa
     if isinstance(module, _of_peft("tuners.loha", "LoHaLayer")) and name not in module.hada_t1:
         if name not in module.hada_w1_a:
             return None
-        _refuse_dropout(training, module.rank_dropout[name] or module.module_dropout[name], where)
+        if module.training and not begins and (module.rank_dropout[name] or module.module_dropout[name]):
+            raise ConfigurationError(
+                f"rank_dropout and module_dropout of {where} can't be computed by servers: set them to 0"
+            )
         sources = (module.hada_w1_a, module.hada_w1_b, module.hada_w2_a, module.hada_w2_b)
         return "loha", module.scaling[name], [source[name] for source in sources]
     raise ConfigurationError(
         f"{type(module).__module__}.{type(module).__name__} ({where}) can't run on servers: "
         "use LoRA, IA3 or LoHa on linear modules, or prompts"
     )
-
-
-def _refuse_dropout(training: bool, probability: float, where: str) -> None:
-    if training and probability:
-        raise ConfigurationError(f"dropout in the adapter of {where} can't be computed anew for gradients: set it to 0")

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.adapters.seeded_dropout import draw_seeds
 from swarmllm.models.architecture import cache_argument, decoder_stack
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
@@ -97,6 +98,8 @@ def _described(
     tensors |= _extra_inputs(shell, stack, kwargs)
     has_embeds = kwargs.get("inputs_embeds") is not None
     adapter, trained = _adapter(shell, stack, cache, prefix)
+    if adapter is not None and adapter.has_dropout:
+        tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
     return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
 
 

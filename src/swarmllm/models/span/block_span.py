@@ -202,7 +202,9 @@ class BlockSpan:
 
     def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
         """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
-        return nullcontext() if inputs.adapter is None else applied(inputs.adapter, self.slots, span, past)
+        if inputs.adapter is None:
+            return nullcontext()
+        return applied(inputs.adapter, self.slots, span, past, inputs.dropout_seeds)
 
     def _saved_for_backward(self) -> AbstractContextManager[None]:
         if self.offloaded is None or not torch.is_grad_enabled():

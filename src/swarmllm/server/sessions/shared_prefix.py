@@ -56,6 +56,7 @@ class SharedPrefix:
             and inputs.seq_len >= MIN_STEP_TOKENS
             and (inputs.adapter is None or bool(inputs.adapter.name))
             and inputs.token_type_ids is None
+            and inputs.dropout_seeds is None
             and end <= self._blocks.max_equal_length
             and cache.is_pageable
             # Exactly 1: some models count positions by adding up the mask, and would take a 2 for two of them.

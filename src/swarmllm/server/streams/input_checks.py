@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
+from swarmllm.models.adapters.seeded_dropout import SEEDS
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.random_inputs import random_inputs
@@ -72,6 +73,7 @@ class InputChecks:
             _check_mask(inputs.attention_mask, batch, seq, past)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
+        _check_ids("dropout_seeds", inputs.dropout_seeds, batch, seq, SEEDS)
         _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
         return inputs, grad_outputs
 
