@@ -6,6 +6,7 @@ connections       sockets on which nobody asks anything don't stay
 app               the ASGI application: all routes and what they share
 guard             who may ask: hosts, origins, API keys, rates
 request_bodies    what may be asked, checked field by field
+unknown_fields    what of a request is not honoured, and refused
 openai_routes     /v1/…: requests in, answers and streams out
 websocket         the same as messages of a WebSocket
 engine            worker threads and a bounded queue
@@ -14,7 +15,7 @@ language_model    one of them: its client in the swarm, its tokenizer, perhaps a
 generation        one request: a session of its own, tokens out, cancellation, failover, the local fallback
 events            what happens meanwhile, from the worker threads to the answers
 sampling          which token is taken
-grammar           which tokens a JSON schema allows
+grammar           which tokens a JSON schema, a regular expression or a grammar allows
 text              from tokens to text, as they come
 answers           the shapes of OpenAI's answers
 errors            the shapes of OpenAI's errors

@@ -7,6 +7,7 @@ repaired and there is a local model, that goes on from the last token.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from swarmllm.command_line import one_line
 from swarmllm.data_structures import RouteHop
 from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
 from swarmllm.gateway.events import Ended, Event, PromptScores, SwarmEvent, TextPiece
-from swarmllm.gateway.grammar import JsonMatcher
+from swarmllm.gateway.grammar import Constraint, GrammarMatcher
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.sampling import Sampler, SamplingOptions, token_logprob
+from swarmllm.gateway.sampling import NotYet, Sampler, SamplingOptions, token_logprob
 from swarmllm.gateway.text import TextRow
 from swarmllm.gateway.trace import Trace, describe_route
 from swarmllm.models.shell.remote_cache import RemoteCache
@@ -42,8 +43,14 @@ class GenerationOptions:
     n: int = 1
     """Answers."""
     stop: tuple[str, ...] = ()
-    schema: dict[str, Any] | None = None
-    """JSON schema that the answers follow."""
+    constraint: Constraint | None = None
+    """What the answers must look like."""
+    min_tokens: int = 0
+    """Before which nothing ends an answer but a stop string."""
+    stop_token_ids: tuple[int, ...] = ()
+    """They end an answer like the model's own end of text."""
+    ignore_eos: bool = False
+    """The model's own end of text ends nothing."""
     score_prompt: bool = False
     """Also give the log probabilities of the prompt's own tokens."""
 
@@ -120,10 +127,11 @@ class Generation:
     def _answer(self) -> None:
         options = self._options
         self._metrics.prompt_tokens.inc(len(self._prompt_ids))
-        matchers: list[JsonMatcher] = []
-        if options.schema is not None:
-            matchers = [self._model.json_grammar().matcher(options.schema) for _ in range(options.n)]
-        sampler = Sampler(options.sampling, options.n, matchers)
+        matchers: list[GrammarMatcher] = []
+        if options.constraint is not None:
+            matchers = [self._model.grammars().matcher(options.constraint) for _ in range(options.n)]
+        not_yet = NotYet(sorted(self.ends), len(self._prompt_ids) + options.min_tokens)
+        sampler = Sampler(options.sampling, options.n, matchers, not_yet if options.min_tokens else None)
         ids = torch.tensor([self._prompt_ids]).repeat(options.n, 1)
         self._writer = writer = _Writer(self, sampler, ids)
         try:
@@ -175,7 +183,7 @@ class Generation:
                 do_sample=False,
                 num_beams=1,
                 max_new_tokens=left,
-                eos_token_id=sorted(self._model.eos_ids) or None,
+                eos_token_id=sorted(self.ends) or self._model.num_scores,  # no token: None would mean the model's own
                 pad_token_id=self._model.pad_id,
             ),
             logits_processor=[writer.sampler],
@@ -211,9 +219,11 @@ class Generation:
     def new_row(self) -> TextRow:
         return TextRow(self._model.tokenizer, self._prompt_ids, self._options.stop)
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._model.eos_ids
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        own = frozenset() if self._options.ignore_eos else self._model.eos_ids
+        return own | frozenset(self._options.stop_token_ids)
 
     @property
     def options(self) -> GenerationOptions:
@@ -278,7 +288,7 @@ class _Writer:
     def _take(self, row: int, token: int) -> TextPiece:
         generation, text = self._generation, self._rows[row]
         reason: str | None = None
-        if token in generation.eos_ids:
+        if token in generation.ends:
             new, reason = text.end(), "stop"
         else:
             new = text.add(token)

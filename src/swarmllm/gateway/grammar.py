@@ -1,12 +1,14 @@
-"""Answers that follow a JSON schema: which tokens may come next, from the llguidance library.
+"""Answers that follow a JSON schema, a regular expression or a grammar: which tokens may come next, from llguidance.
 
-Used by `gateway/sampling`. A schema comes from outside: it is compiled by a library that bounds the work, and refused
-with its reason if that fails.
+Used by `gateway/sampling`. A constraint comes from outside: it is compiled by a library that bounds the work, and
+refused with its reason if that fails.
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -21,8 +23,28 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 """Where spaces may stand, because where they may stand anywhere small models write nothing else any more."""
 
 
-class JsonGrammar:
-    """Makes one `JsonMatcher` per answer; keeps the tokenizer's tables."""
+@dataclass(frozen=True)
+class Constraint:
+    """What answers must look like."""
+
+    field: str
+    """Of the request, which says so."""
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json(cls, field: str, schema: dict[str, Any] | str) -> Self:
+        """`schema` may be its text."""
+        return cls(field, "json", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def choice(cls, field: str, choices: Sequence[str]) -> Self:
+        """One of these texts."""
+        return cls(field, "lark", f"start: {' | '.join(map(json.dumps, choices))}")
+
+
+class Grammars:
+    """Makes one `GrammarMatcher` per answer; keeps the tokenizer's tables."""
 
     def __init__(self, tokenizer: Any, num_scores: int) -> None:
         """`num_scores`: the width of the model's logits.
@@ -35,44 +57,50 @@ class JsonGrammar:
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_scores)
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"response_format can't be used with this model's tokenizer: {error}") from None
+            raise ConfigurationError(f"constraints can't be used with this model's tokenizer: {error}") from None
 
     @lru_cache(maxsize=64)  # noqa: B019  as long as the gateway
-    def _compiled(self, schema: str) -> str:
+    def _compiled(self, constraint: Constraint) -> str:
         import llguidance
 
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+            if constraint.kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(constraint.text, overrides=LAYOUT)
+            elif constraint.kind == "regex":
+                grammar = llguidance.LLMatcher.grammar_from_regex(constraint.text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_lark(constraint.text)
             failure = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
             failure = str(error)
         if failure:
-            raise ConfigurationError(f"response_format: the JSON schema can't be used: {failure}")
+            what = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}[constraint.kind]
+            raise ConfigurationError(f"{constraint.field}: the {what} can't be used: {failure}")
         return str(grammar)
 
-    def matcher(self, schema: dict[str, Any]) -> "JsonMatcher":
+    def matcher(self, constraint: Constraint) -> "GrammarMatcher":
         """For one answer.
 
         Raises:
-            ConfigurationError: the schema can't be used.
+            ConfigurationError: the constraint can't be used.
         """
         import llguidance
 
-        grammar = self._compiled(json.dumps(schema))
-        return JsonMatcher(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0))
+        grammar = self._compiled(constraint)
+        return GrammarMatcher(constraint.field, llguidance.LLMatcher(self._tokenizer, grammar, log_level=0))
 
 
-class JsonMatcher:
+class GrammarMatcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, field: str, matcher: Any) -> None:
+        self._field, self._matcher = field, matcher
 
     def allowed(self) -> Tensor:
-        """`[vocabulary]` of bool: the tokens that may come next; when the JSON is complete, the end of text."""
+        """`[vocabulary]` of bool: the tokens that may come next; when the text is complete, the end of text."""
         bias = self._matcher.compute_logit_bias()
         if self._matcher.is_error():
-            raise ConfigurationError(f"response_format: {self._matcher.get_error()}")
+            raise ConfigurationError(f"{self._field}: {self._matcher.get_error()}")
         return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
     def take(self, token: int) -> None:

@@ -3,6 +3,7 @@
 Made by `model_choice`; `engine` and `generation` use it.
 """
 
+import inspect
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from swarmllm.client.local_fallback import LocalFallback
 from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.grammar import JsonGrammar
+from swarmllm.gateway.grammar import Grammars
+from swarmllm.gateway.sampling import SAMPLING_NAMES
 from swarmllm.models.architecture import cache_argument, decoder_stack
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class LanguageModel:
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
         self.num_scores: int = swarm.get_output_embeddings().weight.shape[0]
         """Width of the logits."""
-        self._grammar: JsonGrammar | None = None
+        self._grammars: Grammars | None = None
         self._making_grammar = threading.Lock()
 
     @classmethod
@@ -65,29 +67,31 @@ class LanguageModel:
         """Leave the swarm."""
         self.swarm.close()
 
-    def json_grammar(self) -> JsonGrammar:
-        """For answers that follow a schema; its tables are made when they are first needed.
+    def grammars(self) -> Grammars:
+        """For answers that follow a constraint; its tables are made when they are first needed.
 
         Raises:
             ConfigurationError: this tokenizer can't be used for it.
         """
         with self._making_grammar:
-            if self._grammar is None:
-                self._grammar = JsonGrammar(self.tokenizer, self.num_scores)
-            return self._grammar
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.num_scores)
+            return self._grammars
 
     def preferred_sampling(self) -> dict[str, Any]:
         """What the checkpoint prefers if a request says nothing; OpenAI's defaults if it has no preference."""
         config = self.swarm.generation_config
-        found = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k", "min_p")}
+        found = {name: getattr(config, name, None) for name in SAMPLING_NAMES}
         return {name: value for name, value in found.items() if value is not None and config.do_sample}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
         return list(self.tokenizer(text).input_ids)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        `template_options` are what the model's template knows besides messages, like `enable_thinking`.
 
         Raises:
             ConfigurationError: the model has no chat template, or the template refuses these messages.
@@ -96,8 +100,13 @@ class LanguageModel:
 
         if not self.tokenizer.chat_template:
             raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
+        # What steers the tokenizer isn't the template's.
+        if taken := template_options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
+            raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
         try:
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded = self.tokenizer.apply_chat_template(
+                messages, **{**template_options, "add_generation_prompt": True, "return_dict": True, "tokenize": True}
+            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
         return list(encoded["input_ids"])

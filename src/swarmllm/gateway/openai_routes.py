@@ -19,6 +19,7 @@ from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.unknown_fields import refuse_unknown
 
 KEEPALIVE_S = 15.0
 """Seconds of silence after which a stream gets a comment. Assumed: proxies give up after 30 or 60."""
@@ -62,7 +63,7 @@ class OpenAIRoutes:
 
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         data = await read_body(request, self._config.max_body_bytes)
-        body = parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(parse, kind, data)
+        body = self.parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(self.parse, kind, data)
         model, prompts, options = await self.prepare(body, len(data))
         wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
         answer = Answer(body, model, prompts, trace=wants_trace)
@@ -75,6 +76,19 @@ class OpenAIRoutes:
         if answer.error is not None:
             raise answer.error
         return JSONResponse(answer.whole())
+
+    def parse(self, kind: type[Body], body: bytes | str) -> Body:
+        """The request in a body.
+
+        Raises:
+            ApiError: it is not one, or has a field that isn't honoured.
+        """
+        try:
+            found = kind.model_validate_json(body)
+        except ValidationError as error:
+            raise ApiError.invalid(error) from None
+        refuse_unknown(found, lenient=self._config.lenient)
+        return found
 
     async def prepare(self, body: Body, num_bytes: int) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         """The model that is meant, the prompts' tokens and how to answer them.
@@ -93,8 +107,8 @@ class OpenAIRoutes:
     def _prepare(self, model: LanguageModel, body: Body) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         prompts = [body.prompt(model)] if isinstance(body, ChatRequest) else body.prompts(model)
         options = body.options(model, max(map(len, prompts)), self._config.default_max_tokens)
-        if options.schema is not None:
-            model.json_grammar().matcher(options.schema)  # refused now, not in the middle of an answer
+        if options.constraint is not None:
+            model.grammars().matcher(options.constraint)  # refused now, not in the middle of an answer
         return model, prompts, options
 
     def _described(self, model: LanguageModel) -> dict[str, Any]:
@@ -181,15 +195,3 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
     return b"".join(chunks)
-
-
-def parse(kind: type[Body], body: bytes | str) -> Body:
-    """The request in a body.
-
-    Raises:
-        ApiError: it is not one.
-    """
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise ApiError.invalid(error) from None

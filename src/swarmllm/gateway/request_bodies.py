@@ -1,20 +1,21 @@
-"""What may be asked: the bodies of OpenAI's requests, checked field by field. Unknown fields are ignored, as there.
+"""What may be asked: the bodies of OpenAI's requests, checked field by field; `unknown_fields` refuses all others.
 
 `GenerationOptions` come out; the same models make the OpenAPI document.
 """
 
 import json
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from swarmllm.client.text_generation import COLDEST
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
-from swarmllm.gateway.grammar import ANY_OBJECT
+from swarmllm.gateway.grammar import ANY_OBJECT, Constraint
 from swarmllm.gateway.language_model import LanguageModel
-from swarmllm.gateway.sampling import SamplingOptions
+from swarmllm.gateway.sampling import SAMPLING_NAMES, SamplingOptions
+from swarmllm.gateway.unknown_fields import ANYTHING, Body, Harmless
 
 MAX_SCHEMA_CHARS = 1 << 16
 MAX_PROMPTS = 32
@@ -22,18 +23,55 @@ MAX_TOKEN_DIGITS = 10
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Constraining = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_CHARS)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
+    harmless: ClassVar[Harmless] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
     include_usage: bool | None = None
 
 
-class Sampling(_Body):
+class StructuredOutputs(Body):
+    """vLLM's: one of these."""
+
+    harmless: ClassVar[Harmless] = {"disable_fallback": ANYTHING, "structural_tag": (), "whitespace_pattern": ()}
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Constraining | None = None
+    choice: Choices | None = None
+    grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
+
+
+class Sampling(Body):
     """What both kinds of requests share."""
+
+    harmless: ClassVar[Harmless] = {
+        # of OpenAI
+        **dict.fromkeys(("user", "metadata", "safety_identifier", "prediction", "parallel_tool_calls"), ANYTHING),
+        **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), ANYTHING),
+        **dict.fromkeys(("audio", "web_search_options", "reasoning_effort"), ()),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"),
+        # of vLLM
+        **dict.fromkeys(("request_id", "guided_decoding_backend"), ANYTHING),
+        **dict.fromkeys(("cache_salt", "chat_template", "documents", "kv_transfer_params", "logits_processors"), ()),
+        **dict.fromkeys(("mm_processor_kwargs", "prompt_logprobs", "structural_tag", "truncate_prompt_tokens"), ()),
+        **dict.fromkeys(("allowed_token_ids", "guided_whitespace_pattern", "vllm_xargs"), ()),
+        **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+        "return_tokens_as_token_ids": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "bad_words": ([],),
+        "length_penalty": (1,),
+        "priority": (0,),
+        # of the WebSocket
+        "id": ANYTHING,
+    }
 
     model: str | None = Field(None, description="The name that /v1/models gives; left out: the first of them.")
     stream: bool | None = False
@@ -47,6 +85,17 @@ class Sampling(_Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None, description="Of tokens in the prompt or the answer; 1: none."
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="Before which no end of text comes.")
+    ignore_eos: bool | None = Field(None, description="Go on behind the end of text.")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Constraining | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
 
@@ -68,18 +117,41 @@ class Sampling(_Body):
                 param="messages" if isinstance(self, ChatRequest) else "prompt",
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        constraint = self._constraint()
+        for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+            if constraint is not None and getattr(self, name):
+                raise ApiError(
+                    400,
+                    f"{name} can't be used with {constraint.field}, which says where the text ends",
+                    param=name,
+                    code="invalid_value",
+                )
+        if (self.min_tokens or 0) > max_tokens:
+            raise ApiError(
+                400,
+                f"min_tokens is {self.min_tokens}, but only {max_tokens} are to be written",
+                param="min_tokens",
+                code="invalid_value",
+            )
+        if self.stop_token_ids and max(self.stop_token_ids) >= model.num_scores:
+            raise ApiError(
+                400, f"the model has only {model.num_scores} tokens", param="stop_token_ids", code="invalid_value"
+            )
         return GenerationOptions(
             sampling=self._sampling(model),
             max_tokens=max_tokens,
             n=self.n or 1,
             stop=stop,
-            schema=self._schema(),
+            constraint=constraint,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
             score_prompt=self._score_prompt(),
         )
 
     def _sampling(self, model: LanguageModel) -> SamplingOptions:
         preferred = model.preferred_sampling()
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {name: getattr(self, name) for name in SAMPLING_NAMES}
         chosen = {**preferred, **{name: value for name, value in given.items() if value is not None}}
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         if chosen.get("temperature", 1.0) < COLDEST:
@@ -113,15 +185,61 @@ class Sampling(_Body):
     def _top_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def _schema(self) -> dict[str, Any] | None:
-        return None
+    def _constraint(self) -> Constraint | None:
+        """What the answer must look like.
+
+        Raises:
+            ApiError: two fields say so.
+        """
+        found = self._constraints()
+        if len(found) > 1:
+            first, second = (one.field for one in found[:2])
+            raise ApiError(400, f"{first} and {second} both say what the answer must look like", param=second)
+        return found[0] if found else None
+
+    def _constraints(self) -> list[Constraint]:
+        found = _constraints("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if (given := self.structured_outputs) is not None:
+            schema = given.json_ if given.json_ is not None or not given.json_object else ANY_OBJECT
+            found += _constraints("structured_outputs.", schema, given.regex, given.choice, given.grammar)
+        return found
 
     def _score_prompt(self) -> bool:
         return False
 
 
+def _constraints(
+    prefix: str,
+    schema: dict[str, Any] | str | None,
+    regex: str | None,
+    choices: list[str] | None,
+    grammar: str | None,
+) -> list[Constraint]:
+    found = []
+    if schema is not None:
+        found.append(_json(f"{prefix}json", schema))
+    if regex is not None:
+        found.append(Constraint(f"{prefix}regex", "regex", regex))
+    if choices is not None:
+        found.append(Constraint.choice(f"{prefix}choice", choices))
+    if grammar is not None:
+        found.append(Constraint(f"{prefix}grammar", "lark", grammar))
+    return found
+
+
+def _json(field: str, schema: dict[str, Any] | str) -> Constraint:
+    constraint = Constraint.json(field, schema)
+    if len(constraint.text) > MAX_SCHEMA_CHARS:
+        raise ApiError(
+            400, f"{field}: the JSON schema is longer than {MAX_SCHEMA_CHARS} characters", param=field.partition(".")[0]
+        )
+    return constraint
+
+
 class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
+
+    harmless: ClassVar[Harmless] = {**Sampling.harmless, "add_special_tokens": (True,)}
 
     prompt: (
         str
@@ -178,29 +296,45 @@ class CompletionRequest(Sampling):
         return bool(self.echo) and self.logprobs is not None
 
 
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
+class TextPart(Body):
+    harmless: ClassVar[Harmless] = {"cache_control": ANYTHING, "annotations": ([],)}
+    type: str
+    text: str = ""
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "TextPart":
+        if self.type != "text":
+            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
+        return self
 
 
-class ChatMessage(_Body):
-    role: Annotated[str, Field(min_length=1, max_length=32)]
+class ChatMessage(Body):
+    harmless: ClassVar[Harmless] = {
+        **dict.fromkeys(("refusal", "audio", "function_call", "tool_call_id"), ()),
+        **dict.fromkeys(("annotations", "tool_calls"), ([],)),
+        "cache_control": ANYTHING,
+    }
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
-    name: str | None = None
+    name: str | None = Field(None, description="For templates that know it.")
+    reasoning_content: str | None = Field(None, description="Of an earlier answer, for templates that know it.")
 
     def for_template(self) -> dict[str, str]:
         """As chat templates want it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        found = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return found | {name: value for name, value in more.items() if value is not None}
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
+    harmless: ClassVar[Harmless] = {"strict": ANYTHING, "description": ANYTHING}
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -208,12 +342,20 @@ class ResponseFormat(_Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
+    harmless: ClassVar[Harmless] = {
+        **Sampling.harmless,
+        "add_generation_prompt": (True,),
+        **dict.fromkeys(("continue_final_message", "echo", "add_special_tokens"), (False,)),
+    }
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="What the model's chat template knows besides messages, like enable_thinking."
+    )
     tools: list[Any] | None = None
     functions: list[Any] | None = None
 
@@ -240,7 +382,8 @@ class ChatRequest(Sampling):
         Raises:
             ConfigurationError: the model has no chat template, or it refuses these messages.
         """
-        return model.encode_chat([message.for_template() for message in self.messages])
+        messages = [message.for_template() for message in self.messages]
+        return model.encode_chat(messages, self.chat_template_kwargs or {})
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -248,8 +391,9 @@ class ChatRequest(Sampling):
     def _top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _schema(self) -> dict[str, Any] | None:
-        if self.response_format is None or self.response_format.type == "text":
-            return None
-        given = self.response_format.json_schema
-        return ANY_OBJECT if given is None else given.schema_
+    def _constraints(self) -> list[Constraint]:
+        found = super()._constraints()
+        if self.response_format is not None and self.response_format.type != "text":
+            given = self.response_format.json_schema
+            found.append(Constraint.json("response_format", ANY_OBJECT if given is None else given.schema_))
+        return found

@@ -13,9 +13,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from swarmllm.gateway.grammar import JsonMatcher
+from swarmllm.gateway.grammar import GrammarMatcher
+
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options about which checkpoints have preferences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,8 @@ class SamplingOptions:
     top_k: int = 0
     """0 = all."""
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Scores of tokens that the prompt or the answer has are divided by it, or multiplied if they are below 0."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -53,12 +64,22 @@ class Sampler:
     lock, and with many requests at once gets it back late: so there are no more of them than the options need.
     """
 
-    def __init__(self, options: SamplingOptions, num_rows: int, matchers: Sequence[JsonMatcher] = ()) -> None:
+    def __init__(
+        self,
+        options: SamplingOptions,
+        num_rows: int,
+        matchers: Sequence[GrammarMatcher] = (),
+        not_yet: "NotYet | None" = None,
+    ) -> None:
         self._options = options
         self._matchers = matchers
         self._generators = [torch.Generator().manual_seed(_row_seed(options.seed, row)) for row in range(num_rows)]
         self._counts: list[Counter[int]] = [Counter() for _ in range(num_rows)]
         self._warpers = _warpers(options)
+        self._not_yet = not_yet
+        self._repetition = None
+        if options.repetition_penalty != 1:
+            self._repetition = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
         self._bias = _Changes.of(options.logit_bias) if options.logit_bias else None
         self._penalizes = bool(options.presence_penalty or options.frequency_penalty)
         self._chooses = options.temperature > 0 or self._penalizes or bool(matchers) or options.top_logprobs is not None
@@ -71,8 +92,12 @@ class Sampler:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.float()
         given = scores.clone() if self._options.top_logprobs is not None else scores
+        if self._repetition is not None:
+            scores = self._repetition(input_ids, scores)
         if self._bias is not None:
             self._bias.add_to(scores)
+        if self._not_yet is not None:
+            self._not_yet.hide(scores, input_ids.shape[1])
         if not self._chooses:
             return scores
         chosen = {}
@@ -109,6 +134,19 @@ class Sampler:
 
     def _penalty(self, count: int) -> float:
         return -self._options.presence_penalty - count * self._options.frequency_penalty
+
+
+@dataclass
+class NotYet:
+    """Tokens that may not come before a text is so long."""
+
+    token_ids: list[int]
+    length: int
+
+    def hide(self, scores: Tensor, length: int) -> None:
+        """Leave them no chance, in `[rows, vocabulary]`, behind a text of `length` tokens."""
+        if length < self.length:
+            scores[:, self.token_ids] = -torch.inf
 
 
 @dataclass

@@ -57,6 +57,8 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """TCP port to listen on; 0 = any free one."""
     api_keys_file: str | None = None
     """File with one API key per line. Then /v1 and /ws need one of them. None = no keys."""
+    lenient: bool = False
+    """Ignore fields of requests that the gateway doesn't know, instead of refusing them by name."""
     requests_per_minute: int | None = None
     """Most requests of one key, or without keys of one address. None = no limit."""
     cors_origins: tuple[str, ...] = ()

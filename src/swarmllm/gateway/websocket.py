@@ -18,7 +18,7 @@ from swarmllm.gateway.answers import Answer
 from swarmllm.gateway.engine import Answering, Engine
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, Rates
-from swarmllm.gateway.openai_routes import OpenAIRoutes, parse
+from swarmllm.gateway.openai_routes import OpenAIRoutes
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -112,7 +112,7 @@ class _Conversation:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
             if len(self._under_way) >= MAX_REQUESTS:
                 raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
-            body = parse(ChatRequest if "messages" in message else CompletionRequest, text)
+            body = self._routes.parse(ChatRequest if "messages" in message else CompletionRequest, text)
         except ApiError as error:
             await self._send(label, error.body())
         else:

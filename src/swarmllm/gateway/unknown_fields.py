@@ -1,0 +1,69 @@
+"""Fields of requests that are not honoured: refused by name, unless what they say makes no difference to the answer.
+
+`request_bodies` lists for each kind of object which of OpenAI's and vLLM's other fields make none, and with which
+values. Called by the routes for each request that has passed its checks.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from swarmllm.gateway.errors import ApiError
+
+MOST_NAMES = 32
+"""Characters of an unknown name that are repeated."""
+
+
+class Anything:
+    """Stands for any value."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+ANYTHING = Anything()
+Harmless = dict[str, tuple[Any, ...] | Anything]
+"""By name, the values that change nothing about the answer; None is always one. Any other value is refused."""
+
+
+class Body(BaseModel):
+    """A part of a request's JSON."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    harmless: ClassVar[Harmless] = {}
+
+    @classmethod
+    def known_names(cls) -> list[str]:
+        """Of all fields that it may have."""
+        return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.harmless]
+
+
+def refuse_unknown(body: Body, *, lenient: bool) -> None:
+    """Raises ApiError for the first field that isn't honoured; `lenient`: only for those that are known."""
+    for part, path, name, value in _extras(body, ""):
+        harmless = part.harmless.get(name)
+        if value is None or (harmless is not None and value in harmless):
+            continue
+        where = f"{path}{name}" if harmless is not None else f"{path}{name[:MOST_NAMES]}"
+        if harmless is not None:
+            allowed = " or ".join(repr(one) for one in harmless) if isinstance(harmless, tuple) and harmless else ""
+            reason = f"can only be {allowed} here" if allowed else "is not supported here"
+            raise ApiError(400, f"{where} {reason}: leave it out", param=where, code="unsupported_parameter")
+        if not lenient:
+            near = difflib.get_close_matches(name, part.known_names(), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise ApiError(400, f"unknown field {where!r}: {hint}", param=where, code="unknown_parameter")
+
+
+def _extras(part: Any, path: str) -> Iterator[tuple[Body, str, str, Any]]:
+    """(the object, the path to it, a field's name, its value) of all fields that no class declares."""
+    if isinstance(part, list):
+        for place, one in enumerate(part):
+            yield from _extras(one, f"{path[:-1]}[{place}].")
+    if isinstance(part, Body):
+        for name, value in (part.model_extra or {}).items():
+            yield part, path, name, value
+        for name in part.model_fields_set & type(part).model_fields.keys():
+            yield from _extras(getattr(part, name), f"{path}{name}.")

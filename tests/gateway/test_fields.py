@@ -1,0 +1,225 @@
+"""Every field of OpenAI's and vLLM's requests is honoured or refused by name; what is honoured does what it says."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+from web_gateway import RunningGateway
+
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.grammar import Constraint
+from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.sampling import NotYet, Sampler, SamplingOptions
+from swarmllm.gateway.unknown_fields import refuse_unknown
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
+PROMPT = "Once upon a time"
+REQUIRED: dict[type, dict[str, Any]] = {ChatRequest: {"messages": MESSAGES}, CompletionRequest: {"prompt": PROMPT}}
+
+# As of 2026-11: https://platform.openai.com/docs/api-reference and vLLM's protocol of its OpenAI server.
+OF_BOTH = """frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream stream_options
+temperature top_p user top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
+ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens allowed_token_ids
+prompt_logprobs add_special_tokens response_format structured_outputs guided_json guided_regex guided_choice
+guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern priority request_id logits_processors
+return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs use_beam_search bad_words"""
+OF_CHATS = """messages audio function_call functions max_completion_tokens metadata modalities parallel_tool_calls
+prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier service_tier store tool_choice
+tools top_logprobs verbosity web_search_options echo add_generation_prompt continue_final_message documents
+chat_template chat_template_kwargs mm_processor_kwargs"""
+OF_COMPLETIONS = "prompt best_of echo suffix"
+FIELDS = [
+    (kind, name)
+    for kind, names in ((ChatRequest, OF_BOTH + " " + OF_CHATS), (CompletionRequest, OF_BOTH + " " + OF_COMPLETIONS))
+    for name in names.split()
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda one: getattr(one, "__name__", one))
+def test_none_is_unknown(kind: type[ChatRequest] | type[CompletionRequest], name: str) -> None:
+    """Each is a field with checks of its own, or listed as harmless with the values that are; others are refused."""
+    if name == "response_format" and kind is CompletionRequest:
+        pytest.skip("only chats have it here")
+    assert name in kind.model_fields or name in kind.harmless
+    if name in kind.harmless and kind.harmless[name] == ():
+        body = kind.model_validate({**REQUIRED[kind], name: "anything"})
+        with pytest.raises(ApiError, match=f"{name} is not supported here: leave it out") as refused:
+            refuse_unknown(body, lenient=True)
+        assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"max_token": 3}, "unknown field 'max_token': did you mean 'max_tokens'?"),
+        ({"temprature": 0}, "did you mean 'temperature'?"),
+        ({"zzzzqqqq": 1}, "unknown field 'zzzzqqqq': leave it out"),
+        ({"stream_options": {"include_usag": True}}, "unknown field 'stream_options.include_usag': did you mean"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "'messages[0].contents': did you mean 'content'?"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "messages[0].content[0].txt"),
+        ({"store": True}, "store can only be False here: leave it out"),
+        ({"service_tier": "flex"}, "service_tier can only be 'auto' or 'default' here"),
+        ({"x" * 5000: 1}, "leave it out"),
+    ],
+)
+def test_what_is_refused_and_when_it_is_not(more: dict[str, Any], words: str) -> None:
+    body = ChatRequest.model_validate({"messages": MESSAGES, **more})
+    with pytest.raises(ApiError) as refused:
+        refuse_unknown(body, lenient=False)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 200
+    if "unknown" in str(refused.value):
+        refuse_unknown(body, lenient=True)
+
+
+def test_what_makes_no_difference() -> None:
+    harmless = {
+        "user": "me",
+        "metadata": {"a": 1},
+        "store": False,
+        "service_tier": "auto",
+        "tools": None,
+        "audio": None,
+    }
+    answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    body = ChatRequest.model_validate({"messages": [*MESSAGES, answer], **harmless})
+    refuse_unknown(body, lenient=False)
+
+
+@given(st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=5), max_size=4))
+def test_any_other_name_is_refused_in_one_sentence(fields: dict[str, Any]) -> None:
+    fields = {name: value for name, value in fields.items() if name not in ChatRequest.known_names()}
+    body = ChatRequest.model_validate({"messages": MESSAGES, **fields})
+    if all(value is None for value in fields.values()):
+        refuse_unknown(body, lenient=False)
+    else:
+        with pytest.raises(ApiError, match="unknown field"):
+            refuse_unknown(body, lenient=False)
+
+
+def test_over_http(gateway: RunningGateway) -> None:
+    response = gateway.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokenz": 1})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("max_tokenz", "unknown_parameter")
+    assert "did you mean 'max_tokens'?" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user' or 'assistant'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both say"),
+        ({"guided_regex": "("}, "guided_regex: the regular expression can't be used"),
+        ({"guided_grammar": "start"}, "guided_grammar: the grammar can't be used"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: the JSON schema can't be used"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos can't be used with guided_choice"),
+        ({"min_tokens": 5, "max_tokens": 4}, "only 4 are to be written"),
+        ({"stop_token_ids": [99_999_999]}, "the model has only"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs can't hold chat_template"),
+    ],
+)
+def test_unusable_values(gateway: RunningGateway, more: dict[str, Any], words: str) -> None:
+    response = gateway.http.post("/v1/chat/completions", json={"messages": MESSAGES, **more})
+    assert response.status_code == 400, response.text
+    assert words in response.json()["error"]["message"]
+
+
+def ask(gateway: RunningGateway, **more: Any) -> Any:
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
+    response = gateway.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("more", "pattern"),
+    [
+        ({"guided_choice": ["the “fox”\n", "a\\b", 'he said "no"']}, r'the “fox”\n|a\\b|he said "no"'),
+        ({"guided_regex": r"[A-Z]{3}-[0-9]{4}"}, r"[A-Z]{3}-[0-9]{4}"),
+        ({"guided_grammar": 'start: "x" ("y" | "z")~3'}, "x[yz]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"regex": "(ab){2,3}"}}, "(ab){2,3}"),
+    ],
+)
+def test_what_the_answer_must_look_like(gateway: RunningGateway, more: dict[str, Any], pattern: str) -> None:
+    for temperature in (0, 1):
+        choice = ask(gateway, **more, temperature=temperature, seed=3, max_tokens=60)["choices"][0]
+        assert re.fullmatch(pattern, choice["text"]), choice
+        assert choice["finish_reason"] == "stop"
+
+
+def test_json_by_either_name(gateway: RunningGateway) -> None:
+    schema = {"type": "object", "properties": {"legs": {"enum": [2, 4]}}, "required": ["legs"]}
+    schema["additionalProperties"] = False  # type: ignore[assignment]
+    for more in (
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"structured_outputs": {"json": schema}},
+    ):
+        text = ask(gateway, **more, max_tokens=60)["choices"][0]["text"]
+        assert json.loads(text)["legs"] in (2, 4)
+
+
+def test_the_end_of_text(gateway: RunningGateway, tokenizer: Any) -> None:
+    """It ends an answer, or comes later, or never; other tokens may end one, too."""
+    prompt = "Tell me a story."
+    asked = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "temperature": 0.2, "seed": 1}
+
+    def chat(**more: Any) -> tuple[int, str]:
+        answer = gateway.http.post("/v1/chat/completions", json={**asked, **more}).json()
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    count, reason = chat()
+    assert reason == "stop"
+    assert count < 400
+    longer, _ = chat(min_tokens=count + 20)
+    assert longer >= count + 20
+    assert chat(ignore_eos=True) == (400, "length")
+    first = ask(gateway, max_tokens=8)["choices"][0]["text"]
+    ids = tokenizer(PROMPT + first).input_ids[len(tokenizer(PROMPT).input_ids) :]
+    ended = ask(gateway, max_tokens=8, stop_token_ids=[ids[3]])
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == ids.index(ids[3]) + 1
+
+
+def test_a_repetition_penalty_is_transformers(gateway: RunningGateway, local: Any, tokenizer: Any) -> None:
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    expected = local.generate(ids, max_new_tokens=24, do_sample=False, repetition_penalty=1.3)[0, ids.shape[1] :]
+    text = ask(gateway, repetition_penalty=1.3)["choices"][0]["text"]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert text != ask(gateway)["choices"][0]["text"]
+
+
+@given(
+    vocabulary=st.integers(4, 40),
+    rows=st.integers(1, 3),
+    length=st.integers(1, 6),
+    penalty=st.floats(0.5, 2),
+    least=st.integers(0, 8),
+)
+def test_sampler(vocabulary: int, rows: int, length: int, penalty: float, least: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary * rows + length)
+    ids = torch.randint(vocabulary, (rows, length), generator=generator)
+    scores = torch.randn(rows, vocabulary, generator=generator)
+    sampler = Sampler(SamplingOptions(seed=0, temperature=0, repetition_penalty=penalty), rows, (), NotYet([1], least))
+    expected = scores.clone() if penalty == 1 else RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)
+    if length < least:
+        expected[:, 1] = -torch.inf
+    assert sampler(ids, scores.clone()).argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_a_constraint_of_nonsense_is_refused_by_its_field(tokenizer: Any) -> None:
+    from swarmllm.gateway.grammar import Grammars
+
+    grammars = Grammars(tokenizer, len(tokenizer))
+    with pytest.raises(ConfigurationError, match="guided_json: the JSON schema can't be used"):
+        grammars.matcher(Constraint.json("guided_json", "[1"))
