@@ -114,7 +114,7 @@ def test_over_http(gateway: RunningGateway) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user' or 'assistant'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user', 'assistant' or 'tool'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both say"),
         ({"guided_regex": "("}, "guided_regex: the regular expression can't be used"),

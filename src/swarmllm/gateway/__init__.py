@@ -6,6 +6,7 @@ connections       sockets on which nobody asks anything don't stay
 app               the ASGI application: all routes and what they share
 guard             who may ask: hosts, origins, API keys, rates
 request_bodies    what may be asked, checked field by field
+chat_messages     messages and tools in it
 unknown_fields    what of a request is not honoured, and refused
 openai_routes     /v1/…: requests in, answers and streams out
 websocket         the same as messages of a WebSocket
@@ -16,6 +17,7 @@ generation        one request: a session of its own, tokens out, cancellation, f
 events            what happens meanwhile, from the worker threads to the answers
 sampling          which token is taken
 grammar           which tokens a JSON schema, a regular expression or a grammar allows
+tool_calls        calls of tools in answers
 text              from tokens to text, as they come
 answers           the shapes of OpenAI's answers
 errors            the shapes of OpenAI's errors

@@ -8,8 +8,9 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from swarmllm.gateway.errors import ApiError
@@ -17,6 +18,7 @@ from swarmllm.gateway.events import Event, PromptScores, SwarmEvent, TextPiece
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.sampling import TokenLogprob
+from swarmllm.gateway.tool_calls import CallReader
 
 
 @dataclass
@@ -25,6 +27,32 @@ class _Choice:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     begun: bool = False
+    reader: CallReader | None = None
+    """Finds calls of tools in the text."""
+
+    def take(self, event: TextPiece) -> TextPiece:
+        """The same event, without what is or may become a call."""
+        if self.reader is not None:
+            last = event.finish_reason is not None
+            said = self.reader.take(event.text, last=last)
+            reason = "tool_calls" if self.reader.calls else event.finish_reason
+            event = replace(event, text=said, finish_reason=reason)
+        self.text += event.text
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.logprobs.append(event.logprob)
+        return event
+
+    @cached_property
+    def calls(self) -> list[dict[str, Any]]:
+        """As the API has them; to be asked for when the answer has ended."""
+        return [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in (() if self.reader is None else self.reader.calls)
+        ]
 
 
 class Answer:
@@ -47,6 +75,9 @@ class Answer:
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._choices = [_Choice() for _ in range(self._n * len(prompts))]
+        if isinstance(request, ChatRequest):
+            for choice in self._choices:
+                choice.reader = request.call_reader(model)
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._swarm_events: list[dict[str, Any]] = []
@@ -56,14 +87,11 @@ class Answer:
 
     # ------------------------------------------------------------------ whole
 
-    def add(self, event: Event) -> None:
-        """Take note of an event."""
+    def add(self, event: Event) -> Event:
+        """Take note of an event; returns what of it can be told now."""
         if isinstance(event, TextPiece):
-            choice = self._choices[event.index]
-            choice.text += event.text
-            choice.finish_reason = event.finish_reason or choice.finish_reason
-            choice.logprobs.append(event.logprob)
-        elif isinstance(event, PromptScores):
+            return self._choices[event.index].take(event)
+        if isinstance(event, PromptScores):
             self._choices[event.index].logprobs += [self._unscored(event.index), *event.logprobs]
         elif isinstance(event, SwarmEvent):
             self._swarm_events.append({"event": event.name, **event.details})
@@ -73,6 +101,7 @@ class Answer:
             self._traces.append(event.trace)
             if event.error is not None and self.error is None:
                 self.error = ApiError.of(event.error)
+        return event
 
     def whole(self) -> dict[str, Any]:
         """The JSON of the answer, when all has been added."""
@@ -83,7 +112,10 @@ class Answer:
             if self._wants_logprobs:
                 item["logprobs"] = self._logprobs(choice.logprobs)
             if self._chat:
-                item["message"] = {"role": "assistant", "content": text, "refusal": None}
+                message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.calls:
+                    message |= {"content": text or None, "tool_calls": choice.calls}
+                item["message"] = message
             else:
                 item["text"] = text
             choices.append(item)
@@ -96,7 +128,7 @@ class Answer:
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         """What to send for an event; `error` may be set after it."""
-        self.add(event)
+        event = self.add(event)
         if isinstance(event, SwarmEvent):
             if self._request.swarm_events:
                 yield self._chunk([], swarm=self._swarm_events[-1])
@@ -104,6 +136,8 @@ class Answer:
             yield from self._begin(event.index, [self._unscored(event.index), *event.logprobs])
         elif isinstance(event, TextPiece):
             yield from self._begin(event.index, None)
+            if event.finish_reason == "tool_calls":
+                event = yield from self._calls(event)
             if event.text or event.finish_reason or event.logprob is not None:
                 yield self._chunk([self._piece(event)])
         elif event.error is None and not self._chat and self._request.max_tokens == 0:
@@ -132,6 +166,15 @@ class Answer:
             if scores is not None:
                 item["logprobs"] = self._logprobs(scores)
             yield self._chunk([{**item, "text": echoed}])
+
+    def _calls(self, event: TextPiece) -> Generator[dict[str, Any], None, TextPiece]:
+        """What is said before calls, and these; returns what is left: that the answer has ended."""
+        if event.text or event.logprob is not None:
+            yield self._chunk([{**self._piece(event), "finish_reason": None}])
+        for place, call in enumerate(self._choices[event.index].calls):
+            item = {"index": event.index, "logprobs": None, "finish_reason": None}
+            yield self._chunk([{**item, "delta": {"tool_calls": [{"index": place, **call}]}}])
+        return replace(event, text="", logprob=None)
 
     def _piece(self, event: TextPiece) -> dict[str, Any]:
         logprobs = None if event.logprob is None else self._logprobs([event.logprob])

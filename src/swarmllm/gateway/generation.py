@@ -49,6 +49,8 @@ class GenerationOptions:
     """Before which nothing ends an answer but a stop string."""
     stop_token_ids: tuple[int, ...] = ()
     """They end an answer like the model's own end of text."""
+    kept_tokens: frozenset[int] = frozenset()
+    """Special tokens that are part of the text."""
     ignore_eos: bool = False
     """The model's own end of text ends nothing."""
     score_prompt: bool = False
@@ -217,7 +219,8 @@ class Generation:
             self._emit(piece)
 
     def new_row(self) -> TextRow:
-        return TextRow(self._model.tokenizer, self._prompt_ids, self._options.stop)
+        options = self._options
+        return TextRow(self._model.tokenizer, self._prompt_ids, options.stop, options.kept_tokens)
 
     @cached_property
     def ends(self) -> frozenset[int]:

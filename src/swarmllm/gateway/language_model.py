@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from swarmllm.client.local_fallback import LocalFallback
@@ -15,6 +16,7 @@ from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.grammar import Grammars
 from swarmllm.gateway.sampling import SAMPLING_NAMES
+from swarmllm.gateway.tool_calls import CallForm, form_of
 from swarmllm.models.architecture import cache_argument, decoder_stack
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,18 @@ class LanguageModel:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
         return list(self.tokenizer(text).input_ids)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> list[int]:
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How it writes calls of tools.
+
+        Raises:
+            ConfigurationError: it writes none, or in a form that isn't known here.
+        """
+        return form_of(self.name, self.tokenizer)
+
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], template_options: dict[str, Any], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         `template_options` are what the model's template knows besides messages, like `enable_thinking`.
@@ -105,7 +118,9 @@ class LanguageModel:
             raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
         try:
             encoded = self.tokenizer.apply_chat_template(
-                messages, **{**template_options, "add_generation_prompt": True, "return_dict": True, "tokenize": True}
+                messages,
+                tools=list(tools) or None,
+                **{**template_options, "add_generation_prompt": True, "return_dict": True, "tokenize": True},
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None

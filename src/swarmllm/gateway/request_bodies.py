@@ -10,15 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from swarmllm.client.text_generation import COLDEST
+from swarmllm.gateway.chat_messages import ChatMessage, NamedTool, Tool
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
 from swarmllm.gateway.grammar import ANY_OBJECT, Constraint
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.sampling import SAMPLING_NAMES, SamplingOptions
+from swarmllm.gateway.tool_calls import CallReader
 from swarmllm.gateway.unknown_fields import ANYTHING, Body, Harmless
 
 MAX_SCHEMA_CHARS = 1 << 16
 MAX_PROMPTS = 32
+MAX_TOOLS = 128
+"""As OpenAI has it."""
 MAX_TOKEN_DIGITS = 10
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -48,14 +52,13 @@ class Sampling(Body):
 
     harmless: ClassVar[Harmless] = {
         # of OpenAI
-        **dict.fromkeys(("user", "metadata", "safety_identifier", "prediction", "parallel_tool_calls"), ANYTHING),
+        **dict.fromkeys(("user", "metadata", "safety_identifier", "prediction"), ANYTHING),
         **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), ANYTHING),
         **dict.fromkeys(("audio", "web_search_options", "reasoning_effort"), ()),
         "store": (False,),
         "service_tier": ("auto", "default"),
         "modalities": (["text"],),
         "verbosity": ("medium",),
-        "tool_choice": ("none", "auto"),
         "function_call": ("none", "auto"),
         # of vLLM
         **dict.fromkeys(("request_id", "guided_decoding_backend"), ANYTHING),
@@ -117,7 +120,7 @@ class Sampling(Body):
                 param="messages" if isinstance(self, ChatRequest) else "prompt",
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        constraint = self._constraint()
+        constraint = self._constraint(model)
         for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
             if constraint is not None and getattr(self, name):
                 raise ApiError(
@@ -146,6 +149,7 @@ class Sampling(Body):
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            kept_tokens=self._kept_tokens(model),
             score_prompt=self._score_prompt(),
         )
 
@@ -179,25 +183,29 @@ class Sampling(Body):
             found[int(token)] = bias
         return found
 
+    def _kept_tokens(self, model: LanguageModel) -> frozenset[int]:
+        return frozenset()
+
     def _max_tokens(self) -> int | None:
         raise NotImplementedError
 
     def _top_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def _constraint(self) -> Constraint | None:
+    def _constraint(self, model: LanguageModel) -> Constraint | None:
         """What the answer must look like.
 
         Raises:
             ApiError: two fields say so.
+            ConfigurationError: the model can't be made to.
         """
-        found = self._constraints()
+        found = self._constraints(model)
         if len(found) > 1:
             first, second = (one.field for one in found[:2])
             raise ApiError(400, f"{first} and {second} both say what the answer must look like", param=second)
         return found[0] if found else None
 
-    def _constraints(self) -> list[Constraint]:
+    def _constraints(self, model: LanguageModel) -> list[Constraint]:
         found = _constraints("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if (given := self.structured_outputs) is not None:
             schema = given.json_ if given.json_ is not None or not given.json_object else ANY_OBJECT
@@ -296,38 +304,6 @@ class CompletionRequest(Sampling):
         return bool(self.echo) and self.logprobs is not None
 
 
-class TextPart(Body):
-    harmless: ClassVar[Harmless] = {"cache_control": ANYTHING, "annotations": ([],)}
-    type: str
-    text: str = ""
-
-    @model_validator(mode="after")
-    def _is_text(self) -> "TextPart":
-        if self.type != "text":
-            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
-        return self
-
-
-class ChatMessage(Body):
-    harmless: ClassVar[Harmless] = {
-        **dict.fromkeys(("refusal", "audio", "function_call", "tool_call_id"), ()),
-        **dict.fromkeys(("annotations", "tool_calls"), ([],)),
-        "cache_control": ANYTHING,
-    }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-    name: str | None = Field(None, description="For templates that know it.")
-    reasoning_content: str | None = Field(None, description="Of an earlier answer, for templates that know it.")
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates want it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        found = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        more = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return found | {name: value for name, value in more.items() if value is not None}
-
-
 class JsonSchema(Body):
     harmless: ClassVar[Harmless] = {"strict": ANYTHING, "description": ANYTHING}
     name: str | None = None
@@ -356,15 +332,55 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="What the model's chat template knows besides messages, like enable_thinking."
     )
-    tools: list[Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
     functions: list[Any] | None = None
 
-    @field_validator("tools", "functions")
+    @field_validator("functions")
     @classmethod
-    def _no_tools(cls, value: list[Any] | None) -> list[Any] | None:
+    def _no_functions(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
-            raise ValueError("tools are not supported; describe them in the messages, or use response_format")
+            raise ValueError("functions have been replaced by tools: use these")
         return value
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> "ChatRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len({*names}) < len(names):
+            raise ValueError("two tools have the same name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is required, but there are no tools")
+        return self
+
+    @property
+    def _forced(self) -> bool:
+        """Whether the answer is a call, and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def _usable_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def _schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the parameters of the tools that may be called, by name."""
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return {
+            tool.function.name: tool.schema_of_parameters()
+            for tool in self._usable_tools
+            if chosen in (None, tool.function.name)
+        }
+
+    def call_reader(self, model: LanguageModel) -> CallReader | None:
+        """For one answer; None: it can't hold calls."""
+        if not self._usable_tools:
+            return None
+        return CallReader(model.call_form, self._schemas(), most=1 if self.parallel_tool_calls is False else None)
+
+    def _kept_tokens(self, model: LanguageModel) -> frozenset[int]:
+        return model.call_form.markers(model.tokenizer) if self._usable_tools else frozenset()
 
     @field_validator("response_format")
     @classmethod
@@ -383,7 +399,10 @@ class ChatRequest(Sampling):
             ConfigurationError: the model has no chat template, or it refuses these messages.
         """
         messages = [message.for_template() for message in self.messages]
-        return model.encode_chat(messages, self.chat_template_kwargs or {})
+        tools = [tool.for_template() for tool in self._usable_tools]
+        if tools:
+            _ = model.call_form  # refused now, not when the answer is read
+        return model.encode_chat(messages, self.chat_template_kwargs or {}, tools)
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -391,8 +410,11 @@ class ChatRequest(Sampling):
     def _top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _constraints(self) -> list[Constraint]:
-        found = super()._constraints()
+    def _constraints(self, model: LanguageModel) -> list[Constraint]:
+        found = super()._constraints(model)
+        if self._forced:
+            text = model.call_form.grammar(model.tokenizer, self._schemas())
+            found.append(Constraint("tool_choice", "lark", text))
         if self.response_format is not None and self.response_format.type != "text":
             given = self.response_format.json_schema
             found.append(Constraint.json("response_format", ANY_OBJECT if given is None else given.schema_))

@@ -3,7 +3,7 @@
 Used by `gateway/generation`, one `TextRow` per answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -14,8 +14,16 @@ MAX_HELD_TOKENS = 8
 class TextRow:
     """The text of one answer."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        kept: Collection[int] = (),
+    ) -> None:
+        """`kept` are special tokens that are text all the same."""
         self._tokenizer = tokenizer
+        self._left_out = frozenset(tokenizer.all_special_ids) - frozenset(kept) if kept else frozenset()
         self._stop = tuple(stop)
         # A tokenizer may write a token differently at the beginning of a text: decode with some tokens before it.
         self._ids = list(prompt_ids)[-MAX_HELD_TOKENS:]
@@ -47,7 +55,10 @@ class TextRow:
         return certain + held
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        shown = [token for token in ids if token not in self._left_out] if self._left_out else ids
+        return str(
+            self._tokenizer.decode(shown, skip_special_tokens=not self._left_out, clean_up_tokenization_spaces=False)
+        )
 
     def _release(self, new: str) -> str:
         """Cut at the first stop string; hold back what may become one."""
