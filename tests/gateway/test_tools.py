@@ -107,7 +107,9 @@ def test_calls_are_read_however_they_are_cut(case: tuple[str, str], cuts: list[i
 @given(
     sign=st.sampled_from([one.sign for one in FORMS]),
     text=st.text(max_size=30)
-    | st.sampled_from(["<tool_call>", "<tool_call>{", "[TOOL_CALLS] x", '{"name": 1}', "{}", "{"]),
+    | st.sampled_from(
+        ["<tool_call>" + "[" * 9999, "<tool_call>", "<tool_call>{", "[TOOL_CALLS] x", '{"name": 1}', "{}", "{"]
+    ),
     cuts=st.lists(st.integers(0, 30), max_size=5),
 )
 def test_what_is_no_call_is_text(sign: str, text: str, cuts: list[int]) -> None:
@@ -272,6 +274,13 @@ def test_a_text_with_tools_is_a_text(tooled: RunningGateway) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parametres": {}}}]}, "did you mean 'parameters'?"),
         ({"functions": [{"name": "a"}]}, "replaced by tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"description": "x" * 70_000}}}],
+                "tool_choice": "required",
+            },
+            "so no call can be forced",
+        ),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],

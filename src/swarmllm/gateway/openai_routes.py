@@ -100,7 +100,7 @@ class OpenAIRoutes:
         n, most = body.n or 1, self._config.max_choices
         if n > most:
             raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
-        if num_bytes < LARGE_BYTES and getattr(body, "response_format", None) is None:
+        if num_bytes < LARGE_BYTES and not body.is_constrained:
             return self._prepare(model, body)  # faster than changing threads
         return await asyncio.to_thread(self._prepare, model, body)
 

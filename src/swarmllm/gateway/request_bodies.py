@@ -21,6 +21,9 @@ from swarmllm.gateway.unknown_fields import ANYTHING, Body, Harmless
 
 MAX_SCHEMA_CHARS = 1 << 16
 MAX_PROMPTS = 32
+CONSTRAINING = {"response_format", "structured_outputs", "tool_choice"} | {
+    f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
 MAX_TOOLS = 128
 """As OpenAI has it."""
 MAX_TOKEN_DIGITS = 10
@@ -152,6 +155,11 @@ class Sampling(Body):
             kept_tokens=self._kept_tokens(model),
             score_prompt=self._score_prompt(),
         )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar has to be compiled before the answer begins."""
+        return bool(self.model_fields_set & CONSTRAINING)
 
     def _sampling(self, model: LanguageModel) -> SamplingOptions:
         preferred = model.preferred_sampling()
@@ -414,6 +422,9 @@ class ChatRequest(Sampling):
         found = super()._constraints(model)
         if self._forced:
             text = model.call_form.grammar(model.tokenizer, self._schemas())
+            if len(text) > MAX_SCHEMA_CHARS:
+                reason = f"the schemas of the tools are longer than {MAX_SCHEMA_CHARS} characters"
+                raise ApiError(400, f"tool_choice: {reason}, so no call can be forced", param="tool_choice")
             found.append(Constraint("tool_choice", "lark", text))
         if self.response_format is not None and self.response_format.type != "text":
             given = self.response_format.json_schema

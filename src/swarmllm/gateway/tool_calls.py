@@ -110,7 +110,7 @@ class CallReader:
         if last and self._begun:
             try:
                 self.calls = list(self._form.read(self._held, self._schemas))[: self._most]
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self.calls = []
             if not self.calls:  # it looked like one
                 said += self._held
