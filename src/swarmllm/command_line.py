@@ -279,6 +279,15 @@ async def _as_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | N
     return await command()
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to report: a SwarmError if there is one, else whatever came first."""
+    errors = group.subgroup(SwarmError) or group
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
     """An event that SIGINT, SIGTERM, a terminal that is closed and, if asked for, the end of standard input set.
 

@@ -73,6 +73,18 @@ def test_none_outlives_whoever_started_it(llama: Path, tmp_path: Path) -> None:
         assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
+def test_all_end_when_nobody_reads_any_more(llama: Path, tmp_path: Path) -> None:
+    """As behind `| head -2`."""
+    with Running("server", "--model", llama, "--num_blocks", 4, *FLAGS, *TWO, log=tmp_path / "log") as server:
+        server.lines_until_join()
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+        assert server.process.wait(60) == 1
+        assert not psutil.wait_procs(processes, timeout=30)[1]
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_one_that_cannot_start_ends_all(llama: Path) -> None:
     """What the process of the device says, and what it means."""
     ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "nonsense")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from swarmllm.command_line import stop_event, unless_stopped
+from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.settings import ServerConfig
@@ -113,8 +113,8 @@ async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
 
     try:
         await unless_stopped(stop, run())
-    except* SwarmError as group:
-        raise group.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
 
 
 class _DeviceServer:
@@ -170,13 +170,8 @@ class _DeviceServer:
         try:
             await asyncio.shield(reading)
         finally:
-            if not reading.done():
-                with suppress(ProcessLookupError):
-                    process.terminate()
-                await asyncio.wait({reading}, timeout=STOP_TIMEOUT_S)
-            if process.returncode is None and not reading.done():
-                process.kill()
-            await process.wait()
+            await _end(process)
+            await asyncio.wait({reading}, timeout=1.0)  # what it has said last
             process.stdin.close()
         return await process.wait()
 
@@ -190,6 +185,18 @@ class _DeviceServer:
     async def _pass_on_log(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Let it leave politely, if it hasn't ended."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

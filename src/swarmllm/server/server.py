@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from swarmllm.command_line import stop_event, unless_stopped
+from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.config import address_book_path
 from swarmllm.data_structures import ModelRecord, Span
-from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.models.architecture import check_supported
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -156,7 +156,7 @@ class Server:
             async with asyncio.TaskGroup() as tasks:
                 await self._run(tasks, loader, span, stop, started_at)
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
         finally:
             await self._others.verified.close()
             await self._executor.close()
@@ -222,12 +222,3 @@ def _wanted_cores(record: OwnRecord) -> int:
         return 1
     num_threads = 0 if record.loaded is None else record.loaded.throughput.num_threads
     return num_threads or torch.get_num_threads()
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to report: a SwarmError if there is one, else whatever came first."""
-    errors = group.subgroup(SwarmError) or group
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
