@@ -1,5 +1,6 @@
 """One swarm that nobody kills, and one gateway in front of it, for most tests here."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,3 +48,16 @@ def greedy(local: Any, tokenizer: Any) -> Any:
         return str(tokenizer.decode(output[len(ids) :], skip_special_tokens=True))
 
     return write
+
+
+THINKING = "{% for message in messages %}{{ message.content }}\n{% endfor %}Once upon a time<think>\n{# </think> #}"
+
+
+@pytest.fixture(scope="module")
+def thinking(swarm: LocalSwarm) -> Iterator[RunningGateway]:
+    """A model that thinks and thinks."""
+    with running_gateway(swarm.initial_peers) as gateway:
+        model = gateway.gateway.models.first
+        model.tokenizer = copy.deepcopy(model.tokenizer)
+        model.tokenizer.chat_template = THINKING
+        yield gateway

@@ -122,6 +122,22 @@ def violations(page: Page) -> list[tuple[str, str]]:
     return [(one["id"], node["html"]) for one in found for node in one["nodes"]]
 
 
+def test_thoughts_are_folded(page: Page, thinking: RunningGateway) -> None:
+    page.goto(f"{thinking.url}/")
+    say(page, "Tell me a story.")
+    thoughts = page.locator(f"{ANSWERS} .thoughts")
+    expect(thoughts.locator("summary")).to_be_visible()
+    expect(thoughts.locator("div")).to_be_hidden()
+    thoughts.locator("summary").click()
+    expect(thoughts.locator("div")).to_be_visible()
+    page.wait_for_timeout(300)  # it is drawn again and again meanwhile
+    expect(thoughts.locator("div")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(thoughts.locator("div")).not_to_be_empty()
+    assert violations(page) == []
+
+
 def test_stopping_frees_the_session_and_keeps_the_text(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="2", Seed="1")  # so hot that it rarely comes to an end

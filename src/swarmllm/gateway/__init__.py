@@ -17,6 +17,7 @@ generation        one request: a session of its own, tokens out, cancellation, f
 events            what happens meanwhile, from the worker threads to the answers
 sampling          which token is taken
 grammar           which tokens a JSON schema, a regular expression or a grammar allows
+reasoning         what a thinking model writes before its answer
 tool_calls        calls of tools in answers
 text              from tokens to text, as they come
 answers           the shapes of OpenAI's answers

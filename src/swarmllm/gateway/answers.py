@@ -15,7 +15,9 @@ from typing import Any
 
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.events import Event, PromptScores, SwarmEvent, TextPiece
+from swarmllm.gateway.generation import GenerationOptions
 from swarmllm.gateway.language_model import LanguageModel
+from swarmllm.gateway.reasoning import ReasoningReader
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.tool_calls import CallReader
@@ -27,11 +29,17 @@ class _Choice:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     begun: bool = False
+    reasoning: str = ""
+    reasoning_reader: ReasoningReader | None = None
     reader: CallReader | None = None
     """Finds calls of tools in the text."""
 
     def take(self, event: TextPiece) -> TextPiece:
-        """The same event, without what is or may become a call."""
+        """The same event, with thoughts apart, and without what is or may become a call."""
+        if self.reasoning_reader is not None:
+            thoughts, said = self.reasoning_reader.take(event.text, last=event.finish_reason is not None)
+            event = replace(event, text=said, reasoning=thoughts)
+            self.reasoning += thoughts
         if self.reader is not None:
             last = event.finish_reason is not None
             said = self.reader.take(event.text, last=last)
@@ -63,6 +71,7 @@ class Answer:
         request: ChatRequest | CompletionRequest,
         model: LanguageModel,
         prompts: list[list[int]],
+        options: GenerationOptions,
         *,
         trace: bool = False,
     ) -> None:
@@ -78,6 +87,8 @@ class Answer:
         if isinstance(request, ChatRequest):
             for choice in self._choices:
                 choice.reader = request.call_reader(model)
+                if options.constraint is None:  # which holds from the first token on
+                    choice.reasoning_reader = model.reasoning_reader(prompts[0])
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._swarm_events: list[dict[str, Any]] = []
@@ -113,6 +124,8 @@ class Answer:
                 item["logprobs"] = self._logprobs(choice.logprobs)
             if self._chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.reasoning:
+                    message["reasoning_content"] = choice.reasoning
                 if choice.calls:
                     message |= {"content": text or None, "tool_calls": choice.calls}
                 item["message"] = message
@@ -138,7 +151,7 @@ class Answer:
             yield from self._begin(event.index, None)
             if event.finish_reason == "tool_calls":
                 event = yield from self._calls(event)
-            if event.text or event.finish_reason or event.logprob is not None:
+            if event.text or event.reasoning or event.finish_reason or event.logprob is not None:
                 yield self._chunk([self._piece(event)])
         elif event.error is None and not self._chat and self._request.max_tokens == 0:
             for index in range(event.first_index, event.first_index + self._n):
@@ -169,18 +182,19 @@ class Answer:
 
     def _calls(self, event: TextPiece) -> Generator[dict[str, Any], None, TextPiece]:
         """What is said before calls, and these; returns what is left: that the answer has ended."""
-        if event.text or event.logprob is not None:
+        if event.text or event.reasoning or event.logprob is not None:
             yield self._chunk([{**self._piece(event), "finish_reason": None}])
         for place, call in enumerate(self._choices[event.index].calls):
             item = {"index": event.index, "logprobs": None, "finish_reason": None}
             yield self._chunk([{**item, "delta": {"tool_calls": [{"index": place, **call}]}}])
-        return replace(event, text="", logprob=None)
+        return replace(event, text="", reasoning="", logprob=None)
 
     def _piece(self, event: TextPiece) -> dict[str, Any]:
         logprobs = None if event.logprob is None else self._logprobs([event.logprob])
         item = {"index": event.index, "logprobs": logprobs, "finish_reason": event.finish_reason}
         if self._chat:
-            return {**item, "delta": {"content": event.text} if event.text else {}}
+            delta = {"reasoning_content": event.reasoning, "content": event.text}
+            return {**item, "delta": {name: text for name, text in delta.items() if text}}
         return {**item, "text": event.text}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

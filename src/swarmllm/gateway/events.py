@@ -17,6 +17,8 @@ class TextPiece:
     logprob: TokenLogprob | None = None
     finish_reason: str | None = None
     """`stop` or `length`, with the last piece of this answer."""
+    reasoning: str = ""
+    """What the model only thinks, which `text` is without."""
 
 
 @dataclass(frozen=True)

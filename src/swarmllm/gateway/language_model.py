@@ -15,7 +15,9 @@ from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.grammar import Grammars
+from swarmllm.gateway.reasoning import BEGIN, END, ReasoningReader, thinks
 from swarmllm.gateway.sampling import SAMPLING_NAMES
+from swarmllm.gateway.text import MAX_HELD_TOKENS
 from swarmllm.gateway.tool_calls import CallForm, form_of
 from swarmllm.models.architecture import cache_argument, decoder_stack
 
@@ -125,6 +127,19 @@ class LanguageModel:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
         return list(encoded["input_ids"])
+
+    def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
+        """For one answer; None: this model doesn't think aloud."""
+        if not thinks(self.tokenizer):
+            return None
+        end = self.tokenizer.decode(prompt_ids[-MAX_HELD_TOKENS:], skip_special_tokens=False)
+        return ReasoningReader(begun=str(end).rstrip().endswith(BEGIN))
+
+    @property
+    def thought_markers(self) -> frozenset[int]:
+        """Special tokens between which it thinks."""
+        added, special = self.tokenizer.get_added_vocab(), self.tokenizer.all_special_ids
+        return frozenset(added[token] for token in (BEGIN, END) if token in added and added[token] in special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""

@@ -66,7 +66,7 @@ class OpenAIRoutes:
         body = self.parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(self.parse, kind, data)
         model, prompts, options = await self.prepare(body, len(data))
         wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
-        answer = Answer(body, model, prompts, trace=wants_trace)
+        answer = Answer(body, model, prompts, options, trace=wants_trace)
         answering = self._engine.start(model, prompts, options)
         if body.stream:
             return EventStream(answering, answer)

@@ -388,7 +388,8 @@ class ChatRequest(Sampling):
         return CallReader(model.call_form, self._schemas(), most=1 if self.parallel_tool_calls is False else None)
 
     def _kept_tokens(self, model: LanguageModel) -> frozenset[int]:
-        return model.call_form.markers(model.tokenizer) if self._usable_tools else frozenset()
+        of_calls = model.call_form.markers(model.tokenizer) if self._usable_tools else frozenset()
+        return of_calls | model.thought_markers
 
     @field_validator("response_format")
     @classmethod

@@ -19,6 +19,7 @@ from typing import Any
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.grammar import LAYOUT
+from swarmllm.gateway.text import overlap
 
 Schemas = Mapping[str, dict[str, Any]]
 """The JSON schema of the parameters, by the tool's name."""
@@ -126,7 +127,7 @@ class CallReader:
             place = 0 if held.lstrip().removeprefix(PYTHON_TAG).lstrip().startswith("{") else -1
             keep = len(held) if not last and PYTHON_TAG.startswith(held.strip()) else 0
         else:
-            keep = 0 if last else _overlap(held, begin)
+            keep = 0 if last else _held_back(held, begin)
         self._begun = place >= 0
         end = place if self._begun else len(held) - keep
         said, self._held = held[:end], held[end:]
@@ -134,12 +135,10 @@ class CallReader:
         return said.rstrip() if self._begun else said
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` begins, whitespace before it included."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length + _spaces(text[: len(text) - length])
-    return _spaces(text)
+def _held_back(text: str, marker: str) -> int:
+    """Characters at the end of `text` that may belong to `marker`, with the blanks before it."""
+    length = overlap(text, marker)
+    return length + _spaces(text[: len(text) - length])
 
 
 def _spaces(text: str) -> int:

@@ -134,7 +134,7 @@ class _Conversation:
         answering: Answering | None = None
         try:
             model, prompts, options = await self._routes.prepare(body, num_bytes)
-            answer = Answer(body, model, prompts)
+            answer = Answer(body, model, prompts, options)
             answering = self._under_way[str(label)] = self._engine.start(model, prompts, options)
             async for event in answering:
                 for chunk in answer.chunks(event):

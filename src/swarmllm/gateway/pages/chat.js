@@ -137,8 +137,10 @@ async function reply(conversation) {
       if (chunk.usage) message.tokens = chunk.usage.completion_tokens;
       const choice = chunk.choices[0];
       const piece = choice?.delta ? choice.delta.content : choice?.text;
-      if (piece) {
-        message.content += message.content ? piece : piece.trimStart();
+      const thought = choice?.delta?.reasoning_content;
+      if (thought) message.reasoning = (message.reasoning ?? "") + thought;
+      if (piece || thought) {
+        if (piece) message.content += message.content ? piece : piece.trimStart();
         message.tokens += 1;
         began ||= performance.now();
         const seconds = (performance.now() - began) / 1000;

@@ -86,6 +86,16 @@ function foot(message, busy, onRegenerate) {
   return line;
 }
 
+// What the model thought before it answered: folded, and open for as long as somebody wants to see it.
+function thoughts(message, busy) {
+  const details = make("details", "thoughts");
+  details.open = Boolean(message.unfolded);
+  details.append(make("summary", "", busy && !message.content ? "Thinking…" : "Thoughts"));
+  details.append(make("div", "", message.reasoning));
+  details.addEventListener("toggle", () => (message.unfolded = details.open));
+  return details;
+}
+
 export function renderMessage(message, { busy, onRegenerate }) {
   const article = make("article", `message ${message.role}`);
   article.setAttribute("aria-label", message.role === "user" ? "You" : "Model");
@@ -96,6 +106,7 @@ export function renderMessage(message, { busy, onRegenerate }) {
     return article;
   }
   article.setAttribute("aria-busy", String(busy));
+  if (message.reasoning) article.prepend(thoughts(message, busy));
   body.append(markdown(message.content));
   for (const block of body.querySelectorAll("pre")) {
     const copy = copyButton(() => block.querySelector("code")?.textContent ?? "");
