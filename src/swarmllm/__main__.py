@@ -4,6 +4,7 @@ Imports the one module that is asked for, so that no command waits for the other
 `main(argv) -> int`, the exit status.
 """
 
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"swarmllm {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"swarmllm: there is no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}."
+        print(f"swarmllm: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         status: int = import_module(COMMANDS[name].module).main(arguments[1:])

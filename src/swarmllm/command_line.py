@@ -6,6 +6,7 @@ error; anything else is a bug and shows its traceback.
 
 import argparse
 import asyncio
+import difflib
 import errno
 import io
 import itertools
@@ -136,9 +137,19 @@ class Parser(argparse.ArgumentParser):
             print(self._format_groups(list(self._action_groups), 0), end="")
             sys.exit(0)
         flags = [*from_file, *argv]
+        self._refuse_unknown(flags[: len(from_file) + end])
         settings = vars(self.parse_args([*self._model_of_invite(flags), *flags]))
         settings.pop("config", None)
         return settings
+
+    def _refuse_unknown(self, flags: Sequence[str]) -> None:
+        """Ends the program at the first flag that there isn't, with the nearest one, before others are missed."""
+        known = [name for action in self._actions for name in action.option_strings]
+        for flag in flags:
+            name = flag.partition("=")[0]
+            if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else ""))
 
     def _model_of_invite(self, flags: Sequence[str]) -> list[str]:
         """`--model` as an invite among the initial peers says, if the command needs one; the flags given win."""

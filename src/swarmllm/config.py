@@ -88,6 +88,23 @@ def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+def require_directory_or_hub_id(name_or_path: str) -> None:
+    """Raises ConfigurationError if it looks like a directory, but there is none."""
+    directory = Path(name_or_path).expanduser()
+    looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if not directory.is_dir() and (looks_like_a_path or directory.exists()):
+        raise ConfigurationError(f"the directory {name_or_path!r} does not exist")
+
+
+def require_model_place(model: str) -> None:
+    """Raises ConfigurationError if it looks like a directory, but there is none.
+
+    For commands: importing torch, to open it, would take seconds.
+    """
+    if not model.endswith(".gguf"):  # which may be a part of one
+        require_directory_or_hub_id(model)
+
+
 def require_positive(owner: object, *names: str) -> None:
     """Raises ConfigurationError unless these settings are None or above 0."""
     for name in names:

@@ -369,3 +369,43 @@ def test_standard_input_may_hold_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 def test_one_line() -> None:
     assert one_line(PeerUnreachableError("all dials failed\n  * refused")) == "all dials failed * refused"
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--modle", "x"], "there is no flag --modle: did you mean --model?"),
+        (["--model", "M", "--quant-typ=int8"], "there is no flag --quant_typ: did you mean --quant_type?"),
+        (["--zzzz"], "there is no flag --zzzz (see --help)"),
+    ],
+)
+def test_a_mistyped_flag_is_named_with_the_nearest(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where another one is missing."""
+    with pytest.raises(SystemExit) as ended:
+        parse_config(argv)
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('modle = "M"\n')
+    with pytest.raises(SystemExit):
+        parse_config(["--config", str(file)])
+    assert "there is no flag --modle: did you mean --model?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["server", "generate", "chat"])
+def test_a_directory_that_is_not_there_is_told_before_torch_is_imported(name: str) -> None:
+    line = [sys.executable, "-X", "importtime", "-m", "swarmllm", name, "--model", "/nowhere/at-all", "--new_swarm"]
+    if name != "server":
+        line[-1:] = ["--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"]
+    ended = subprocess.run(
+        [*line, *(["hello"] if name == "generate" else [])], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "swarmllm: the directory '/nowhere/at-all' does not exist" in ended.stderr
+    assert "| torch\n" not in ended.stderr
+    assert "| transformers\n" not in ended.stderr

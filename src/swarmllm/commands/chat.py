@@ -9,7 +9,7 @@ from typing import Any
 
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
 from swarmllm.command_line import Parser, one_line, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_positive
+from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place, require_positive
 from swarmllm.errors import SwarmError
 
 COMMANDS = "/clear forgets the conversation, /exit ends, /help says this; all else goes to the model"
@@ -124,7 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     def run() -> int:
-        return chat(ChatConfig(**build_parser().parse_settings(argv)))
+        config = ChatConfig(**build_parser().parse_settings(argv))
+        require_model_place(config.model)
+        return chat(config)
 
     return run_program(run, default_log_level="WARNING")
 

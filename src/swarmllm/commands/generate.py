@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
 from swarmllm.command_line import Parser, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig
+from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
 
@@ -39,7 +39,9 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
             prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
     if prompt is not None:  # bytes that are no UTF-8 come as halves of characters, which tokenizers refuse
         prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
-    return TextConfig(**settings), prompt
+    config = TextConfig(**settings)
+    require_model_place(config.model)
+    return config, prompt
 
 
 def _names_peer(word: str) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NoReturn
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig
+from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig, require_model_place
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
 
 FROM_STDIN = "-"
@@ -42,7 +42,9 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     Raises:
         ConfigurationError, SystemExit(2): they can't work.
     """
-    return ServerConfig(**build_parser().parse_settings(argv))
+    config = ServerConfig(**build_parser().parse_settings(argv))
+    require_model_place(config.model)
+    return config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

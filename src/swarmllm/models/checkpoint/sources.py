@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from swarmllm.config import require_directory_or_hub_id
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
@@ -127,9 +128,7 @@ def find_source(name_or_path: str, *, revision: str | None, token: str | None, c
     directory = Path(name_or_path).expanduser()
     if directory.is_dir():
         return _Directory(directory)
-    looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if looks_like_a_path or directory.exists():
-        raise ConfigurationError(f"the directory {name_or_path!r} does not exist")
+    require_directory_or_hub_id(name_or_path)
     return _Hub(name_or_path, revision, token, cache_dir)
 
 
