@@ -9,6 +9,7 @@ request_bodies    what may be asked, checked field by field
 chat_messages     messages and tools in it
 unknown_fields    what of a request is not honoured, and refused
 openai_routes     /v1/…: requests in, answers and streams out
+token_routes      /tokenize and /detokenize
 websocket         the same as messages of a WebSocket
 engine            worker threads and a bounded queue
 model_choice      the models that are offered, by name

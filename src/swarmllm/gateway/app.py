@@ -26,6 +26,7 @@ from swarmllm.gateway.openapi import document
 from swarmllm.gateway.page_files import PageFiles
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.swarm_watch import SwarmWatch
+from swarmllm.gateway.token_routes import TokenRoutes
 from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
 
 STATUSES = ("ok", "degraded", "dead")
@@ -47,6 +48,7 @@ class Gateway:
 
     def _starlette(self) -> Starlette:
         openai = OpenAIRoutes(self.models, self.engine, self.config, int(time.time()))
+        tokens = TokenRoutes(self.models, self.config)
         pages = PageFiles()
         generate = GenerateRoute(self.engine, openai, self.config, self._rates)
         self._paths = frozenset(
@@ -54,6 +56,8 @@ class Gateway:
                 "/v1/completions",
                 "/v1/chat/completions",
                 "/v1/models",
+                "/tokenize",
+                "/detokenize",
                 "/health",
                 "/metrics",
                 "/api/swarm",
@@ -67,6 +71,8 @@ class Gateway:
                 Route("/v1/models/{name:path}", openai.model),
                 Route("/v1/completions", openai.completions, methods=["POST"]),
                 Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+                Route("/tokenize", tokens.tokenize, methods=["POST"]),
+                Route("/detokenize", tokens.detokenize, methods=["POST"]),
                 WebSocketRoute("/ws/generate", generate.generate),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),

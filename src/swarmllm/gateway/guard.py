@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
-PROTECTED = ("/v1/", "/ws/")
-RATED = ("/v1/completions", "/v1/chat/completions")
+PROTECTED = ("/v1/", "/ws/", "/tokenize", "/detokenize")
+RATED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 """On a WebSocket each message counts instead (`websocket`)."""
 CALLER = "swarmllm.caller"
 """Where the scope says whose rate a request counts for."""

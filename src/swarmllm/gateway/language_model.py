@@ -88,9 +88,9 @@ class LanguageModel:
         found = {name: getattr(config, name, None) for name in SAMPLING_NAMES}
         return {name: value for name, value in found.items() if value is not None and config.do_sample}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
-        return list(self.tokenizer(text).input_ids)
+        return list(self.tokenizer(text, add_special_tokens=special_tokens).input_ids)
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -141,9 +141,11 @@ class LanguageModel:
         added, special = self.tokenizer.get_added_vocab(), self.tokenizer.all_special_ids
         return frozenset(added[token] for token in (BEGIN, END) if token in added and added[token] in special)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of tokens, special ones left out."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones by name."""

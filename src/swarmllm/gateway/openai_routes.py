@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.unknown_fields import Body as AnyBody
 from swarmllm.gateway.unknown_fields import refuse_unknown
 
 KEEPALIVE_S = 15.0
@@ -83,12 +84,7 @@ class OpenAIRoutes:
         Raises:
             ApiError: it is not one, or has a field that isn't honoured.
         """
-        try:
-            found = kind.model_validate_json(body)
-        except ValidationError as error:
-            raise ApiError.invalid(error) from None
-        refuse_unknown(found, lenient=self._config.lenient)
-        return found
+        return read_request(kind, body, lenient=self._config.lenient)
 
     async def prepare(self, body: Body, num_bytes: int) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         """The model that is meant, the prompts' tokens and how to answer them.
@@ -176,6 +172,23 @@ async def cancelled_when_gone(receive: Receive, answering: Answering) -> AsyncIt
     finally:
         watching.cancel()
         answering.cancel()
+
+
+Kind = TypeVar("Kind", bound=AnyBody)
+
+
+def read_request(kind: type[Kind], body: bytes | str, *, lenient: bool) -> Kind:
+    """The request in a body.
+
+    Raises:
+        ApiError: it is not one, or has a field that isn't honoured.
+    """
+    try:
+        found = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError.invalid(error) from None
+    refuse_unknown(found, lenient=lenient)
+    return found
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.token_routes import DetokenizeRequest, TokenizeRequest
 from swarmllm.version import __version__
 
 _ERRORS = {
@@ -23,7 +24,8 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
     schemas = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
+        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        ref_template="#/components/schemas/{model}",
     )[1]["$defs"]
     schemas["Error"] = {
         "type": "object",
@@ -47,6 +49,8 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _post("Answer a conversation.", "ChatRequest")},
             "/v1/completions": {"post": _post("Go on with a text.", "CompletionRequest")},
+            "/tokenize": {"post": _post("The tokens of a text or a conversation.", "TokenizeRequest")},
+            "/detokenize": {"post": _post("The text of tokens.", "DetokenizeRequest")},
             "/v1/models": {"get": _get("The models that are served.", 401)},
             "/v1/models/{name}": {
                 "get": {

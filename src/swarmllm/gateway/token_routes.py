@@ -1,0 +1,82 @@
+"""/tokenize and /detokenize, as vLLM has them: what the tokenizer and the chat template make of a text."""
+
+import asyncio
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from swarmllm.gateway.chat_messages import ChatMessage, Tool
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.model_choice import ModelChoice
+from swarmllm.gateway.openai_routes import read_body, read_request
+from swarmllm.gateway.request_bodies import MAX_TOOLS, TokenId
+from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.unknown_fields import Body, Harmless
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`."""
+
+    harmless: ClassVar[Harmless] = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; a chat's template says it itself.")
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens goes with a prompt: the chat template says which ones messages get")
+        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("tools and chat_template_kwargs go with messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class TokenRoutes:
+    """The handlers; made once per gateway."""
+
+    def __init__(self, models: ModelChoice, config: GatewayConfig) -> None:
+        self._models, self._config = models, config
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`"""
+        data = await read_body(request, self._config.max_body_bytes)
+        return JSONResponse(await asyncio.to_thread(self._tokenize, data))
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`"""
+        data = await read_body(request, self._config.max_body_bytes)
+        return JSONResponse(await asyncio.to_thread(self._detokenize, data))
+
+    def _tokenize(self, data: bytes) -> dict[str, Any]:
+        body = read_request(TokenizeRequest, data, lenient=self._config.lenient)
+        model = self._models.named(body.model)
+        if body.messages is not None:
+            messages = [message.for_template() for message in body.messages]
+            tools = [tool.for_template() for tool in body.tools or ()]
+            ids = model.encode_chat(messages, body.chat_template_kwargs or {}, tools)
+        else:
+            ids = model.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)
+        found = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+        return found | ({"token_strs": [model.token_text(one) for one in ids]} if body.return_token_strs else {})
+
+    def _detokenize(self, data: bytes) -> dict[str, Any]:
+        body = read_request(DetokenizeRequest, data, lenient=self._config.lenient)
+        model = self._models.named(body.model)
+        if max(body.tokens, default=0) >= model.num_scores:
+            raise ApiError(400, f"the model has only {model.num_scores} tokens", param="tokens", code="invalid_value")
+        return {"prompt": model.decode(body.tokens, special_tokens=True)}
