@@ -157,4 +157,4 @@ def test_nothing_that_fits_the_openapi_document_or_nearly_does_makes_it_fail(
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stdout[-4000:]
-    assert "7 selected / 7 total" in found.stdout
+    assert "9 selected / 9 total" in found.stdout
