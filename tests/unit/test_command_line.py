@@ -85,8 +85,8 @@ CONFIGS = {
     "demo": DemoConfig,
 }
 NOT_SETTINGS = {"help", "config"}
-WITHOUT_FLAG = {"swarm_name", "machine"}
-"""Only an invite brings the first, and whoever starts a server for each device the second."""
+WITHOUT_FLAG = {"swarm_name", "machine", "peers_beside"}
+"""Only an invite brings the first, and whoever starts a server for each device the others."""
 NOT_ASKED = {"dht": {"lan_discovery"}, "status": {"identity_path"}, "doctor": {"stop_on_stdin_eof"}}
 """Shared fields of which a command makes no use."""
 

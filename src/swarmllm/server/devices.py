@@ -151,7 +151,8 @@ class _DeviceServer:
         peers = tuple(maddr for server in self._servers for maddr in server.maddrs)
         if not peers:
             return self._config
-        return replace(self._config, initial_peers=(*self._config.initial_peers, *peers), new_swarm=False)
+        named = self._config.initial_peers
+        return replace(self._config, initial_peers=(*named, *peers), peers_beside=not named, new_swarm=False)
 
     async def _run_once(self) -> int:
         """Its exit code. Ends it if cancelled."""

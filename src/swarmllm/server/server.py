@@ -81,7 +81,7 @@ async def serve(config: ServerConfig) -> None:
         logger.info("peer %s listens at %s", peer.peer_id, ", ".join(peer.addrs))
         async with LanAnnouncement(
             peer.peer_id,
-            peer.addrs if config.lan_discovery and not config.initial_peers and not config.swarm_name else (),
+            peer.addrs if config.announces_on_lan else (),
             model=checkpoint.public_name,
             fingerprint=fingerprint(checkpoint),
         ) as announcement:

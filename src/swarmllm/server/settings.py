@@ -96,6 +96,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Serve exactly blocks [START, END)."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
+    peers_beside: bool = field(default=False, metadata={"flag": False})
+    """Whether the initial peers are these; nobody has named any."""
     new_swarm: bool = False
     """Start a new swarm instead of joining one."""
     adapters: tuple[str, ...] = ()
@@ -124,6 +126,11 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """TCP port at which Prometheus can read metrics; 0 = any free one. None = nowhere."""
     metrics_host: str = "127.0.0.1"
     """Address to listen on for that."""
+
+    @property
+    def announces_on_lan(self) -> bool:
+        """Whether the swarm is begun here or found on the local network, so that it is announced there, too."""
+        return self.lan_discovery and not self.swarm_name and (not self.initial_peers or self.peers_beside)
 
     def _follow(self, invites: Sequence[Invite]) -> None:
         """A private swarm's servers serve those whom the invite names, and know no servers but those that it names."""

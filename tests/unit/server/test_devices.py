@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.__main__ import parse_config
-from swarmllm.server.devices import all_devices, of_each_device
+from swarmllm.server.devices import _DeviceServer, all_devices, of_each_device
 from swarmllm.server.settings import ServerConfig
 
 ASKED = ["--model", "M", "--new_swarm"]
 TWO = ("cpu", "cuda:1")
+PEER, OTHER = (
+    f"/ip4/203.0.113.{number}/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU" for number in (1, 2)
+)
 
 
 def config(**settings: Any) -> ServerConfig:
@@ -89,6 +92,30 @@ def test_auto_is_all_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert all_devices(config(**settings)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "announces"),
+    [
+        ({"new_swarm": True}, True),
+        ({}, True),
+        ({"lan_discovery": False, "new_swarm": True}, False),
+        ({"initial_peers": PEER}, False),
+    ],
+)
+async def test_all_announce_on_the_local_network_what_the_first_one_would(
+    settings: dict[str, Any], announces: bool
+) -> None:
+    """Also one that is started again, and joins by the others."""
+    servers: list[_DeviceServer] = []
+    for one in of_each_device(ServerConfig(model="M", **settings), TWO):
+        servers.append(_DeviceServer("x", one, servers))
+    first, second = servers
+    assert first._settings().announces_on_lan == announces
+    first.maddrs = (OTHER,)
+    joined = second._settings()
+    assert joined.initial_peers == (*([PEER] if "initial_peers" in settings else []), OTHER)
+    assert (joined.announces_on_lan, joined.new_swarm) == (announces, False)
 
 
 def test_flags() -> None:
