@@ -70,7 +70,7 @@ PeerText = Annotated[str, AfterValidator(printable)]
 """What a peer says in words, for people to read."""
 
 
-class BlockTraits(PeerModel):
+class StackTraits(PeerModel):
     """What a server found out about its blocks when it loaded them, so that clients need no guess."""
 
     block_output: Annotated[int, Field(ge=0, le=8)] = 0
@@ -87,6 +87,19 @@ class BlockTraits(PeerModel):
     """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
     skips_padding: Annotated[tuple[Literal["left", "right"], ...], Field(max_length=2)] = ()
     """Sides of a text on which padding may be left out of a batch: what is computed of the text stays the same."""
+
+
+class BlockTraits(StackTraits):
+    """The traits of all blocks of a server."""
+
+    encoder: StackTraits | None = None
+    """Those of its encoder's blocks, in a model that has an encoder and a decoder: the others are the decoder's then,
+    but for `forbidden_cuts`, which are all."""
+
+    @property
+    def of_encoder(self) -> "BlockTraits":
+        """Those of the encoder's blocks alone."""
+        return BlockTraits() if self.encoder is None else BlockTraits(**self.encoder.model_dump(exclude={"encoder"}))
 
 
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]

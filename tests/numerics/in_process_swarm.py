@@ -154,7 +154,13 @@ class _Remote(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hop: Any, inputs: BlockInputs, hidden: Tensor, embeds: Tensor | None, *trained: Tensor
+        ctx: Any,
+        hop: Any,
+        inputs: BlockInputs,
+        hidden: Tensor,
+        embeds: Tensor | None,
+        source: Tensor | None,
+        *trained: Tensor,
     ) -> Tensor:
         server, span = hop
         ctx.hop, ctx.inputs, ctx.shapes = hop, inputs, [tensor.shape for tensor in trained]
@@ -171,7 +177,8 @@ class _Remote(torch.autograd.Function):
             parts = ctx.inputs.adapter.part(span).unflatten(grads["adapter"])
             for index, part in zip(ctx.inputs.adapter.indices(span), parts, strict=True):
                 of_adapter[index] = part.view(ctx.shapes[index])
-        return None, None, grads["hidden_states"], grads.get("inputs_embeds"), *of_adapter
+        others = (grads.get(name) for name in ("inputs_embeds", "encoder_hidden_states"))
+        return None, None, grads["hidden_states"], *others, *of_adapter
 
 
 class InProcessRunner:
@@ -188,7 +195,8 @@ class InProcessRunner:
             inputs = inputs.with_hidden(hidden)
             for piece in pieces_with_gradient(inputs, span, NONE_HERE, server.traits):
                 wanted = inputs if piece is span else replace(inputs, inner=None)
-                hidden = _Remote.apply((server, piece), wanted, hidden, inputs.inputs_embeds, *inputs.trained)
+                beside = (inputs.inputs_embeds, inputs.encoder_hidden_states, *inputs.trained)
+                hidden = _Remote.apply((server, piece), wanted, hidden, *beside)
                 inputs = inputs.with_hidden(hidden)
                 if inputs.inner is not None and piece is not span and piece.end - 1 in inputs.inner.outputs:
                     inputs.inner.found[piece.end - 1] = hidden

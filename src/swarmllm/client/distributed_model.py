@@ -9,9 +9,8 @@ The object is an instance of the architecture's own class and of `DistributedMod
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MethodType
 from typing import Any, Never, Self, SupportsIndex
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.encoder_decoder import EncoderDecoder, check_settings, encoder_blocks
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.many_prompts import ManyPrompts, Submitted
@@ -27,12 +27,13 @@ from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
 from swarmllm.client.session.user_inputs import note_position
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
+from swarmllm.client.unless_own import UnlessOwn
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import Task, cache_argument, decoder_stack, task_class, task_of, text_config
+from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_class, task_of, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -45,20 +46,6 @@ from swarmllm.models.shell.tuned_prompts import TunedPrompts
 
 _connecting = threading.Lock()
 """uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
-
-
-class _UnlessOwn:
-    """A method of ours that steps back where the architecture has a module of that name."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
-
-    def __get__(self, model: Any, cls: type | None = None) -> Any:
-        if model is None:
-            return self._method
-        own = model.__dict__.get("_modules", {}).get(self._method.__name__)
-        return MethodType(self._method, model) if own is None else own
 
 
 class DistributedModel(SavedParts):
@@ -107,7 +94,7 @@ class DistributedModel(SavedParts):
             self.__dict__["swarm_embeds_positions"] = not torch.equal(first, second)
         return bool(self.__dict__["swarm_embeds_positions"])
 
-    @_UnlessOwn
+    @UnlessOwn
     def head(self, hidden_states: Tensor) -> Tensor:
         """Everything after the last block: hidden states `[batch, seq, hidden]` → logits `[batch, seq, vocabulary]`.
 
@@ -183,6 +170,12 @@ class DistributedModelForCausalLM(ManyPrompts, FallbackGeneration, SpeculativeGe
                 session.history = sequences[:, : session.position]
             return output
 
+
+class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
+    """A distributed model with an encoder and a decoder."""
+
+
+_MIXINS = {Task.CAUSAL_LM: DistributedModelForCausalLM, Task.SEQ_TO_SEQ_LM: DistributedModelForSeq2SeqLM}
 
 _BY_SERVERS = "servers quantize the blocks (--quant_type)"
 _BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
@@ -267,22 +260,28 @@ def _load(
     dtype = resolve_dtype(checkpoint, dtype)
     loop = EventLoop()
     try:
-        view, everything = _view_of(checkpoint, config, dtype, loop), Span(0, checkpoint.num_blocks)
+        spans = [stack.span for stack in stacks(checkpoint.config)]
+        view, everything = _view_of(checkpoint, config, dtype, loop), spans[-1]
+        if len(spans) > 1:
+            check_settings(config)
+            view.encoder_blocks = spans[0]
         wanted = wanted_spans(config, checkpoint.num_blocks)
         with _connecting:
             loop.run(view.connect())
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
-        view.look_ups.spans = tuple(span for span, here in local.parts(everything) if here is None)
+        elsewhere = [span for span, here in local.parts(everything) if here is None]
+        view.look_ups.spans = (*spans[:-1], *elsewhere)
         traits = loop.run(view.traits([here.traits for here in local.spans]))
         blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
-        mixin = DistributedModelForCausalLM if task == Task.CAUSAL_LM else DistributedModel
+        encoder = encoder_blocks(view, traits, spans)
         model: Any = load_client_shell(
             checkpoint,
             model_class=model_class,
-            mixin=mixin,
+            mixin=_MIXINS.get(task, DistributedModel),
             dtype=dtype,
             runner=blocks,
             traits=traits,
+            encoder=None if encoder is None else (encoder, encoder.traits),
             here=local.modules(),
             **options,
         )
@@ -293,6 +292,8 @@ def _load(
         loop.close()
         raise
     model.remote_blocks, model.swarm, model.submitted = blocks, view, Submitted()
+    if encoder is not None:
+        model.remote_encoder_blocks = encoder
     model.model_tags = describe_origin(checkpoint, task)
     model._finalizer = weakref.finalize(model, loop.close)
     return model
@@ -317,6 +318,12 @@ class AutoDistributedModelForCausalLM(_AutoDistributed):
     """Text generation."""
 
     _task = Task.CAUSAL_LM
+
+
+class AutoDistributedModelForSeq2SeqLM(_AutoDistributed):
+    """Text from text, by an encoder and a decoder."""
+
+    _task = Task.SEQ_TO_SEQ_LM
 
 
 class AutoDistributedModelForSequenceClassification(_AutoDistributed):

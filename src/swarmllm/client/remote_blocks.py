@@ -118,6 +118,7 @@ class RemoteBlocks(nn.Module):
             max_length=max_length,
             grows=grows,
             local=self.local,
+            span=self.span,
         )
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:

@@ -3,6 +3,7 @@
 architecture           what a Hugging Face model is made of
 refused_architectures  which of them can't be run by a swarm, and why
 block_slots            a block list of which only some blocks are here
+first_block            what only the first block has, and does for all others
 free_memory            memory that has been freed, given back to the system
 checkpoint/            what is on disk
 formats/               how weights of few bits are stored

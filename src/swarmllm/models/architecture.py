@@ -4,21 +4,25 @@ Everything here works from names and signatures that all models of transformers 
 code of its own. Called by the rest of `models/`; knows no checkpoint and no network.
 """
 
+import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
 
@@ -27,6 +31,7 @@ class Task(Enum):
     """What a model's head is for; the value says it to users."""
 
     CAUSAL_LM = "causal language model"
+    SEQ_TO_SEQ_LM = "encoder-decoder language model"
     SEQUENCE_CLASSIFICATION = "sequence classification model"
     TOKEN_CLASSIFICATION = "token classification model"
     QUESTION_ANSWERING = "question answering model"
@@ -35,6 +40,7 @@ class Task(Enum):
 
 TASK_TAGS = {
     Task.CAUSAL_LM: "text-generation",
+    Task.SEQ_TO_SEQ_LM: "text2text-generation",
     Task.SEQUENCE_CLASSIFICATION: "text-classification",
     Task.TOKEN_CLASSIFICATION: "token-classification",
     Task.QUESTION_ANSWERING: "question-answering",
@@ -43,6 +49,7 @@ TASK_TAGS = {
 """What the hub calls them."""
 _MAPPINGS = {
     Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    Task.SEQ_TO_SEQ_LM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     Task.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     Task.QUESTION_ANSWERING: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
@@ -64,9 +71,66 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """A part of the model that loops over blocks: all of them, or those of the encoder, or of the decoder."""
+
+    role: str
+    """ "encoder", "decoder", or "" where there is but one."""
+    span: Span
+    """Its blocks, as they are numbered in the whole model: those of the encoder come first."""
+
+
+_stacks: dict[str, tuple[Stack, ...]] = {}
+
+
+def stacks(config: PreTrainedConfig) -> tuple[Stack, ...]:
+    """The stacks of the model, whose blocks are numbered one stack after the other."""
+    if not config.is_encoder_decoder:
+        return (Stack("", Span(0, int(text_config(config).num_hidden_layers))),)
+    key = config.to_json_string(use_diff=False)
+    if key not in _stacks:
+        check_supported(config)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = blocks_class(config)(copy.deepcopy(config))
+        counts = [len(_first_list(stack)) for stack in (model.get_encoder(), model.get_decoder())]
+        _stacks[key] = (Stack("encoder", Span(0, counts[0])), Stack("decoder", Span(counts[0], sum(counts))))
+    return _stacks[key]
+
+
+def stack_of(config: PreTrainedConfig, span: Span) -> Stack:
+    """The stack that has these blocks.
+
+    Raises:
+        UnsupportedModelError: they are in two.
+    """
+    for stack in stacks(config):
+        if span in stack.span:
+            return stack
+    raise UnsupportedModelError(f"blocks {span} are in the encoder and in the decoder, which run one after the other")
+
+
+def parts_of(config: PreTrainedConfig, span: Span) -> list[Span]:
+    """The blocks of `span` in each of the stacks."""
+    bounds = [(max(span.start, stack.span.start), min(span.end, stack.span.end)) for stack in stacks(config)]
+    return [Span(start, end) for start, end in bounds if start < end]
+
+
 def num_blocks(config: PreTrainedConfig) -> int:
-    """Number of blocks of the decoder."""
-    return int(text_config(config).num_hidden_layers)
+    """Number of blocks of all stacks."""
+    return stacks(config)[-1].span.end
+
+
+def _first_list(stack: nn.Module) -> nn.ModuleList:
+    """The shallowest list of like modules, the longest of several."""
+    found = [
+        (name.count("."), -len(part), part)
+        for name, part in stack.named_modules()
+        if isinstance(part, nn.ModuleList) and len({type(one) for one in part}) == 1
+    ]
+    if not found:
+        raise UnsupportedModelError(f"{type(stack).__name__} has no list of blocks")
+    return min(found, key=lambda one: one[:2])[2]
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -76,10 +140,12 @@ def check_supported(config: PreTrainedConfig) -> None:
         UnsupportedModelError: with the reason.
     """
     name = config.model_type
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model, which swarmllm can't split yet")
     if reason := REFUSED_ARCHITECTURES.get(name):
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
+    if config.is_encoder_decoder:
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise UnsupportedModelError(f"{name} is no encoder-decoder that generates text from text in transformers")
+        return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config):
         raise UnsupportedModelError(f"{name} has no causal language model in transformers")
 
@@ -97,6 +163,10 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
     """
     check_supported(config)
     mapping = _MAPPINGS[task]
+    if config.is_encoder_decoder and task != Task.SEQ_TO_SEQ_LM:
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder-decoder: use AutoDistributedModelForSeq2SeqLM or AutoDistributedModel"
+        )
     if is_encoder(config) and task == Task.CAUSAL_LM:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder, whose positions see later ones, so it can't generate step by step: "
@@ -114,11 +184,15 @@ def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Raises:
         UnsupportedModelError: it can't be split.
     """
+    if config.is_encoder_decoder:
+        return task_class(config, Task.SEQ_TO_SEQ_LM)
     return task_class(config, Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM)
 
 
 def task_of(config: PreTrainedConfig) -> Task:
     """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
+    if config.is_encoder_decoder:
+        return Task.SEQ_TO_SEQ_LM
     name = (config.architectures or [""])[0]
     for task in (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING):
         mapping = _MAPPINGS[task]
@@ -133,23 +207,40 @@ def decoder_stack(model: PreTrainedModel) -> PreTrainedModel:
     return decoder if hasattr(decoder, "config") else model.base_model
 
 
-def find_blocks(model: nn.Module) -> BlockList:
-    """The shallowest list of as many modules as the config has blocks.
+def stack_module(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
+    """The module of that stack."""
+    encoder: PreTrainedModel
+    if stack.role == "encoder":
+        encoder = model.get_encoder()
+        return encoder
+    return decoder_stack(model)
+
+
+def hosted_stack(model: PreTrainedModel) -> Stack:
+    """The stack that the model has been cut down to, or the one that generates."""
+    found: Stack = model.__dict__.get("swarm_stack") or stacks(model.config)[-1]
+    return found
+
+
+def find_blocks(model: PreTrainedModel, stack: Stack | None = None) -> BlockList:
+    """The shallowest list of as many modules as the stack (default: the hosted one) has blocks.
 
     Raises:
         UnsupportedModelError: there is no such list.
     """
-    wanted = num_blocks(model.config)
+    stack = stack or hosted_stack(model)
+    root: nn.Module = stack_module(model, stack) if stack.role else model
+    wanted = len(stack.span)
     found = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in root.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
     if not found:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {wanted} blocks")
+        raise UnsupportedModelError(f"{type(root).__name__} has no list of {wanted} blocks")
     name, blocks = min(found, key=lambda item: item[0].count("."))
     owner_name, _, attribute = name.rpartition(".")
-    return BlockList(model.get_submodule(owner_name), attribute, blocks)
+    return BlockList(root.get_submodule(owner_name), attribute, blocks)
 
 
 def cache_argument(stack: nn.Module) -> str:

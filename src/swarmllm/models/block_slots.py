@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from swarmllm.data_structures import Span
+from swarmllm.models.first_block import Given
 
 
 class ForwardStopped(Exception):  # noqa: N818 - not an error: it ends a forward that has done its part
@@ -33,13 +34,17 @@ Recorder = Callable[[int, Callable[[], Any]], Any]
 
 
 class BlockSlots(nn.ModuleList):
-    """Stands in for the block list of a model; registers only the hosted blocks, under their global indices."""
+    """Stands in for the block list of a model; registers only the hosted blocks, under the indices that they have there."""
 
-    def __init__(self, blocks: Sequence[nn.Module], hosted: Span) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], hosted: Span, first: int = 0) -> None:
+        """`first` is the number that the first of the `blocks` has in the whole model."""
         super().__init__()
+        self.first = first
         for block_idx in hosted:
-            self.add_module(str(block_idx), blocks[block_idx])
+            self.add_module(str(block_idx - first), blocks[block_idx - first])
         self.hosted = hosted
+        self.given: Sequence[Given] = ()
+        """What only the model's first block has, and does for all others."""
         self.block_output = 0
         """`BlockTraits.block_output`: what the placeholders have to return."""
         self.hidden: Tensor | None = None
@@ -48,7 +53,7 @@ class BlockSlots(nn.ModuleList):
         """All that the last wanted block returned."""
         self.extras: tuple[Any, ...] | None = None
         """What placeholders return besides hidden states; None = nothing but None (the probes try other values)."""
-        self._first_argument = next(iter(inspect.signature(blocks[hosted.start].forward).parameters))
+        self._first_argument = next(iter(inspect.signature(blocks[hosted.start - first].forward).parameters))
         self._placeholders = [_Placeholder(self, block) for block in blocks]
         self._exits = [_Exit(self, block) for block in blocks]
         self._routes: dict[Span, list[Any]] = {}
@@ -65,11 +70,11 @@ class BlockSlots(nn.ModuleList):
 
     def block(self, block_idx: int) -> nn.Module:
         """A hosted block itself."""
-        return self.get_submodule(str(block_idx))
+        return self.get_submodule(str(block_idx - self.first))
 
     def adopt(self, block: nn.Module) -> None:
         """Host one block more: the one after the last."""
-        self.add_module(str(self.hosted.end), block)
+        self.add_module(str(self.hosted.end - self.first), block)
         self.hosted = Span(self.hosted.start, self.hosted.end + 1)
         self._routes.clear()
         self._entries = self._list(self.hosted)
@@ -89,7 +94,7 @@ class BlockSlots(nn.ModuleList):
     def begin_preamble(self) -> None:
         """Prepare a forward that stops where the first hosted block would begin; `end` gives what would enter it."""
         self.hidden, self.output = None, None
-        start = self.hosted.start
+        start = self.hosted.start - self.first
         self._entries = [*self._placeholders[:start], *self._exits[start:]]
 
     def begin_first_block(self, hidden: Tensor) -> None:
@@ -97,7 +102,7 @@ class BlockSlots(nn.ModuleList):
         self.hidden, self.output = hidden, None
         start = self.hosted.start
         self._entries = self._list(Span(start, start + 1))
-        self._entries[start] = _Entry(self, _Last(self, self.block(start)))
+        self._entries[start - self.first] = _Entry(self, _Last(self, self.block(start)))
 
     def end(self) -> Tensor | None:
         """Finish the call and return its result; None if the forward never came that far."""
@@ -133,13 +138,14 @@ class BlockSlots(nn.ModuleList):
             block: Any = self.block(block_idx)
             if recorder is not None:
                 block = _Recorded(self, block, block_idx, recorder)
-            if block_idx == span.end - 1 and span.end == len(entries):
+            place = block_idx - self.first
+            if block_idx == span.end - 1 and place == len(entries) - 1:
                 block = _Last(self, block)
             if observer is not None:
                 block = _Observed(self, block, block_idx, observer)
-            entries[block_idx] = _Entry(self, block) if block_idx == span.start else block
-        if span.end < len(entries):
-            entries[span.end] = self._exits[span.end]
+            entries[place] = _Entry(self, block) if block_idx == span.start else block
+        if (end := span.end - self.first) < len(entries):
+            entries[end] = self._exits[end]
         return entries
 
 

@@ -80,7 +80,7 @@ class OwnRecord:
                 "tokens_served": thread.load.num_tokens,
                 "failures_seen": thread.load.num_failures,
                 "cache_tokens_left": self.budget.left_bytes // loaded.bytes_per_token,
-                "traits": loaded.blocks.traits,
-                "weights": loaded.blocks.digests if len(self.span) <= MAX_DIGESTS else "",
+                "traits": loaded.parts.traits,
+                "weights": loaded.parts.digests if len(self.span) <= MAX_DIGESTS else "",
             }
         )

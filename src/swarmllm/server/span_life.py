@@ -202,8 +202,7 @@ class SpanLife:
         budget = self._record.budget = CacheBudget(loaded.room.sessions)
         pages = PrefixCache(loaded.room.pages) if loaded.room.pages else None
         return Serving(
-            blocks=loaded.blocks,
-            inputs=loaded.inputs,
+            parts=loaded.parts,
             executor=loader.executor,
             sessions=SessionTable(
                 loaded.packer,

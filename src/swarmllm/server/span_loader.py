@@ -3,12 +3,14 @@
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
+from swarmllm.models.architecture import parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes
@@ -42,6 +44,7 @@ from swarmllm.server.measuring.throughput import (
     prefill_tokens_beside_decode,
 )
 from swarmllm.server.settings import ServerConfig
+from swarmllm.server.streams.stack_parts import StackPart, StackParts
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.swarm.placement import choose_span
 
@@ -59,10 +62,18 @@ class Loaded:
     inputs: InputChecks
     throughput: Throughput
     room: CacheRoom
+    before: StackPart | None = None
+    """The encoder's blocks, where the span begins in the encoder and ends in the decoder."""
 
     @property
     def blocks(self) -> BlockSpan:
         return self.packer.blocks
+
+    @property
+    def parts(self) -> StackParts:
+        """The blocks of each stack."""
+        last = StackPart(self.blocks, self.inputs)
+        return StackParts((last,) if self.before is None else (self.before, last))
 
     @property
     def bytes_per_token(self) -> int:
@@ -92,6 +103,10 @@ class SpanLoader:
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
+        if checkpoint.config.is_encoder_decoder and (config.adapters or config.offload):
+            raise ConfigurationError(
+                "adapters and offload are for models without an encoder: leave them out for this encoder-decoder"
+            )
         self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
 
     def choose_span(self, others: SwarmSnapshot) -> Span:
@@ -121,6 +136,8 @@ class SpanLoader:
         return num_tokens * cache_bytes_per_token(self._checkpoint.config, self.dtype)
 
     def _num_offloaded(self, span: Span) -> int:
+        if self._checkpoint.config.is_encoder_decoder:  # its blocks share modules
+            return 0
         if self._config.offload is not None:
             return self._config.offload
         sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)[span.start : span.end]
@@ -146,29 +163,35 @@ class SpanLoader:
     def _load(self, span: Span) -> Loaded:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
-        blocks = load_block_span(
-            self._checkpoint,
-            span,
-            dtype=self.dtype,
-            device=self.device,
-            quantization=self.quantization,
-            progress=sys.stderr.isatty(),
-            num_offloaded=num_offloaded,
-            offload_dir=Path(self._config.cache_dir or own_cache_dir()),
-        )
+        *others, blocks = [
+            load_block_span(
+                self._checkpoint,
+                part,
+                dtype=self.dtype,
+                device=self.device,
+                quantization=self.quantization,
+                progress=sys.stderr.isatty(),
+                num_offloaded=num_offloaded,
+                offload_dir=Path(self._config.cache_dir or own_cache_dir()),
+            )
+            for part in parts_of(self._checkpoint.config, span)
+        ]
+        before = StackPart(others[0], InputChecks(others[0])) if others else None
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
             logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
         self._check_files()  # or they may be of both
         self.adapters.load(blocks)
         inputs = InputChecks(blocks)
-        room = self._room(blocks, inputs)
+        room = self._room(blocks, inputs, sum(other.num_bytes for other in others))
         packer, throughput = self._measured(blocks)
+        share = len(blocks.span) / len(span)
+        throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         self.executor.thread.adopt(
             doubling_tokens=doubling_tokens(throughput, len(span)),
             beside_decode=prefill_tokens_beside_decode(throughput, len(span)),
         )
-        return Loaded(packer, inputs, throughput, room)
+        return Loaded(packer, inputs, throughput, room, before)
 
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
         """How they are packed and how fast they are: measured, unless they were loaded before, too."""
@@ -182,9 +205,9 @@ class SpanLoader:
         self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
         return packer, throughput
 
-    def _room(self, blocks: BlockSpan, inputs: InputChecks) -> CacheRoom:
+    def _room(self, blocks: BlockSpan, inputs: InputChecks, other_bytes: int) -> CacheRoom:
         config = self._config
-        left = min(self._usable_bytes - blocks.num_bytes, int(free_bytes(self.device) * FREE_SHARE))
+        left = min(self._usable_bytes - blocks.num_bytes - other_bytes, int(free_bytes(self.device) * FREE_SHARE))
         room = cache_room(
             left,
             bytes_per_token=_bytes_per_token(blocks, inputs),
@@ -194,7 +217,7 @@ class SpanLoader:
         )
         logger.info(
             "the blocks take %.2f GB of memory; %.2f GB are for sessions, %.2f GB for prompts that begin alike",
-            blocks.num_bytes / 1e9,
+            (blocks.num_bytes + other_bytes) / 1e9,
             room.sessions / 1e9,
             room.pages / 1e9,
         )
@@ -204,8 +227,10 @@ class SpanLoader:
         """Whether the files of other blocks are there (on the hub: downloaded now) and hold them."""
         try:
             await in_background(self._check_files)
-            names = await self.executor.run(lambda: span_tensor_names(self._checkpoint, span), Priority.BATCH)
-            await in_background(lambda: self._checkpoint.tensors(names.value))
+            for part in parts_of(self._checkpoint.config, span):
+                look = partial(span_tensor_names, self._checkpoint, part)
+                names = await self.executor.run(look, Priority.BATCH)
+                await in_background(partial(self._checkpoint.tensors, names.value))
         except LOADING_FAILURES as error:
             logger.warning("blocks %s can't be loaded: %s", span, str(error) or repr(error))
             return False

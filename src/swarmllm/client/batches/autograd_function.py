@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 
 class RemoteCall(torch.autograd.Function):
-    """Outputs of a `Runner`, and gradients of hidden_states, inputs_embeds and the adapter's parameters."""
+    """Outputs of a `Runner`, and gradients of hidden_states, inputs_embeds, encoder_hidden_states and the adapter's parameters."""
 
     @staticmethod
     def forward(
@@ -35,6 +35,7 @@ class RemoteCall(torch.autograd.Function):
         grad_enabled: bool,
         hidden_states: Tensor,
         embeds: Tensor | None,
+        source: Tensor | None,
         *trained: Tensor,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
@@ -54,7 +55,7 @@ class RemoteCall(torch.autograd.Function):
                 "lower the learning rate"
             )
         grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
-        _, _, _, _, hidden, embeds, *trained = ctx.needs_input_grad
+        _, _, _, _, hidden, embeds, source, *trained = ctx.needs_input_grad
         of_adapter: list[Tensor | None] = []
         for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
             grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
@@ -63,6 +64,7 @@ class RemoteCall(torch.autograd.Function):
             *(None, None, None, None),
             grads["hidden_states"] if hidden else None,
             grads["inputs_embeds"] if embeds else None,
+            grads["encoder_hidden_states"] if source else None,
             *of_adapter,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarmllm.client.batches.autograd_function import RemoteCall
 from swarmllm.client.batches.batch_requests import BatchRequests
-from swarmllm.client.batches.hop_batches import Gradients, HopBatches, added_up
+from swarmllm.client.batches.hop_batches import BESIDE, Gradients, HopBatches, added_up
 from swarmllm.client.batches.micro_batches import MicroBatches, Stage
 from swarmllm.client.batches.padding import Excerpt, Layout
 from swarmllm.client.batches.pushed_batches import PushedBatches
@@ -50,7 +50,14 @@ class BatchRunner:
             SwarmError: the swarm can't do it within the retries.
         """
         outputs: Tensor = RemoteCall.apply(  # type: ignore[no-untyped-call]
-            self, inputs, span, torch.is_grad_enabled(), inputs.hidden_states, inputs.inputs_embeds, *inputs.trained
+            self,
+            inputs,
+            span,
+            torch.is_grad_enabled(),
+            inputs.hidden_states,
+            inputs.inputs_embeds,
+            inputs.encoder_hidden_states,
+            *inputs.trained,
         )
         return outputs
 
@@ -95,11 +102,11 @@ class BatchRunner:
         return [excerpt for _, excerpt in parts], results
 
     def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
-        """Gradients of the first span's hidden_states, and of inputs_embeds and an adapter where there are any."""
+        """Gradients of the first span's hidden_states, and of what travels beside them and an adapter where there are any."""
         found = self._view.loop.run(self._backward(computed, grad_outputs))
         whole: Gradients = {}
         for name in found[0]:
-            if name in ("hidden_states", "inputs_embeds"):
+            if name in ("hidden_states", *BESIDE):
                 parts = [(grads[name], excerpt) for grads, excerpt in zip(found, computed.excerpts, strict=True)]
                 whole[name] = computed.layout.put_back(name, parts)
         return added_up(whole, found)

@@ -17,11 +17,13 @@ from swarmllm.client.view.inner_answers import parts_at_once, take_inner
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import CorruptActivationsError
 from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.network.wire.protocol import MessageType
 
+BESIDE = ("inputs_embeds", "encoder_hidden_states")
+"""What all servers of a route are given, and so have gradients of that add up."""
 Gradients = dict[str, Tensor]
-"""Gradients of `hidden_states`, `inputs_embeds`, and as `adapter.INDEX` those of the adapter's tensors."""
+"""Gradients of `hidden_states` and `BESIDE`, and as `adapter.INDEX` those of the adapter's tensors."""
 Kept = tuple[ServerInfo, int]
 """A server that has kept a forward for its backward, and the request by which it is known there."""
 
@@ -103,9 +105,9 @@ class HopBatches:
         # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
         if hidden_like is not None:
             grads["hidden_states"] = self._checked(answer, inputs, "hidden_states", hidden_like, math.inf)
-        if inputs.inputs_embeds is not None:
-            embeds = inputs.inputs_embeds
-            grads["inputs_embeds"] = self._checked(answer, inputs, "inputs_embeds", embeds, math.inf)
+        for name in BESIDE:
+            if (given := getattr(inputs, name)) is not None:
+                grads[name] = self._checked(answer, inputs, name, given, math.inf)
         part = None if inputs.adapter is None else inputs.adapter.part(span)
         if inputs.adapter is None or part is None:
             return grads
@@ -123,7 +125,7 @@ class HopBatches:
             like,
             peer_id=answer.peer_id,
             batch_axis=self._traits.batch_axis if name == "hidden_states" else 0,
-            attention_mask=inputs.attention_mask,
+            attention_mask=inputs.encoder_attention_mask if name in SOURCE else inputs.attention_mask,
             max_abs=max_abs,
         )
 
@@ -141,7 +143,7 @@ def joined(grads: list[Gradients], traits: BlockTraits) -> Gradients:
     """Gradients of groups of rows as one: those of an adapter add up, all others belong to the rows."""
     if len(grads) == 1:
         return grads[0]
-    axes = {"hidden_states": traits.batch_axis, "inputs_embeds": 0}
+    axes = {"hidden_states": traits.batch_axis, **dict.fromkeys(BESIDE, 0)}
     return added_up(
         {name: torch.cat([rows[name] for rows in grads], dim=axis) for name, axis in axes.items() if name in grads[0]},
         grads,

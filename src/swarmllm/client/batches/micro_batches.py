@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from swarmllm.client.batches.hop_batches import Gradients, HopBatches, Kept
+from swarmllm.client.batches.hop_batches import BESIDE, Gradients, HopBatches, Kept
 from swarmllm.client.batches.pushed_batches import Part, PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.swarm_view import SwarmView
@@ -134,8 +134,8 @@ class MicroBatches:
                 left += reversed(again)
                 pushing = not again
             for of_stage in found:
-                if "inputs_embeds" in of_stage and "inputs_embeds" in grads:
-                    of_stage["inputs_embeds"] = of_stage["inputs_embeds"] + grads["inputs_embeds"]
+                for name in of_stage.keys() & grads.keys() & {*BESIDE}:
+                    of_stage[name] = of_stage[name] + grads[name]
                 grads = {**grads, **of_stage}
         return grads
 

@@ -37,9 +37,9 @@ class Chain:
         """Times of the last step, per server: first block, µs in its queue, µs of computing."""
         self.on_failure: Callable[[SwarmError], None] | None = None
         """Told, in the event loop, of every failure that is going to be repaired or raised."""
-        self._span = span
+        self.span = span
         self._busy = asyncio.Lock()
-        self._hops = OpenRoute(view, self._span)
+        self._hops = OpenRoute(view, self.span)
         self._in_flight = InFlight(view, text, self._hops, self._busy)
         self.repairs = Repairs(view, text, self._hops, self._in_flight)
         self._closed = False
@@ -119,7 +119,7 @@ class Chain:
             return list(self.text.chunks(inputs, num_tokens))
         if inner.attentions:  # a row of weights has as many columns as the text positions
             return [inputs]
-        return list(self.text.chunks(inputs, min(num_tokens, tokens_at_once(inner, inputs, self._span))))
+        return list(self.text.chunks(inputs, min(num_tokens, tokens_at_once(inner, inputs, self.span))))
 
     async def _send_steps(self, chunks: Sequence[BlockInputs], outputs: list[Tensor]) -> None:
         """Send all chunks at once, then take in their results in order."""
@@ -159,7 +159,7 @@ class Chain:
             self.on_failure(error)
         logger.info("the route needs a repair: %s", error)
         try:
-            await self.view.wait_after(error, retries, self._span)
+            await self.view.wait_after(error, retries, self.span)
         except SwarmError:
             self._hang_up()  # whoever keeps the exception keeps this session: servers need not
             raise

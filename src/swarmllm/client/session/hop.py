@@ -37,6 +37,7 @@ class Terms:
     max_length: int
     record_past: bool = False
     adapter: BlockAdapter | None = None
+    source_length: int = 0
 
 
 @dataclass(eq=False)
@@ -86,6 +87,7 @@ class Hop:
             max_length=terms.max_length,
             epoch=epoch,
             record_past=terms.record_past,
+            source_length=terms.source_length,
             compression=view.config.compression,
             **adapter,
         )
@@ -147,6 +149,8 @@ class Hop:
         Raises:
             PeerError: the connection is broken.
         """
+        if position:  # servers have the source since the begin
+            inputs = inputs.without_source()
         tensors = inputs.tensors()
         if ones_mask := inputs.has_ones_mask(position):
             del tensors["attention_mask"]

@@ -56,7 +56,9 @@ class InferenceSession:
         batch_size: int = 1,
         grows: bool = False,
         local: LocalBlocks = NONE_HERE,
+        span: Span | None = None,
     ) -> None:
+        """`span`: the blocks that texts run through, if not all."""
         guessed = grows and max_length is None
         max_length = DEFAULT_MAX_LENGTH if max_length is None else operator.index(max_length)
         batch_size = operator.index(batch_size)
@@ -74,10 +76,11 @@ class InferenceSession:
         self._loop = view.loop
         self._hidden_size = view.hidden_size
         legs: list[Leg] = []
-        for span, here in local.parts(Span(0, view.num_blocks)):
+        self._span = span or Span(0, view.num_blocks)
+        for part, here in local.parts(self._span):
             text = SessionText(traits, max_length, grows, guessed)
             if here is None:
-                legs.append(RemoteLeg(view.loop, PipelinedChain(view, text, spot_checks, span)))
+                legs.append(RemoteLeg(view.loop, PipelinedChain(view, text, spot_checks, part)))
             else:
                 legs.append(LocalLeg(here, text))
         self._legs, self._local = Legs(legs, noise_for(view.config, traits)), local
@@ -165,6 +168,7 @@ class InferenceSession:
             batch_size=self.batch_size,
             grows=text.grows,
             local=self._local,
+            span=self._span,
         )
         for twins in twin._legs.texts:
             twins.record_past, twins.guessed = text.record_past, text.guessed

@@ -161,6 +161,7 @@ class Legs:
             return
         text.append(text.position, inputs if was_sent else self._noise(inputs))
         text.adapter = inputs.adapter
+        text.source_length = max(text.source_length, inputs.source_len)
 
     def past(self) -> list[BlockInputs]:
         """The inputs of all positions, in order, in as few calls as they can be computed with."""

@@ -122,7 +122,14 @@ class Repairs:
     @property
     def _terms(self) -> Terms:
         text = self._text
-        return Terms(self._in_flight.on_answer, text.batch_size, text.max_length, text.record_past, text.adapter)
+        return Terms(
+            self._in_flight.on_answer,
+            text.batch_size,
+            text.max_length,
+            text.record_past,
+            text.adapter,
+            text.source_length,
+        )
 
     def _costs(self) -> RouteCosts:
         text = self._text

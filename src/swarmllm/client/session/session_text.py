@@ -31,6 +31,8 @@ class SessionText:
     batch_size: int = 1
     adapter: BlockAdapter | None = None
     """The adapter with which everything was computed."""
+    source_length: int = 0
+    """Positions that a decoder attends to besides the text."""
     num_selections: int = 0
     """Number of selections of rows of the batch."""
     selection: tuple[int, ...] | None = None
@@ -66,7 +68,9 @@ class SessionText:
         if kept and inputs.batch_size != self._log.batch_size:
             raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
         has_rows = kept > 0 or inputs.batch_size == self.batch_size  # the servers keep room for that many
-        fits = is_same_adapter and has_rows and max_length == self.max_length
+        has_source = position > 0 or inputs.source_len <= self.source_length
+        fits = is_same_adapter and has_rows and has_source and max_length == self.max_length
+        self.source_length = max(self.source_length, inputs.source_len)
         self.guessed = self.guessed or max_length > self.max_length
         self.max_length, self._needed_length = max_length, wanted
         self.batch_size = inputs.batch_size

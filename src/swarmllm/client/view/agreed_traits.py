@@ -5,7 +5,7 @@ Called by `view/swarm_view` when a model is loaded, and for each server that joi
 
 from collections.abc import Sequence
 
-from swarmllm.data_structures import BlockTraits
+from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
 from swarmllm.errors import ConfigurationError, RemoteProtocolError
 
 SHARED = ("batch_axis", "block_output")
@@ -41,10 +41,16 @@ def agreed_traits(said: Sequence[tuple[str, BlockTraits]]) -> BlockTraits:
     )
 
 
-def check_agrees(peer_id: str, traits: BlockTraits, agreed: BlockTraits) -> None:
+def check_agrees(peer_id: str, served: ServedBlocks, agreed: BlockTraits, encoder: Span | None) -> None:
     """Raises RemoteProtocolError if a server's blocks are not those of a model with the `agreed` traits."""
-    name = contradiction(agreed, traits)
-    if name is not None:
+    said = served.traits or agreed
+    pairs = [] if encoder is not None and served.end <= encoder.end else [(agreed, said)]
+    if encoder is not None and served.start < encoder.end:
+        pairs.append((agreed.of_encoder, said.of_encoder))
+    for agreed, traits in pairs:
+        name = contradiction(agreed, traits)
+        if name is None:
+            continue
         raise RemoteProtocolError(
             f"the server {peer_id} says that the {name} of its blocks is {getattr(traits, name)}, other servers "
             f"say {getattr(agreed, name)}",

@@ -19,7 +19,7 @@ from swarmllm.client.view.look_ups import LookUps
 from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
+from swarmllm.data_structures import BlockTraits, StackTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import PeerHealth, Retries
@@ -46,6 +46,8 @@ class SwarmView:
         self.num_bytes: int | None = None
         """Bytes of all blocks, if this machine held them; None: nobody knows."""
         self._traits: BlockTraits | None = None
+        self.encoder_blocks: Span | None = None
+        """Those of the encoder, if the model has one."""
         """Traits about which the first route's servers agreed."""
         loop.on_close.append(self.look_ups.close)
 
@@ -131,8 +133,13 @@ class SwarmView:
             MissingBlocksError: nobody who can be reached serves some blocks.
             ConfigurationError: they contradict each other.
         """
-        said = [traits for span in self.spans for traits in await self._traits_of(span)]
-        self._traits = agreed_traits([*said, *(("this machine", traits) for traits in here)])
+        said = [traits for span in self.spans if span != self.encoder_blocks for traits in await self._traits_of(span)]
+        agreed = agreed_traits([*said, *(("this machine", traits) for traits in here)])
+        if self.encoder_blocks is not None:
+            of_encoder = await self._traits_of(self.encoder_blocks)
+            encoder = agreed_traits([(peer_id, traits.of_encoder) for peer_id, traits in of_encoder])
+            agreed = agreed.model_copy(update={"encoder": StackTraits(**encoder.model_dump(exclude={"encoder"}))})
+        self._traits = agreed
         return self._traits
 
     async def _traits_of(self, span: Span) -> list[tuple[str, BlockTraits]]:
@@ -166,7 +173,7 @@ class SwarmView:
         )
         try:
             if served is not None and served.traits is not None and self._traits is not None:
-                check_agrees(server.peer_id, served.traits, self._traits)
+                check_agrees(server.peer_id, served, self._traits, self.encoder_blocks)
         except RemoteProtocolError:
             stream.abort()
             raise

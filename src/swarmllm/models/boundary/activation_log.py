@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import AXES, BlockInputs
+from swarmllm.models.boundary.block_inputs import AXES, SOURCE, BlockInputs
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class ActivationLog:
         mask = inputs.attention_mask
         if not self._masked or not self._masked[-1].take_in(mask, inputs.seq_len):
             self._masked.append(_Masked(position, mask))
-        beside: dict[str, Any] = {name: _owned(getattr(inputs, name)) for name in AXES}
+        beside: dict[str, Any] = {name: _owned(getattr(inputs, name)) for name in (*AXES, *SOURCE)}
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside)))
 
     def rollback(self, position: int) -> None:
@@ -152,6 +152,7 @@ class ActivationLog:
             seq_len=sum(piece.seq_len for piece in pieces),
             attention_mask=mask,
             position_ids=_joined_positions(steps),
+            **pieces[0].source_fields(),
             **beside,
         )
 

@@ -24,6 +24,9 @@ AXES = {
 }
 """Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
 
+SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
+"""What the blocks of a decoder attend to besides the text itself, where the model has an encoder."""
+
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class BlockInputs:
@@ -46,6 +49,10 @@ class BlockInputs:
     """`[batch, seq]`; only if the blocks need it (`BlockTraits.extra_inputs`)."""
     inputs_embeds: Tensor | None = None
     """`[batch, seq, embedding]`; only if the blocks need it."""
+    encoder_hidden_states: Tensor | None = None
+    """`[batch, source, hidden]`; in a session with the first positions alone, whose blocks keep it."""
+    encoder_attention_mask: Tensor | None = None
+    """`[batch, source]`."""
     dropout_seeds: Tensor | None = None
     """`[batch, seq]`; only if the adapter has dropout (`adapters/seeded_dropout`)."""
     adapter: BlockAdapter | None = None
@@ -77,6 +84,23 @@ class BlockInputs:
         values = ((name, getattr(self, name)) for name in TENSOR_NAMES)
         return {name: value for name, value in values if value is not None}
 
+    def source(self) -> dict[str, Tensor]:
+        """What was given of `SOURCE`."""
+        return {name: tensor for name, tensor in self.source_fields().items() if tensor is not None}
+
+    def source_fields(self) -> dict[str, Any]:
+        """All fields of `SOURCE`; those that weren't given are None."""
+        return {name: getattr(self, name) for name in SOURCE}
+
+    @property
+    def source_len(self) -> int:
+        """Positions of the source; 0: there is none, or it has been given before."""
+        return 0 if self.encoder_hidden_states is None else self.encoder_hidden_states.shape[1]
+
+    def without_source(self) -> Self:
+        """The same call for blocks that have been given it."""
+        return replace(self, **dict.fromkeys(SOURCE)) if self.encoder_hidden_states is not None else self
+
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], *, batch_size: int, seq_len: int) -> Self:
         """The inverse of `tensors`; unknown names (of newer peers) are ignored."""
@@ -104,7 +128,7 @@ class BlockInputs:
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same call on another device, with floating-point tensors in another dtype (masks keep theirs)."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        for name in ("hidden_states", "inputs_embeds"):
+        for name in ("hidden_states", "inputs_embeds", "encoder_hidden_states"):
             if name in moved:
                 moved[name] = moved[name].to(dtype)
         return replace(self, **moved)
@@ -126,6 +150,7 @@ class BlockInputs:
             return take(tensor, axis)
 
         beside: dict[str, Any] = {name: taken(getattr(self, name), axis) for name, (axis, _) in AXES.items()}
+        beside |= {name: take(tensor, 0) for name, tensor in self.source().items()}
         return replace(
             self,
             hidden_states=take(self.hidden_states, traits.batch_axis),

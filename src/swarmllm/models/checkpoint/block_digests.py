@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import DIGEST_CHARS, Span
-from swarmllm.models.architecture import find_blocks
+from swarmllm.models.architecture import find_blocks, hosted_stack
 
 
 class BlockDigests:
@@ -40,11 +40,11 @@ class BlockDigests:
 
         Buffers don't count: some versions of transformers read what others compute.
         """
-        blocks = find_blocks(model).blocks
+        blocks, first = find_blocks(model).blocks, hosted_stack(model).span.start
         prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)
         inside = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
         self._block_of |= {
-            weight: int(name.removeprefix(prefix).partition(".")[0])
+            weight: first + int(name.removeprefix(prefix).partition(".")[0])
             for weight, name in parameters.items()
             if name in inside
         }

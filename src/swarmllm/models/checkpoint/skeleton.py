@@ -25,10 +25,19 @@ from swarmllm.errors import (
     UnsupportedModelError,
     WeightsMismatchError,
 )
-from swarmllm.models.architecture import blocks_class, decoder_stack, find_blocks
+from swarmllm.models.architecture import (
+    Stack,
+    blocks_class,
+    find_blocks,
+    hosted_stack,
+    stack_module,
+    stack_of,
+    stacks,
+)
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped
 from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.first_block import holder_of, only_in_first
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
 from swarmllm.models.quantization.rules import may_be_packed
 
@@ -81,7 +90,9 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
     """Keeps the blocks of `span` and the rest of the stack, without its embeddings and its parts named in `unused`."""
 
     def prune(model: PreTrainedModel) -> None:
-        stack = decoder_stack(model)
+        hosted = stack_of(model.config, span)
+        model.__dict__["swarm_stack"] = hosted
+        stack = stack_module(model, hosted)
         _drop_all_but(model, stack)
         for name in unused:
             setattr(stack, name, _LeftOut())
@@ -89,40 +100,44 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         found = find_blocks(model)
         blocks = list(found.blocks)
         prefix = next(name for name, module in model.named_modules() if module is found.blocks)
-        slots = BlockSlots(blocks, span)
+        slots = BlockSlots(blocks, span, hosted.span.start)
         setattr(found.owner, found.attribute, slots)
-        for block_idx, names in _borrowed(model, prefix, span).items():
-            slots.add_module(str(block_idx), _parameters_alone(blocks[block_idx], names))
+        for place, names in _borrowed(model, prefix, {block_idx - slots.first for block_idx in span}).items():
+            slots.add_module(str(place), _parameters_alone(blocks[place], names))
+        slots.given = only_in_first(blocks) if hosted.role else ()
+        if slots.given and slots.first not in span:
+            slots.add_module("0", holder_of(blocks[0], slots.given))
         _forget_ties(model)
 
     return prune
 
 
-def unused_before_blocks(config: PreTrainedConfig) -> set[str]:
+def unused_before_blocks(config: PreTrainedConfig, stack: Stack | None = None) -> set[str]:
     """Parts of the stack (its final norm, mostly) that are not called before the first block.
 
     A server that needs none of them doesn't have to download the shard that holds them. Found by a forward with zeros
     for weights that stops at the first block; empty if the model can't be run that way.
     """
-    model = on_meta(pruned(blocks_class(config), prune_to_span(Span(0, 1))), config).eval()
-    stack = decoder_stack(model)
+    start = (stack or stacks(config)[-1]).span.start
+    model = on_meta(pruned(blocks_class(config), prune_to_span(Span(start, start + 1))), config).eval()
+    module = stack_module(model, hosted_stack(model))
     slots = find_blocks(model).blocks
     assert isinstance(slots, BlockSlots)  # prune_to_span has put them there
     parts = {
         name: part
-        for name, part in stack.named_children()
-        if not isinstance(part, GivenEmbeddings) and all(module is not slots for module in part.modules())
+        for name, part in module.named_children()
+        if not isinstance(part, GivenEmbeddings) and all(one is not slots for one in part.modules())
     }
     called: set[str] = set()
     for name, part in parts.items():
         for tensor in (*part.to_empty(device="cpu").parameters(), *part.buffers()):
             tensor.data.zero_()
         part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-    embeds = torch.zeros(1, 2, stack.get_input_embeddings().weight.shape[1])
+    embeds = torch.zeros(1, 2, module.get_input_embeddings().weight.shape[1])
     slots.begin_preamble()
     try:
         with torch.no_grad():
-            stack(inputs_embeds=embeds, use_cache=False)
+            module(inputs_embeds=embeds, use_cache=False)
     except ForwardStopped:
         return {name for name, part in parts.items() if name not in called and any(True for _ in part.parameters())}
     except Exception:  # noqa: BLE001 - model code that needs more than embeddings: keep all that may come before
@@ -132,12 +147,12 @@ def unused_before_blocks(config: PreTrainedConfig) -> set[str]:
     return set()
 
 
-def _borrowed(model: PreTrainedModel, prefix: str, span: Span) -> dict[int, set[str]]:
+def _borrowed(model: PreTrainedModel, prefix: str, hosted: Collection[int]) -> dict[int, set[str]]:
     """Parameters of other blocks that hosted blocks share: {block: names within it}."""
     borrowed: dict[int, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         user, owner = (_inside_block(name, prefix) for name in (target, source))
-        if user is not None and owner is not None and user[0] in span and owner[0] not in span:
+        if user is not None and owner is not None and user[0] in hosted and owner[0] not in hosted:
             borrowed.setdefault(owner[0], set()).add(owner[1])
     return borrowed
 
@@ -154,9 +169,9 @@ def _drop_all_but(model: nn.Module, kept: nn.Module) -> None:
     """Replace everything that is neither `kept` nor around it."""
     if model is kept:
         return
-    for tensors in (model._parameters, model._buffers):
-        for name in tensors:
-            tensors[name] = None
+    model._parameters.update(dict.fromkeys(model._parameters))
+    for name in model._buffers:  # no tensor of the checkpoint, but transformers' initialization still fills them
+        model.register_buffer(name, torch.empty(0), persistent=False)
     for name, child in list(model.named_children()):
         if any(module is kept for module in child.modules()):
             _drop_all_but(child, kept)
@@ -189,8 +204,9 @@ def _forget_ties(model: PreTrainedModel) -> None:
 
 def drop_blocks(model: PreTrainedModel) -> None:
     """Keeps everything but the blocks."""
-    found = find_blocks(model)
-    setattr(found.owner, found.attribute, nn.ModuleList())
+    for stack in stacks(model.config):
+        found = find_blocks(model, stack)
+        setattr(found.owner, found.attribute, nn.ModuleList())
     _forget_ties(model)
 
 
@@ -257,9 +273,12 @@ def _tensors(
 
 
 def _named_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    blocks = find_blocks(model).blocks
-    prefix = next(name for name, module in model.named_modules() if module is blocks)
-    return [(f"{prefix}.{block_idx}", block) for block_idx, block in enumerate(blocks)]
+    found: list[tuple[str, nn.Module]] = []
+    for stack in stacks(model.config):
+        blocks = find_blocks(model, stack).blocks
+        prefix = next(name for name, module in model.named_modules() if module is blocks)
+        found += [(f"{prefix}.{place}", block) for place, block in enumerate(blocks)]
+    return found
 
 
 _loading = threading.Lock()

@@ -7,6 +7,7 @@ stack_forward     what is done before the forward of the module that loops over 
 playback          hidden states and attentions, as the model's own code returns them
 read_positions    whether a head or a loss looks at padding
 split_forward     its forward in two halves: up to the blocks, and from them on
+source            what a decoder attends to besides its text
 call_cache        which cache a call runs with
 remote_cache      a cache whose keys and values are on servers
 hollow_blocks     the blocks as others see them: names and shapes

@@ -5,6 +5,7 @@ trainers work on it. Its block list holds one proxy module (`blocks_proxy`), and
 (`stack_forward`). Here is what the class does otherwise than transformers: caches of `generate()`, peft's adapters.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.architecture import Stack, cache_argument, decoder_stack
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, detour
@@ -28,12 +29,25 @@ SOFT_PROMPT_ROOM = 128
 they rarely have more than 100 tokens; the servers' cache for them costs little."""
 
 
+@dataclass(frozen=True, eq=False)
+class ShellStack:
+    """One stack of the model as the client has it."""
+
+    stack: Stack
+    module: PreTrainedModel
+    """What loops over the blocks."""
+    traits: BlockTraits
+    adapters: BlockAdapters
+
+
 class ClientShell:
     """Mixed into the architecture's class, below the caller's own mixin."""
 
     swarm_runner: BlocksRunner
     swarm_traits: BlockTraits
+    swarm_stacks: list[ShellStack]
     swarm_adapters: BlockAdapters
+    """Those of the last stack, as its runner and traits are."""
     swarm_notices: TrainingNotices
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
@@ -48,7 +62,8 @@ class ClientShell:
 
     @peft_config.setter
     def peft_config(self, configs: dict[str, Any]) -> None:
-        self.swarm_adapters.check(configs)
+        for stack in self.swarm_stacks:
+            stack.adapters.check(configs)
         self.__dict__["_peft_config"] = configs
 
     @peft_config.deleter
@@ -63,7 +78,8 @@ class ClientShell:
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters of the whole model, blocks included; `only_trainable`: of what can be trained here."""
         here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
-        return here if only_trainable else here + self.swarm_adapters.blocks.num_parameters(exclude_embeddings)
+        elsewhere = sum(stack.adapters.blocks.num_parameters(exclude_embeddings) for stack in self.swarm_stacks)
+        return here if only_trainable else here + elsewhere
 
     def active_cache_session(self) -> CacheSession | None:
         """The session that `generate()` shall continue, if the user has opened one."""
@@ -97,7 +113,7 @@ class ClientShell:
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         mask = model_kwargs.get("attention_mask")
-        if mask is not None:  # of ones alone, no forward would see it
+        if mask is not None and not self.config.is_encoder_decoder:  # of ones alone, no forward would see it
             cache = model_kwargs.get(cache_argument(decoder_stack(self)))
             batch_size, seq_len = inputs_tensor.shape[:2]
             past = cache.length if isinstance(cache, RemoteCache) and mask.shape[-1] > seq_len else 0

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.architecture import find_blocks
+from swarmllm.models.architecture import Stack, find_blocks
 from swarmllm.models.checkpoint.skeleton import on_meta
 from swarmllm.models.shell.blocks_proxy import current_call
 from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children, hollow_out, refuse_change
@@ -46,8 +46,10 @@ class HollowBlocks(nn.ModuleList):
     here: dict[int, nn.Module]
     """The others: what is done to them is done."""
 
-    def __init__(self, blocks: nn.ModuleList, proxy: nn.Module, here: Mapping[int, nn.Module]) -> None:
+    def __init__(self, blocks: nn.ModuleList, proxy: nn.Module, here: Mapping[int, nn.Module], first: int = 0) -> None:
+        """`first` is the number that the first of these blocks has in the whole model."""
         super().__init__()
+        self.first = first
         self.__dict__["proxy"] = proxy
         self.__dict__["here"] = dict(here)
         self.__dict__["hollow"] = {idx: block for idx, block in enumerate(blocks) if idx not in here}
@@ -117,15 +119,20 @@ class HollowBlocks(nn.ModuleList):
 
 
 def hollow_blocks(
-    cls: type[PreTrainedModel], model: PreTrainedModel, proxy: nn.Module, here: Mapping[int, nn.Module]
+    cls: type[PreTrainedModel],
+    model: PreTrainedModel,
+    proxy: nn.Module,
+    here: Mapping[int, nn.Module],
+    stack: Stack,
 ) -> HollowBlocks:
     """The block list of a model of class `cls` with the config of `model`; costs neither memory nor reading.
 
     Blocks that are `here` are what they are; the others are hollow.
     """
-    blocks = HollowBlocks(find_blocks(on_meta(cls, model.config)).blocks, proxy, here).train(model.training)
+    found = find_blocks(on_meta(cls, model.config), stack).blocks
+    blocks = HollowBlocks(found, proxy, here, stack.span.start).train(model.training)
     for block_idx, block in blocks.hollow.items():
-        hollow_out(block, f"block {block_idx}", model.dtype)
+        hollow_out(block, f"block {blocks.first + block_idx}", model.dtype)
     return blocks
 
 
@@ -188,7 +195,7 @@ class BlockAdapters:
             close_hooks(block, ModulePlace(f"block {block_idx}"))  # of what peft has put there since
             for path, module in block.named_modules():
                 if _is_tuner(module):
-                    found += _patches(block_idx, path, module, begins)
+                    found += _patches(self.blocks.first + block_idx, path, module, begins)
         return found
 
 

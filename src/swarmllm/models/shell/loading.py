@@ -15,12 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.architecture import blocks_class, find_blocks
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.architecture import Stack, blocks_class, find_blocks, stack_module, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner
-from swarmllm.models.shell.client_shell import ClientShell
+from swarmllm.models.shell.client_shell import ClientShell, ShellStack
 from swarmllm.models.shell.hollow_blocks import BlockAdapters, hollow_blocks
 from swarmllm.models.shell.hollow_modules import ModulePlace, fix_children
 from swarmllm.models.shell.read_positions import adopt_head
@@ -40,6 +41,7 @@ def load_client_shell(
     dtype: torch.dtype | str,
     runner: BlocksRunner,
     traits: BlockTraits,
+    encoder: tuple[BlocksRunner, BlockTraits] | None = None,
     here: Mapping[int, nn.Module] = MappingProxyType({}),
     progress: bool = True,
     tuning_mode: str | None = None,
@@ -49,48 +51,61 @@ def load_client_shell(
     """An instance of `type(model_class.__name__, (mixin, model_class), …)` that runs its blocks through `runner`.
 
     Reads only the tensors outside the blocks. `traits` come from the servers; blocks that the runner has `here` take
-    the place of hollow ones.
+    the place of hollow ones. `encoder`: the same for the blocks of the encoder, if the model has one.
 
     Raises:
         ConfigurationError: the model can't have the prompts of `tuning_mode`.
         WeightsError: the checkpoint's files are missing, damaged or of another model.
     """
 
+    of_stacks = dict(zip(stacks(checkpoint.config), ([encoder] if encoder else []) + [(runner, traits)], strict=True))
+    if encoder is not None and tuning_mode is not None:
+        raise ConfigurationError("tuning_mode is for models without an encoder: train LoRA adapters of peft instead")
     checkpoint = _with_head_settings(checkpoint, hf_kwargs)
     new_head = _new_head(checkpoint, model_class)
-    cls = pruned(model_class, partial(_put_proxy, runner, traits), mixin, ClientShell)
+    cls = pruned(model_class, partial(_put_proxies, of_stacks), mixin, ClientShell)
     dtype = resolve_dtype(checkpoint, dtype)
     model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, may_lack=new_head, **hf_kwargs)
     model.swarm_runner, model.swarm_traits = runner, traits
     model.name_or_path = checkpoint.name  # peft writes it into its adapters
     if "generation_config" not in hf_kwargs and (generation_config := checkpoint.generation_config()) is not None:
         model.generation_config = generation_config
-    _hollow_out(model, model_class, here)
+    model.swarm_stacks = [_hollow_out(model, model_class, stack, here) for stack in of_stacks]
+    model.swarm_adapters = model.swarm_stacks[-1].adapters
+    model.swarm_notices = TrainingNotices(model.swarm_adapters.blocks)
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
-    adopt_stack(model)
-    adopt_head(model)
+    for stack in model.swarm_stacks:
+        adopt_stack(model, stack)
+    if encoder is None:  # otherwise padding is computed anyway
+        adopt_head(model)
     return model
 
 
-def _put_proxy(runner: BlocksRunner, traits: BlockTraits, model: PreTrainedModel) -> None:
-    """Replace all blocks by the one module that runs them elsewhere."""
-    found = find_blocks(model)
+def _put_proxies(of_stacks: Mapping[Stack, tuple[BlocksRunner, BlockTraits]], model: PreTrainedModel) -> None:
+    """Replace all blocks of each stack by the one module that runs them elsewhere."""
+    lists = {stack: find_blocks(model, stack) for stack in of_stacks}
     drop_blocks(model)
-    getattr(found.owner, found.attribute).append(BlocksProxy(found.blocks[0], runner, traits))
+    for stack, (runner, traits) in of_stacks.items():
+        found = lists[stack]
+        getattr(found.owner, found.attribute).append(BlocksProxy(found.blocks[0], runner, traits))
 
 
-def _hollow_out(model: PreTrainedModel, model_class: type[PreTrainedModel], here: Mapping[int, nn.Module]) -> None:
+def _hollow_out(
+    model: PreTrainedModel, model_class: type[PreTrainedModel], stack: Stack, here: Mapping[int, nn.Module]
+) -> ShellStack:
     """Show the blocks, without the weights of those that aren't here, to whoever looks for modules to adapt."""
-    name, proxy = next((name, part) for name, part in model.named_modules() if isinstance(part, BlocksProxy))
+    root = stack_module(model, stack) if stack.role else model
+    name, proxy = next((name, part) for name, part in root.named_modules() if isinstance(part, BlocksProxy))
     path = name.rpartition(".")[0]
     owner, _, attribute = path.rpartition(".")
-    blocks = hollow_blocks(model_class, model, proxy, {idx: block.to(model.device) for idx, block in here.items()})
-    setattr(model.get_submodule(owner), attribute, blocks)
-    fix_children(model.get_submodule(owner), ModulePlace("the model"), {attribute})
+    moved = {idx: block.to(model.device) for idx, block in here.items()}
+    blocks = hollow_blocks(model_class, model, proxy, moved, stack)
+    setattr(root.get_submodule(owner), attribute, blocks)
+    fix_children(root.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
-    model.swarm_adapters, model.swarm_notices = BlockAdapters(blocks), TrainingNotices(blocks)
+    return ShellStack(stack, stack_module(model, stack), proxy.traits, BlockAdapters(blocks))
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:

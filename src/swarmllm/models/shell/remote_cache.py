@@ -77,6 +77,8 @@ class RemoteCache(PhantomCache):
         """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prefix`)."""
         self.begun_with: tuple[BlockAdapter | None] | None = None
         """The adapter of the session's first forward with this cache; None before that."""
+        self.source_mask: Tensor | None = None
+        """Of what the decoder attends to besides its text, since the session's first forward."""
         self._rows = batch_size
 
     @property
@@ -135,6 +137,8 @@ class RemoteCache(PhantomCache):
         if list(indices) != list(range(self._rows)):
             self.session.select_batch(indices)
             self._rows = len(indices)
+            if self.source_mask is not None:
+                self.source_mask = self.source_mask[list(indices)]
 
     def activate_past_recording(self) -> None:
         self.session.record_past()
@@ -150,7 +154,7 @@ class RemoteCache(PhantomCache):
         twin = type(self)(self.config, self.session.fork(), self._rows)
         memo[id(self)] = twin
         twin.num_hidden, twin.num_prefix, twin.begun_with = self.num_hidden, self.num_prefix, self.begun_with
-        twin.has_graph = self.has_graph
+        twin.has_graph, twin.source_mask = self.has_graph, self.source_mask
         return twin
 
     def __copy__(self) -> Self:

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.seeded_dropout import draw_seeds
-from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.architecture import cache_argument
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
 from swarmllm.models.shell.call_cache import cache_of_call, note_spent
-from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.client_shell import ShellStack
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.shell.source import source_of_call
 from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache, text_mask
 from swarmllm.models.shell.tuned_prompts import TunedPrompts, whole_length
 
@@ -31,13 +32,13 @@ INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
 _ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
 
 
-def adopt_stack(model: PreTrainedModel) -> None:
+def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
     """Give the stack a subclass with our forward: unlike a hook, it also serves callers of `stack.forward`."""
-    stack = decoder_stack(model)
+    stack, role = of_shell.module, of_shell.stack.role
     cls = type(stack)
     shell = model
     name = cache_argument(stack)
-    takes_cache = name in inspect.signature(cls.forward).parameters
+    takes_cache = role != "encoder" and name in inspect.signature(cls.forward).parameters
     positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
 
     @functools.wraps(cls.forward)
@@ -45,6 +46,11 @@ def adopt_stack(model: PreTrainedModel) -> None:
         if args:
             kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
         inner = wanted_inner(self, self.config, kwargs)
+        if role and inner is not None:
+            raise ConfigurationError(
+                "hidden states and attentions inside an encoder-decoder can't be shown: leave output_hidden_states and "
+                "output_attentions out"
+            )
         if is_detoured():
             if inner is not None:  # half a forward has no inside
                 asked = (one for one in INNER_OUTPUTS if kwargs.get(one) or getattr(self.config, one, False))
@@ -59,7 +65,7 @@ def adopt_stack(model: PreTrainedModel) -> None:
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_described(shell, self, kwargs, cache, prefix, inner)):
+        with whole_length(cache), calling(_described(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
@@ -74,12 +80,13 @@ def adopt_stack(model: PreTrainedModel) -> None:
 
 def _described(
     shell: PreTrainedModel,
-    stack: PreTrainedModel,
+    of_shell: ShellStack,
     kwargs: dict[str, Any],
     cache: RemoteCache | None,
     prefix: TunedPrefix | None,
     inner: InnerStates | None,
 ) -> StackCall:
+    stack = of_shell.module
     given = _given(stack, kwargs)
     tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
     for name, tensor in tensors.items():
@@ -95,10 +102,14 @@ def _described(
         # Servers run this without the cache that transformers would have here, and would take positions that begin
         # anew for those of another text.
         tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
-    tensors |= _extra_inputs(shell, stack, kwargs)
+    tensors |= _extra_inputs(of_shell, kwargs)
+    if of_shell.stack.role == "decoder":
+        tensors |= source_of_call(kwargs, given.shape[0], cache)
     has_embeds = kwargs.get("inputs_embeds") is not None
-    adapter, trained = _adapter(shell, stack, cache, prefix)
+    adapter, trained = _adapter(shell, of_shell, cache, prefix)
     if adapter is not None and adapter.has_dropout:
+        if of_shell.stack.role:
+            raise ConfigurationError("lora_dropout inside an encoder-decoder can't be computed by servers: set it to 0")
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
     return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
 
@@ -117,26 +128,26 @@ def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
     return given
 
 
-def _extra_inputs(shell: PreTrainedModel, stack: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _extra_inputs(of_shell: ShellStack, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The text itself, as far as the blocks of some architectures need it."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     extra: dict[str, Tensor] = {}
-    if "input_ids" in shell.swarm_traits.extra_inputs:
+    if "input_ids" in of_shell.traits.extra_inputs:
         if ids is None:
             raise ConfigurationError(
-                f"the blocks of {type(shell).__name__} need input_ids; inputs_embeds are not enough"
+                f"the blocks of {type(of_shell.module).__name__} need input_ids; inputs_embeds are not enough"
             )
         extra["input_ids"] = ids
-    if "inputs_embeds" in shell.swarm_traits.extra_inputs:
-        extra["inputs_embeds"] = embeds if embeds is not None else stack.get_input_embeddings()(ids)
+    if "inputs_embeds" in of_shell.traits.extra_inputs:
+        extra["inputs_embeds"] = embeds if embeds is not None else of_shell.module.get_input_embeddings()(ids)
     return extra
 
 
 def _adapter(
-    shell: PreTrainedModel, stack: PreTrainedModel, cache: RemoteCache | None, prefix: TunedPrefix | None
+    shell: PreTrainedModel, of_shell: ShellStack, cache: RemoteCache | None, prefix: TunedPrefix | None
 ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
     """The adapter to run the blocks with, and the parameters to be trained."""
-    adapters: BlockAdapters = shell.swarm_adapters
+    adapters, stack = of_shell.adapters, of_shell.module
     if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
         return adapters.last if cache.begun_with is None else cache.begun_with[0], ()
     if stack.training and (rate := getattr(stack, "layerdrop", 0)):

@@ -22,7 +22,7 @@ def parts_of_each_kind(span: BlockSpan) -> list[Span]:
 def _classes(span: BlockSpan, part: Span) -> tuple[str, ...]:
     """The kinds of modules and of caches."""
     layers = span.new_cache(part).layers if span.keeps_cache else ()
-    caches = (layers[block_idx] for block_idx in part if span.keeps_cache)
+    caches = (layers[block_idx - span.slots.first] for block_idx in part if span.keeps_cache)
     modules = (module for block_idx in part for module in span.slots.block(block_idx).modules())
     return tuple(type(one).__name__ for one in (*caches, *modules))
 
@@ -34,14 +34,14 @@ def kind_of(span: BlockSpan, block_idx: int) -> object:
     each block (`layer_types`).
     """
     config = text_config(span.stack.config).to_dict()
-    num_blocks = len(span.slots)
+    num_blocks, place = len(span.slots), block_idx - span.slots.first
     of_block = (
-        (name, str(value[block_idx]))
+        (name, str(value[place]))
         for name, value in config.items()
         if isinstance(value, list | tuple) and len(value) == num_blocks
     )
     settings = (
-        (name, type(module).__name__, *_settings(module, block_idx))
+        (name, type(module).__name__, *_settings(module, place))
         for name, module in span.slots.block(block_idx).named_modules()
     )
     return (*of_block, *settings)

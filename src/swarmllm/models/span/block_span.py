@@ -14,21 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
 from swarmllm.models.adapters.block_adapter import KeyValueShapes, applied
 from swarmllm.models.architecture import (
     cache_argument,
-    decoder_stack,
     find_blocks,
+    hosted_stack,
     is_encoder,
     length_of_equal_rotation,
+    stack_module,
     text_config,
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
+from swarmllm.models.first_block import give
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.quantization.whole import Whole
 from swarmllm.models.span import shared_keys
@@ -51,14 +54,24 @@ class BlockSpan:
         self.span = span
         self.offloaded = offloaded
         """Those whose weights aren't in memory all the time; None if all are."""
-        self.stack = decoder_stack(model)
+        hosted = hosted_stack(model)
+        self.stack = stack_module(model, hosted)
         slots = find_blocks(model).blocks
         assert isinstance(slots, BlockSlots)
         self.slots = slots
+        for block_idx in span if slots.given else ():
+            give(slots.block(slots.first), slots.block(block_idx), slots.given)
         self._cache_argument = cache_argument(self.stack)
-        self.keeps_cache = not is_encoder(model.config)
+        self.keeps_cache = not is_encoder(model.config) and hosted.role != "encoder"
         """Whether there can be sessions; the blocks of an encoder run whole batches only."""
         parameters = inspect.signature(self.stack.forward).parameters
+        self.source_dim = int(model.config.get_text_config(encoder=True).hidden_size) if hosted.role == "decoder" else 0
+        """Width of the encoder's outputs that these blocks attend to; 0: there are none."""
+        self.is_of_encoder = hosted.role == "encoder"
+        self.has_stacks = bool(hosted.role)
+        """Whether the model has an encoder and a decoder."""
+        if self.source_dim and not parameters.keys() >= {*SOURCE}:
+            raise UnsupportedModelError(f"the decoder {type(self.stack).__name__} doesn't take {' and '.join(SOURCE)}")
         if self.keeps_cache and self._cache_argument not in parameters:
             raise UnsupportedModelError(f"{type(model).__name__} keeps no KV cache, so it can't continue a session")
         self._takes_use_cache = "use_cache" in parameters
@@ -76,6 +89,8 @@ class BlockSpan:
         self.cache_bytes_per_token = 0
         """Cache of all hosted blocks, for one row of the batch. Sliding windows count as if they grew without bound,
         which they do in sessions that record their past."""
+        self.cross_bytes_per_token = 0
+        """Keys and values of one position of an encoder's outputs in all hosted blocks."""
         self.cache_bytes_per_session = 0
         """Recurrent states of all hosted blocks, for one row of the batch."""
 
@@ -97,8 +112,8 @@ class BlockSpan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole model."""
-        return len(self.slots)
+        """Blocks of the whole model, up to the end of this stack."""
+        return self.slots.first + len(self.slots)
 
     @cached_property
     def _embeddings(self) -> GivenEmbeddings:
@@ -172,7 +187,13 @@ class BlockSpan:
         """
         if not self.keeps_cache:
             raise UnsupportedModelError("the blocks of an encoder keep no KV cache, so they have no sessions")
-        return SpanCache(self.stack.config, self._inside(span), record_past=record_past)
+        return SpanCache(
+            self.stack.config,
+            self._inside(span),
+            record_past=record_past,
+            first=self.slots.first,
+            has_source=self.source_dim > 0,
+        )
 
     def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
         """Run the blocks of `span` (default: all hosted) on `inputs`; returns hidden states of the same shape.
@@ -192,6 +213,8 @@ class BlockSpan:
         for name in self.traits.extra_inputs:
             if getattr(inputs, name) is None:
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
+        if self.source_dim and inputs.encoder_hidden_states is None and (cache is None or not cache.source):
+            raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
         if cache is None:
             with self.adapted(inputs, span), self._saved_for_backward():
                 return self.run(inputs, span, self._with_prefix(None, inputs, span))
@@ -256,8 +279,10 @@ class BlockSpan:
         kwargs |= more
         if self._takes_use_cache:
             kwargs["use_cache"] = cache is not None
+        if self.source_dim:
+            kwargs |= inputs.source() if cache is None else cache.source_of(inputs.source())
         if cache is not None:
-            kwargs[self._cache_argument] = cache
+            kwargs[self._cache_argument] = cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
             if cache.num_prefix and inputs.attention_mask is not None:
                 if inputs.attention_mask.ndim != 2:
                     raise ConfigurationError("behind a prefix, attention_mask must be [batch, past + seq]")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import blocks_class, find_blocks
+from swarmllm.models.architecture import blocks_class, find_blocks, stack_of
 from swarmllm.models.block_slots import BlockSlots
 from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -34,7 +34,8 @@ from swarmllm.models.span.probes import probe
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
     """The checkpoint's tensors that `load_block_span` reads."""
-    cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused_before_blocks(checkpoint.config)))
+    unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
+    cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
     return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
 
 
@@ -49,7 +50,7 @@ def load_block_span(
     num_offloaded: int = 0,
     offload_dir: Path | None = None,
 ) -> BlockSpan:
-    """Read the blocks of `span`, and nothing else of weight, from the checkpoint; dtype None = as the config says.
+    """Read the blocks of `span`, all of one stack, and nothing else of weight, from the checkpoint; dtype None = as the config says.
 
     `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
     in `offload_dir`, or where temporary files are.
@@ -90,7 +91,7 @@ def load_block_span(
             probe(blocks)
             return blocks
 
-    unused = unused_before_blocks(checkpoint.config)
+    unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
         return load(unused)
     except UnsupportedModelError:

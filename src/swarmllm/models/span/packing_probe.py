@@ -33,7 +33,7 @@ NEXT_STEPS = ((1, 1, 2), (1, 1, 1))
 @torch.inference_mode()
 def right_ways(span: BlockSpan) -> list[Packing]:
     """The ways of packing that are right for these blocks, in most measurements the fastest first."""
-    if not span.keeps_cache:
+    if not span.keeps_cache or span.source_dim:  # sessions differ in what they attend to besides their texts
         return [Packing.ONE_BY_ONE]
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]

@@ -20,6 +20,7 @@ from swarmllm.models.span.block_kinds import kind_of, parts_of_each_kind
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.cache_probe import CacheProbe
 from swarmllm.models.span.padding_probe import skippable_sides
+from swarmllm.models.span.random_inputs import SOURCE_LEN
 from swarmllm.models.span.span_cache import SpanCache
 
 BATCH, MOST_SEQ = 3, 13
@@ -43,7 +44,8 @@ def probe(span: BlockSpan) -> None:
             probe.find_extra_inputs()
         with torch.inference_mode():
             probe.find_forbidden_cuts()
-            probe.found(skips_padding=skippable_sides(span, probe.inputs()))
+            if not span.has_stacks:  # what the encoder has at padding is what the decoder's mask must hide
+                probe.found(skips_padding=skippable_sides(span, probe.inputs()))
             if span.keeps_cache:
                 probe.find_cache_abilities()
     except UnsupportedModelError:
@@ -62,6 +64,7 @@ class _Probe:
         self.embeds = self._normal((BATCH, self.seq, span.embedding_dim))
         self.ids = self._ids()
         self.hidden = self.embeds
+        self.source = self._normal((BATCH, SOURCE_LEN, span.source_dim)) if span.source_dim else None
 
     @property
     def traits(self) -> BlockTraits:
@@ -78,6 +81,7 @@ class _Probe:
             seq_len=self.seq,
             input_ids=self.ids,
             inputs_embeds=self.embeds,
+            encoder_hidden_states=self.source,
         )
 
     def find_conventions(self) -> None:
@@ -176,6 +180,7 @@ class _Probe:
             growing, fixed = cache.used_bytes()
             self.span.cache_bytes_per_token = growing // (BATCH * self.seq)
             self.span.cache_bytes_per_session = fixed // BATCH
+            self.span.cross_bytes_per_token = cache.cross_bytes // (BATCH * SOURCE_LEN)
         forbidden: set[int] = set()
         independent: set[object] = set()
         for block_idx in hosted:

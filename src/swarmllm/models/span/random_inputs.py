@@ -5,6 +5,9 @@ import torch
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 
+SOURCE_LEN = 7
+"""Positions of what a decoder with an encoder attends to; unlikely to be the size of other axes."""
+
 
 def random_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> BlockInputs:
     """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take."""
@@ -22,5 +25,6 @@ def random_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> Block
         seq_len=seq_len,
         input_ids=ids if "input_ids" in extra else None,
         inputs_embeds=embeds if "inputs_embeds" in extra else None,
+        encoder_hidden_states=normal(batch_size, SOURCE_LEN, blocks.source_dim) if blocks.source_dim else None,
     )
     return inputs.with_hidden(normal(*blocks.preamble(inputs).shape))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -27,12 +28,25 @@ class RollbackUnsupportedError(ValueError):
 class SpanCache(PhantomCache):
     """What a server keeps of one session."""
 
-    def __init__(self, config: PreTrainedConfig, span: Span, *, record_past: bool = False) -> None:
-        super().__init__(config, real=span)
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        span: Span,
+        *,
+        record_past: bool = False,
+        first: int = 0,
+        has_source: bool = False,
+    ) -> None:
+        """`first` is the number of the stack's first block; `has_source`: the blocks attend to an encoder's outputs."""
+        super().__init__(config, real=[block_idx - first for block_idx in span])
         for block_idx in span:
-            if type(self.layers[block_idx]) is DynamicLayer:
-                self.layers[block_idx] = BufferedCacheLayer()
-        self.span = span
+            if type(self.layers[block_idx - first]) is DynamicLayer:
+                self.layers[block_idx - first] = BufferedCacheLayer()
+        self.span, self._first = span, first
+        self.cross = DynamicCache() if has_source else None
+        """Keys and values of the encoder's outputs, which never grow."""
+        self.source: dict[str, Tensor] = {}
+        """Those outputs and their mask, which came with the first call."""
         self._config = config
         self._length = self.num_prefix = 0
         self._records_past = False
@@ -54,7 +68,7 @@ class SpanCache(PhantomCache):
         Gradients flow to them, if the cache serves one forward only.
         """
         for block_idx, pair in prefix.items():
-            self.layers[block_idx].update(*(tensor.expand(batch_size, -1, -1, -1) for tensor in pair))
+            self.layers[block_idx - self._first].update(*(tensor.expand(batch_size, -1, -1, -1) for tensor in pair))
             self.num_prefix = self._length = pair[0].shape[-2]
 
     def key_value_shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
@@ -62,7 +76,7 @@ class SpanCache(PhantomCache):
         return {
             block_idx: ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
             for block_idx in self.span
-            if type(layer := self.layers[block_idx]) in (BufferedCacheLayer, DynamicSlidingWindowLayer)
+            if type(layer := self.layers[block_idx - self._first]) in (BufferedCacheLayer, DynamicSlidingWindowLayer)
             and layer.is_initialized
         }
 
@@ -91,7 +105,13 @@ class SpanCache(PhantomCache):
         if surplus == 0:
             return
         if position == 0:  # always possible, also for recurrent states
-            self.__init__(self._config, self.span, record_past=self._records_past)  # type: ignore[misc]
+            self.__init__(  # type: ignore[misc]
+                self._config,
+                self.span,
+                record_past=self._records_past,
+                first=self._first,
+                has_source=self.cross is not None,
+            )
             return
         for layer in self._hosted_layers():
             _check_rollback(layer, self._length, surplus)
@@ -105,6 +125,15 @@ class SpanCache(PhantomCache):
         order = torch.tensor(list(indices), dtype=torch.long)
         for layer in self._hosted_layers():
             layer.reorder_cache(order)
+        if self.cross is not None:
+            self.cross.reorder_cache(order)
+        self.source = {name: tensor.index_select(0, order.to(tensor.device)) for name, tensor in self.source.items()}
+
+    def source_of(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the blocks attend to besides the text: that of the first call, which is kept for the later ones."""
+        if not self.source:
+            self.source = dict(given)
+        return self.source
 
     def keep_state(self) -> Callable[[], None]:
         """Returns what brings the cache back to where it is now, after a step that failed somewhere in the middle."""
@@ -120,7 +149,7 @@ class SpanCache(PhantomCache):
     @property
     def is_pageable(self) -> bool:
         """Whether the cache holds nothing but keys and values of all positions: what `page` and `append_page` need."""
-        return all(type(layer) is BufferedCacheLayer for layer in self._hosted_layers())
+        return self.cross is None and all(type(layer) is BufferedCacheLayer for layer in self._hosted_layers())
 
     def page(self, start: int, end: int) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """Copies of the keys and values of positions `[start, end)` of each block; None for one that has none."""
@@ -136,6 +165,12 @@ class SpanCache(PhantomCache):
         self.advance(length)
 
     @property
+    def cross_bytes(self) -> int:
+        """Memory of the keys and values of an encoder's outputs."""
+        layers = [] if self.cross is None else [layer for layer in self.cross.layers if layer.is_initialized]
+        return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+
+    @property
     def records_past(self) -> bool:
         """Whether `record_past` was asked for."""
         return self._records_past
@@ -149,7 +184,9 @@ class SpanCache(PhantomCache):
     def num_bytes(self) -> int:
         """Memory that the cache holds now."""
         storages = [tensor.untyped_storage() for _, tensor in self._tensors()]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        of_source = sum(tensor.nbytes for tensor in self.source.values())
+        own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return own + self.cross_bytes + of_source
 
     def used_bytes(self) -> tuple[int, int]:
         """Memory that the positions seen so far fill, without room for growth: (what grows with them, what doesn't)."""
@@ -162,7 +199,7 @@ class SpanCache(PhantomCache):
         return growing, fixed
 
     def _hosted_layers(self) -> list[Any]:
-        return [self.layers[block_idx] for block_idx in self.span]
+        return [self.layers[block_idx - self._first] for block_idx in self.span]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(attribute, tensor) of all hosted layers; attributes with several states come once for each."""

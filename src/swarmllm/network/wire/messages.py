@@ -116,6 +116,8 @@ class OpenHeader(PeerModel):
     served_adapter: AdapterName = None
     """Instead of it: the name of one that the server announces."""
     compression: Compression = "auto"
+    source_length: Position = 0
+    """Positions of an encoder's outputs that come with the first step, for blocks of a decoder."""
     record_past: bool = False
     """Whether rollbacks are to be expected, for caches that must keep more for them."""
 

@@ -28,6 +28,8 @@ class Outlet:
         self, header: StepHeader, outputs: BlockInputs, compression: str, *, exactly: bool = False
     ) -> Outgoing:
         """What a step sends; `exactly`: as these outputs are, because they have been sent before."""
+        if header.position:  # the next server has the source since the begin
+            outputs = outputs.without_source()
         tensors = outputs.tensors()
         if header.ones_mask:
             tensors.pop("attention_mask", None)

@@ -25,6 +25,8 @@ class SessionSize:
     """Cache, and inputs that wait or outputs that are kept."""
     row_waiting_bytes: int
     """Inputs that may wait without being leased."""
+    source_length: int
+    """Positions of an encoder's outputs."""
     position_bytes: int
     """Hidden states of one position."""
 
@@ -46,10 +48,16 @@ def session_size(
     if max_length < 1:
         raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
     cache_bytes_per_token = -(-blocks.cache_bytes_per_token * num_blocks // len(blocks.span))
+    source_bytes = (
+        2 * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
+    )  # kept by the cache, and for a successor
+    source_bytes = header.source_length * source_bytes if blocks.source_dim else 0
+    cross_bytes = header.source_length * -(-blocks.cross_bytes_per_token * num_blocks // len(blocks.span))
     row_bytes = (cache_bytes_per_token + hidden_bytes_per_token) * max_length + blocks.cache_bytes_per_session
     return SessionSize(
         max_length=max_length,
-        row_bytes=row_bytes + cache_bytes_per_token * num_prefix,
-        row_waiting_bytes=INPUTS_FACTOR * (hidden_bytes_per_token + BESIDE_BYTES) * max_length,
+        row_bytes=row_bytes + cache_bytes_per_token * num_prefix + source_bytes + cross_bytes,
+        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + source_bytes),
+        source_length=header.source_length,
         position_bytes=hidden_bytes_per_token,
     )

@@ -105,6 +105,10 @@ class StepRunner:
             SwarmError: the step makes no sense here, or the blocks failed.
         """
         header, inputs = step.header, self._checked(step)
+        if inputs.source_len > self.size.source_length:
+            raise SessionLengthExceededError(
+                f"{inputs.source_len} encoder_hidden_states are more than the session's {self.size.source_length}"
+            )
         select = header.position > 0 and self._selects_rows(header)
         num_rows = len(header.batch_index or ()) if select else self.batch_size
         if header.position > 0 and header.batch_size != num_rows:

@@ -105,8 +105,8 @@ class Access:
         if self.sleep is not None:
             return self.sleep.greeting
         if self.serving is not None:
-            blocks = self.serving.blocks
-            return ServedBlocks(start=blocks.span.start, end=blocks.span.end, traits=blocks.traits).model_dump()
+            parts = self.serving.parts
+            return ServedBlocks(start=parts.span.start, end=parts.span.end, traits=parts.traits).model_dump()
         if self.loading is not None:
             return ServedBlocks(start=self.loading.start, end=self.loading.end, traits=None).model_dump()
         return {}

@@ -20,6 +20,7 @@ from swarmllm.server.batches.pushes import push
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
+from swarmllm.server.streams.stack_parts import StackPart
 from swarmllm.server.streams.input_checks import NOTHING, off_loop
 from swarmllm.server.streams.serving import Serving
 
@@ -42,7 +43,7 @@ async def run_batch(
         return await request.run(span, adapter, NOTHING)
     async with serving.pushes.taken(header.source, stream.peer_id) as pushed:
         serving.check_stays()
-        read = partial(serving.inputs.read_pushed, header, request.passed_on, pushed, header.source.peer_id)
+        read = partial(request.part.inputs.read_pushed, header, request.passed_on, pushed, header.source.peer_id)
         return await request.run(span, adapter, await off_loop(read, pushed.message))
 
 
@@ -54,6 +55,11 @@ class _BatchRequest:
     stream: FrameStream
     message: Message
     header: BatchHeader
+
+    @property
+    def part(self) -> StackPart:
+        """The server's blocks of the stack that is asked for."""
+        return self.serving.parts.of(self.header.start, self.header.end)
 
     @property
     def passed_on(self) -> str:
@@ -75,7 +81,7 @@ class _BatchRequest:
             raise ServerOverloadedError(
                 f"a batch of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
             )
-        serving.inputs.check_length(header.seq_len + num_prefix)
+        self.part.inputs.check_length(header.seq_len + num_prefix)
         return span, adapter
 
     async def run(
@@ -83,7 +89,7 @@ class _BatchRequest:
     ) -> tuple[ResultHeader, Outgoing]:
         """Compute, pass on what a next server waits for, and answer with what the client shall have."""
         header, serving = self.header, self.serving
-        inner, num_bytes = wanted_inner(header, span, serving.blocks, serving.inputs.hidden_bytes)
+        inner, num_bytes = wanted_inner(header, span, self.part.blocks, self.part.inputs.hidden_bytes)
         if inner is None:
             return await self._run(span, adapter, pushed)
         if header.keep or self.message.type != MessageType.FORWARD:
@@ -128,11 +134,16 @@ class _BatchRequest:
     ) -> Turns[tuple[Batch | None, dict[str, Tensor]]]:
         """What the device thread is to do for this request: the batch that is kept for a backward, and the answer."""
         header, message, serving = self.header, self.message, self.serving
-        blocks, checks = serving.blocks, serving.inputs
+        blocks, checks = self.part.blocks, self.part.inputs
         if header.forward is not None:
             grad_outputs = await off_loop(partial(checks.read_gradient, header, message, pushed), message)
             return _nothing_kept(serving.batches.take(self.stream.peer_id, header.forward).gradients(grad_outputs))
         inputs, given = await off_loop(partial(checks.read, header, message, pushed), message)
+        if inputs.batch_size * inputs.source_len > serving.max_batch_tokens:
+            raise ServerOverloadedError(
+                f"encoder outputs of {inputs.batch_size * inputs.source_len} tokens are above this server's limit of "
+                f"{serving.max_batch_tokens}"
+            )
         axis = blocks.traits.batch_axis
         if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
             source = None if header.source is None else header.source.peer_id

@@ -135,5 +135,7 @@ class Dispatcher:
 async def _take_adapter(serving: Serving, peer_id: str, message: Message) -> Reply:
     """ADAPTER: keep it for later requests of that peer."""
     header = parse(AdapterHeader, message.header, None)
-    serving.adapters.put(peer_id, header.handle, serving.inputs.read_adapter(header, message))
+    block = header.patches[0].block  # the others are of the same stack, or refused there
+    part = serving.parts.of(block, block + 1)
+    serving.adapters.put(peer_id, header.handle, part.inputs.read_adapter(header, message))
     return ResultHeader(id=header.id), {}

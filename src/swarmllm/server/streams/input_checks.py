@@ -71,11 +71,26 @@ class InputChecks:
         if inputs.attention_mask is not None:
             past = header.position if isinstance(header, StepHeader) else 0
             _check_mask(inputs.attention_mask, batch, seq, past)
+        self._check_source(inputs, header)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
         _check_ids("dropout_seeds", inputs.dropout_seeds, batch, seq, SEEDS)
         _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
         return inputs, grad_outputs
+
+    def _check_source(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
+        """What a decoder attends to comes with the first positions of a text, and with each batch."""
+        width, hidden, mask = self._blocks.source_dim, inputs.encoder_hidden_states, inputs.encoder_attention_mask
+        is_wanted = width > 0 and not (isinstance(header, StepHeader) and header.position)
+        if (hidden is not None) != is_wanted or (mask is not None and not is_wanted):
+            raise RemoteProtocolError(
+                f"encoder_hidden_states {'are missing' if is_wanted else 'have no place here'}: a decoder takes them "
+                "with the first step of a session and with each batch"
+            )
+        if hidden is not None:
+            _check_floats("encoder_hidden_states", hidden, (inputs.batch_size, max(1, inputs.source_len), width))
+        if mask is not None and (mask.shape != (inputs.batch_size, inputs.source_len) or mask.is_floating_point()):
+            raise RemoteProtocolError(f"encoder_attention_mask must be integers, as many as positions: {mask.shape}")
 
     def check_length(self, num_positions: int) -> None:
         """Whether a batch's rows may be so long, a prefix included.

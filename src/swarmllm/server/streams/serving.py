@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlocksNotServedError, RemoteProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader
 from swarmllm.server.adapters.served_adapters import ServedAdapters
 from swarmllm.server.adapters.uploaded_adapters import AdapterStore
@@ -19,7 +18,7 @@ from swarmllm.server.batches.pushes import Pushes
 from swarmllm.server.device.executor import Executor
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.server.streams.stack_parts import StackParts
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,7 @@ logger = logging.getLogger(__name__)
 class Serving:
     """One span of blocks, and what clients have on it."""
 
-    blocks: BlockSpan
-    inputs: InputChecks
+    parts: StackParts
     executor: Executor
     sessions: SessionTable
     limits: PeerLimits
@@ -62,9 +60,7 @@ class Serving:
         Raises:
             BlocksNotServedError: it doesn't.
         """
-        if start >= end or Span(start, end) not in self.blocks.span:
-            raise BlocksNotServedError(f"this server holds blocks {self.blocks.span}, not [{start}, {end})")
-        for cut in {start, end} & set(self.blocks.traits.forbidden_cuts):
+        for cut in {start, end} & set(self.parts.of(start, end).blocks.traits.forbidden_cuts):
             raise BlocksNotServedError(f"a route can't be cut at block {cut} of this model")
         return Span(start, end)
 

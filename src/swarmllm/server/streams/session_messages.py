@@ -52,7 +52,9 @@ class SessionMessages:
         num_bytes = bytes_of(header, message)
         session.take_room(num_bytes)
         try:
-            inputs, _ = await off_loop(partial(self._access.served().inputs.read, header, message), message)
+            inputs, _ = await off_loop(
+                partial(self._access.served().parts.parts[-1].inputs.read, header, message), message
+            )
             session.enqueue(Step(header, num_bytes, inputs, None if attached is None else self._stream.peer_id))
         except BaseException:
             session.waiting_room.forget(num_bytes)
