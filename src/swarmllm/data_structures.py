@@ -236,6 +236,8 @@ class ModelRecord(PeerModel):
     name: Annotated[PeerText, Field(max_length=256)]
     fingerprint: Annotated[PeerText, Field(min_length=8, max_length=128)]
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    encoder_blocks: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
+    """How many of them, the first ones, are an encoder's; 0: all are of one stack."""
     block_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 0
     """Memory that the largest block takes with the default `quant_type`; 0 = not told."""
 

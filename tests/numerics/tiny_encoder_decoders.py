@@ -28,9 +28,27 @@ COMMON: dict[str, Any] = {
     **dict.fromkeys(("max_decoder_position_embeddings",), 128),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_rate"), 0.0),
     **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0),
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
     "forced_bos_token_id": None,
+}
+GEMMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": DECODER_BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 5,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.0,
+    "dropout_rate": 0.0,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 SPECIFIC: dict[str, dict[str, Any]] = {
     "fsmt": {"langs": ["en", "de"]},
@@ -46,6 +64,16 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "num_sparse_encoder_layers": 2,
         "num_sparse_decoder_layers": 1,
         "expert_capacity": 64,
+    },
+    "t5gemma": {"encoder": {**GEMMA, "num_hidden_layers": ENCODER_BLOCKS}, "decoder": GEMMA},
+    "t5gemma2": {
+        "encoder": {
+            "text_config": {**GEMMA, "num_hidden_layers": ENCODER_BLOCKS},
+            "vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+            | {"num_attention_heads": 4, "image_size": 16, "patch_size": 4},
+            "mm_tokens_per_image": 4,
+        },
+        "decoder": GEMMA,
     },
     "t5_gated": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
 }
@@ -71,7 +99,7 @@ def tiny_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(tiny_config(name)).eval()
     for parameter in model.parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim == 2 and parameter.requires_grad:  # sines and cosines aren't stored
             torch.nn.init.normal_(parameter, std=0.15)
     model.tie_weights()
     model.generation_config.eos_token_id = None

@@ -1,6 +1,8 @@
 """A client: the model without its blocks, and the swarm that runs them.
 
 distributed_model       what users hold: the Hugging Face class, a swarm behind it
+encoder_decoder         what is special about models with an encoder and a decoder
+unless_own              methods that step back where an architecture has its own
 remote_blocks           the stand-in for the block list; slices of it are modules of their own
 activation_noise        noise on what leaves this machine, for those who want it
 local_blocks            blocks of the model that run here

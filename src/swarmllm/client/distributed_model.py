@@ -31,7 +31,6 @@ from swarmllm.client.unless_own import UnlessOwn
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
-from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_class, task_of, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint

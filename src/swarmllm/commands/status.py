@@ -47,6 +47,7 @@ class ModelStatus:
         return "\n".join(
             [
                 f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
+                *self._stacks(),
                 *(f"  {line}" for line in describe_swarm(self.snapshot)),
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
@@ -55,6 +56,13 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
             ]
         )
+
+    def _stacks(self) -> list[str]:
+        """Which blocks are the encoder's, in a model that has one."""
+        first, end = self.record.encoder_blocks, self.record.num_blocks
+        if not 0 < first < end:
+            return []
+        return [f"  blocks 0 to {first - 1} are the encoder's, {first} to {end - 1} the decoder's"]
 
     def _missing_memory(self) -> list[str]:
         """What those would have to bring who could complete the model."""

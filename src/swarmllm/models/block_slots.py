@@ -34,7 +34,7 @@ Recorder = Callable[[int, Callable[[], Any]], Any]
 
 
 class BlockSlots(nn.ModuleList):
-    """Stands in for the block list of a model; registers only the hosted blocks, under the indices that they have there."""
+    """Stands in for the block list of a model; registers only the hosted blocks, under their indices there."""
 
     def __init__(self, blocks: Sequence[nn.Module], hosted: Span, first: int = 0) -> None:
         """`first` is the number that the first of the `blocks` has in the whole model."""
@@ -45,6 +45,8 @@ class BlockSlots(nn.ModuleList):
         self.hosted = hosted
         self.given: Sequence[Given] = ()
         """What only the model's first block has, and does for all others."""
+        self.source_dim = 0
+        """Width of an encoder's outputs that the blocks attend to; 0: there are none."""
         self.block_output = 0
         """`BlockTraits.block_output`: what the placeholders have to return."""
         self.hidden: Tensor | None = None

@@ -77,6 +77,8 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
     "longcat_flash": "each of its blocks counts as two layers of the cache",
     "encoder-decoder": "it joins two models of any kinds, which name and number their blocks each for itself",
     "fsmt": "its stacks take neither embeddings nor masks as other models do",
+    "led": "its encoder pads the text to its attention windows between its embeddings and its blocks",
+    "prophetnet": "its decoder's blocks run on the text and on its predictions side by side, as more positions",
     "pegasus_x": "its encoder adds global tokens and pads the text between its embeddings and its blocks",
     "minimax": "its keys and values live in a cache class of its own",
     "cpmant": "its forward takes no embeddings and puts a learned prompt before the ids",

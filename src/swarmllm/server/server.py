@@ -19,6 +19,7 @@ from swarmllm.config import address_book_path
 from swarmllm.data_structures import ModelRecord, Span
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.models.architecture import check_supported
+from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
@@ -173,6 +174,7 @@ class Server:
             name=checkpoint.public_name,
             fingerprint=fingerprint(checkpoint),
             num_blocks=checkpoint.num_blocks,
+            encoder_blocks=stacks(checkpoint.config)[0].span.end if checkpoint.config.is_encoder_decoder else 0,
             block_bytes=max(block_bytes(checkpoint, quantization=resolve_quantization("auto"))),
         )
         announcer = Announcer(self._directory, model, record.describe, config.update_period)

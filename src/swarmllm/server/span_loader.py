@@ -44,8 +44,8 @@ from swarmllm.server.measuring.throughput import (
     prefill_tokens_beside_decode,
 )
 from swarmllm.server.settings import ServerConfig
-from swarmllm.server.streams.stack_parts import StackPart, StackParts
 from swarmllm.server.streams.input_checks import InputChecks
+from swarmllm.server.streams.stack_parts import StackPart, StackParts
 from swarmllm.swarm.placement import choose_span
 
 logger = logging.getLogger(__name__)

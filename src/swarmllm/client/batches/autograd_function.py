@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 
 class RemoteCall(torch.autograd.Function):
-    """Outputs of a `Runner`, and gradients of hidden_states, inputs_embeds, encoder_hidden_states and the adapter's parameters."""
+    """Outputs of a `Runner`, and gradients of its floating-point inputs and of the adapter's parameters."""
 
     @staticmethod
     def forward(

@@ -102,7 +102,7 @@ class BatchRunner:
         return [excerpt for _, excerpt in parts], results
 
     def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
-        """Gradients of the first span's hidden_states, and of what travels beside them and an adapter where there are any."""
+        """Gradients of the first span's hidden_states, and of what travels beside them, an adapter included."""
         found = self._view.loop.run(self._backward(computed, grad_outputs))
         whole: Gradients = {}
         for name in found[0]:

@@ -19,7 +19,7 @@ from swarmllm.client.view.look_ups import LookUps
 from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, StackTraits, RouteHop, ServerInfo, Span
+from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, StackTraits
 from swarmllm.errors import MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import PeerHealth, Retries

@@ -99,7 +99,9 @@ class BlockInputs:
 
     def without_source(self) -> Self:
         """The same call for blocks that have been given it."""
-        return replace(self, **dict.fromkeys(SOURCE)) if self.encoder_hidden_states is not None else self
+        if self.encoder_hidden_states is None:
+            return self
+        return replace(self, encoder_hidden_states=None, encoder_attention_mask=None)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], *, batch_size: int, seq_len: int) -> Self:

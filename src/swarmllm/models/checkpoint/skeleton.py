@@ -93,6 +93,7 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         hosted = stack_of(model.config, span)
         model.__dict__["swarm_stack"] = hosted
         stack = stack_module(model, hosted)
+        source_dim = model.get_encoder().config.get_text_config().hidden_size if hosted.role == "decoder" else 0
         _drop_all_but(model, stack)
         for name in unused:
             setattr(stack, name, _LeftOut())
@@ -101,6 +102,7 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         blocks = list(found.blocks)
         prefix = next(name for name, module in model.named_modules() if module is found.blocks)
         slots = BlockSlots(blocks, span, hosted.span.start)
+        slots.source_dim = int(source_dim)
         setattr(found.owner, found.attribute, slots)
         for place, names in _borrowed(model, prefix, {block_idx - slots.first for block_idx in span}).items():
             slots.add_module(str(place), _parameters_alone(blocks[place], names))

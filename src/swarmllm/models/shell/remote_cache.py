@@ -86,6 +86,11 @@ class RemoteCache(PhantomCache):
         return max(0, self.session.position - self.num_hidden) + self.num_prefix
 
     @property
+    def self_attention_cache(self) -> Self:
+        """What decoders with an encoder ask for lengths."""
+        return self
+
+    @property
     def batch_size(self) -> int:
         return self._rows
 

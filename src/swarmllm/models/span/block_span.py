@@ -65,7 +65,7 @@ class BlockSpan:
         self.keeps_cache = not is_encoder(model.config) and hosted.role != "encoder"
         """Whether there can be sessions; the blocks of an encoder run whole batches only."""
         parameters = inspect.signature(self.stack.forward).parameters
-        self.source_dim = int(model.config.get_text_config(encoder=True).hidden_size) if hosted.role == "decoder" else 0
+        self.source_dim = slots.source_dim
         """Width of the encoder's outputs that these blocks attend to; 0: there are none."""
         self.is_of_encoder = hosted.role == "encoder"
         self.has_stacks = bool(hosted.role)

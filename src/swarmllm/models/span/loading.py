@@ -50,7 +50,7 @@ def load_block_span(
     num_offloaded: int = 0,
     offload_dir: Path | None = None,
 ) -> BlockSpan:
-    """Read the blocks of `span`, all of one stack, and nothing else of weight, from the checkpoint; dtype None = as the config says.
+    """Read the blocks of `span`, all of one stack, and nothing else of weight; dtype None = as the config says.
 
     `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
     in `offload_dir`, or where temporary files are.

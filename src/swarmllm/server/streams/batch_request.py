@@ -20,9 +20,9 @@ from swarmllm.server.batches.pushes import push
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
-from swarmllm.server.streams.stack_parts import StackPart
 from swarmllm.server.streams.input_checks import NOTHING, off_loop
 from swarmllm.server.streams.serving import Serving
+from swarmllm.server.streams.stack_parts import StackPart
 
 
 async def run_batch(

@@ -1,0 +1,140 @@
+"""Models with an encoder and a decoder, both on real servers, one of which has blocks of both."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_models import OPTIONS
+from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
+from transformers import PreTrainedModel, T5ForConditionalGeneration
+
+from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, LocalSwarm
+from swarmllm.commands.status import ModelStatus
+from swarmllm.data_structures import ModelRecord
+from swarmllm.errors import ConfigurationError, UnsupportedModelError
+
+SPANS = [(0, 2), (2, 5), (5, 7)]
+"""Of 4 blocks of the encoder and 3 of the decoder."""
+
+
+@pytest.fixture(scope="module")
+def local() -> PreTrainedModel:
+    return tiny_model("t5")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("t5", tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path, local: PreTrainedModel) -> Iterator[Any]:
+    with (
+        LocalSwarm(str(directory), spans=SPANS, **OPTIONS) as swarm,
+        AutoDistributedModel.from_pretrained(str(directory), initial_peers=swarm.initial_peers) as model,
+    ):
+        model.generation_config = copy.deepcopy(local.generation_config)
+        yield model
+
+
+def source(batch: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
+    """Texts of different lengths, padded on the right."""
+    ids = torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1:, length - 3 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 2.0},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_beams": 2},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    ],
+    ids=["greedy", "sampling", "beams", "sampled beams", "prompt lookup"],
+)
+def test_tokens_are_those_of_the_local_model(model: Any, local: PreTrainedModel, options: dict[str, Any]) -> None:
+    given = source(1 if "prompt_lookup_num_tokens" in options else 2)
+    results = []
+    for one in (local, model):
+        torch.manual_seed(3)
+        results.append(one.generate(**given, max_new_tokens=12, **options))
+    assert results[1].tolist() == results[0].tolist()
+    assert isinstance(model, T5ForConditionalGeneration)
+
+
+def test_forward_and_continued_forward(model: Any, local: PreTrainedModel) -> None:
+    first, second = torch.tensor([[1, 5, 6], [1, 7, 8]]), torch.tensor([[9], [10]])
+    logits = []
+    with torch.no_grad():
+        for one in (local, model):
+            begun = one(**source(), decoder_input_ids=first, use_cache=True)
+            more = {"encoder_outputs": (begun.encoder_last_hidden_state,), "past_key_values": begun.past_key_values}
+            logits.append((begun.logits, one(**source(), decoder_input_ids=second, **more).logits))
+    for got, want in zip(logits[1], logits[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_flow_through_both_stacks(model: Any, local: PreTrainedModel) -> None:
+    labels = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(2))
+    grads = []
+    for one in (local, model):
+        one.zero_grad()
+        one(**source(), labels=labels).loss.backward()
+        grads.append(one.get_input_embeddings().weight.grad.clone())
+    want, got = grads
+    assert float((got - want).norm()) <= 1e-4 * float(want.norm())
+
+
+def test_lora_in_both_stacks_trains_as_locally(model: Any, directory: Path) -> None:
+    peft = pytest.importorskip("peft")
+    labels = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(2))
+    grads = []
+    for base in (T5ForConditionalGeneration.from_pretrained(directory), model):
+        torch.manual_seed(4)
+        tuned = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q", "v"], r=2, init_lora_weights=False))
+        tuned(**source(), labels=labels).loss.backward()
+        grads.append({name: one.grad for name, one in tuned.named_parameters() if one.requires_grad})
+        tuned.unload() if base is model else None
+    want, got = grads
+    assert got.keys() == want.keys()
+    assert any(".encoder." in name for name in got) and any(".decoder." in name for name in got)
+    for name, grad in got.items():
+        assert float((grad - want[name]).norm()) <= 1e-3 * float(want[name].norm()), name
+
+
+def test_slices_of_blocks_are_numbered_through(model: Any) -> None:
+    assert str(model.remote_encoder_blocks.span) == "[0, 4)"
+    assert str(model.remote_blocks.span) == "[4, 7)"
+    hidden = torch.randn(1, 4, 64)
+    whole, parts = model.remote_encoder_blocks(hidden), hidden
+    for part in (model.remote_encoder_blocks[0:1], model.remote_encoder_blocks[1:4]):
+        parts = part(parts)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_encoder_decoder_cant_do_is_refused(model: Any, directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="opens a session for each text"):
+        model.inference_session()
+    with pytest.raises(ConfigurationError, match="leave output_hidden_states"):
+        model(**source(), decoder_input_ids=torch.ones(2, 1, dtype=torch.long), output_hidden_states=True)
+    with pytest.raises(UnsupportedModelError, match="AutoDistributedModelForSeq2SeqLM"):
+        AutoDistributedModelForCausalLM.from_pretrained(str(directory))
+    with pytest.raises(ConfigurationError, match="the encoder's outputs"):
+        model(encoder_outputs=(torch.randn(3, 4, 64),), decoder_input_ids=torch.ones(2, 1, dtype=torch.long))
+
+
+def test_status_says_where_the_decoder_begins(model: Any) -> None:
+    snapshot = model.swarm.loop.run(_look(model))
+    record = ModelRecord(name="tiny", fingerprint=model.swarm.fingerprint, num_blocks=7, encoder_blocks=4)
+    assert "blocks 0 to 3 are the encoder's, 4 to 6 the decoder's" in ModelStatus(record, snapshot).as_text()
+
+
+async def _look(model: Any) -> Any:
+    return model.swarm.look_ups.snapshot
