@@ -75,7 +75,7 @@ class BlockDirectory:
             raise LocalProtocolError("a server can only announce itself")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ConfigurationError(f"a record lives for at most {MAX_TTL_S:g} s, not {ttl_s:g}")
-        texts = (info.model_dump_json(), record.model_dump_json())
+        texts = (info.model_dump_json(exclude_none=True), record.model_dump_json())
         return await self._store(record, texts, self._clock() + ttl_s)
 
     async def withdraw(self, record: ModelRecord) -> bool:
