@@ -37,6 +37,7 @@ from swarmllm.server.streams.access import Access
 from swarmllm.server.streams.handler import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.server.streams.serving import Serving
+from swarmllm.server.streams.stack_parts import StackPart, StackParts
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
@@ -81,8 +82,7 @@ class Server:
         limits = self.access.limits
         self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)
         self.serving = self.access.serving = Serving(
-            blocks=blocks,
-            inputs=inputs,
+            parts=StackParts((StackPart(blocks, inputs),)),
             executor=self.executor,
             sessions=self.sessions,
             limits=limits,

@@ -36,6 +36,7 @@ from swarmllm.server.streams.access import Access
 from swarmllm.server.streams.handler import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.server.streams.serving import Serving
+from swarmllm.server.streams.stack_parts import StackPart, StackParts
 
 FINGERPRINT = "0123456789abcdef"
 CLIENT = "client".ljust(46, "x")
@@ -96,8 +97,7 @@ class Server:
         executor, limits = swarm.blocks.executor, self.access.limits
         self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
         self.serving = self.access.serving = Serving(
-            blocks=blocks,
-            inputs=inputs,
+            parts=StackParts((StackPart(blocks, inputs),)),
             executor=executor,
             sessions=self.sessions,
             limits=limits,

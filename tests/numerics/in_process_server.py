@@ -34,6 +34,7 @@ from swarmllm.server.streams.access import Access
 from swarmllm.server.streams.handler import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.server.streams.serving import Serving
+from swarmllm.server.streams.stack_parts import StackPart, StackParts
 
 CLIENT = "client".ljust(46, "c")
 
@@ -51,8 +52,7 @@ class InProcessServer:
         packer = Packer(blocks, right_ways(blocks))
         self.table = SessionTable(packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
         access.serving = Serving(
-            blocks=blocks,
-            inputs=InputChecks(blocks),
+            parts=StackParts((StackPart(blocks, InputChecks(blocks)),)),
             executor=self.executor,
             sessions=self.table,
             limits=access.limits,

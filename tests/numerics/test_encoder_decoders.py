@@ -68,7 +68,9 @@ def test_encoder_decoder_is_exact(name: str, tmp_path: Path) -> None:
         for more in ({}, {"use_cache": False}):
             want = local(**given, decoder_input_ids=target, **more).logits
             got = client(**given, decoder_input_ids=target, **more).logits
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # at most rounding: the local model with a cache
+            torch.testing.assert_close(
+                got, want, rtol=1e-4, atol=1e-4
+            )  # at most rounding: the local model with a cache
     _check_generation(local, client, given)
     _check_gradients(local, client, given, target)
 

@@ -48,7 +48,9 @@ GEMMA: dict[str, Any] = {
     "max_position_embeddings": 128,
     "attention_dropout": 0.0,
     "dropout_rate": 0.0,
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 SPECIFIC: dict[str, dict[str, Any]] = {
     "fsmt": {"langs": ["en", "de"]},

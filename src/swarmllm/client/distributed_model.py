@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.client.batches.batch_runner import BatchRunner
-from swarmllm.client.encoder_decoder import EncoderDecoder, check_settings, encoder_blocks
+from swarmllm.client.encoder_decoder import EncoderDecoder, encoder_blocks, tell_stacks
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.many_prompts import ManyPrompts, Submitted
@@ -175,7 +175,6 @@ class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
 
 
 _MIXINS = {Task.CAUSAL_LM: DistributedModelForCausalLM, Task.SEQ_TO_SEQ_LM: DistributedModelForSeq2SeqLM}
-
 _BY_SERVERS = "servers quantize the blocks (--quant_type)"
 _BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
 REFUSED = {
@@ -261,15 +260,12 @@ def _load(
     try:
         spans = [stack.span for stack in stacks(checkpoint.config)]
         view, everything = _view_of(checkpoint, config, dtype, loop), spans[-1]
-        if len(spans) > 1:
-            check_settings(config)
-            view.encoder_blocks = spans[0]
+        tell_stacks(view, spans, config)
         wanted = wanted_spans(config, checkpoint.num_blocks)
         with _connecting:
             loop.run(view.connect())
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
-        elsewhere = [span for span, here in local.parts(everything) if here is None]
-        view.look_ups.spans = (*spans[:-1], *elsewhere)
+        view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
         traits = loop.run(view.traits([here.traits for here in local.spans]))
         blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
         encoder = encoder_blocks(view, traits, spans)
@@ -290,9 +286,8 @@ def _load(
     except BaseException:
         loop.close()
         raise
-    model.remote_blocks, model.swarm, model.submitted = blocks, view, Submitted()
-    if encoder is not None:
-        model.remote_encoder_blocks = encoder
+    model.remote_blocks, model.remote_encoder_blocks = blocks, encoder
+    model.swarm, model.submitted = view, Submitted()
     model.model_tags = describe_origin(checkpoint, task)
     model._finalizer = weakref.finalize(model, loop.close)
     return model

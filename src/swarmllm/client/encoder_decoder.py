@@ -18,7 +18,7 @@ from swarmllm.errors import ConfigurationError
 class EncoderDecoder:
     """Mixed into the distributed model; `remote_blocks` are those of the decoder."""
 
-    remote_encoder_blocks: RemoteBlocks
+    remote_encoder_blocks: RemoteBlocks | None
     """The blocks of the encoder, as a differentiable module."""
 
     def inference_session(self, *_: Any, **__: Any) -> Never:
@@ -33,8 +33,15 @@ class EncoderDecoder:
         raise ConfigurationError("head() is for models without an encoder: call this model as transformers does")
 
 
-def check_settings(config: ClientConfig) -> None:
-    """Raises ConfigurationError if a setting doesn't go with an encoder-decoder."""
+def tell_stacks(view: SwarmView, spans: Sequence[Span], config: ClientConfig) -> None:
+    """Tell the view which blocks are the encoder's, if there are any.
+
+    Raises:
+        ConfigurationError: a setting doesn't go with an encoder-decoder.
+    """
+    if len(spans) == 1:
+        return
+    view.encoder_blocks = spans[0]
     for name in ("local_blocks", "fallback_to_local", "active_adapter"):
         if getattr(config, name) is not None:
             raise ConfigurationError(f"{name} is for models without an encoder: leave it out for this encoder-decoder")

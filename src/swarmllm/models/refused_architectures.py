@@ -75,6 +75,7 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
     "hrm_text": "its blocks run several times in nested loops",
     "inkling2_text": "its blocks and its head read the outputs of several earlier blocks",
     "longcat_flash": "each of its blocks counts as two layers of the cache",
+    "bigbird_pegasus": "it changes its way of attention for good at the first short text, so servers would differ",
     "encoder-decoder": "it joins two models of any kinds, which name and number their blocks each for itself",
     "fsmt": "its stacks take neither embeddings nor masks as other models do",
     "led": "its encoder pads the text to its attention windows between its embeddings and its blocks",

@@ -18,8 +18,7 @@ from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.config import address_book_path
 from swarmllm.data_structures import ModelRecord, Span
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.models.architecture import check_supported
-from swarmllm.models.architecture import stacks
+from swarmllm.models.architecture import check_supported, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes

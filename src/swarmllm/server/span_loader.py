@@ -185,8 +185,9 @@ class SpanLoader:
         inputs = InputChecks(blocks)
         room = self._room(blocks, inputs, sum(other.num_bytes for other in others))
         packer, throughput = self._measured(blocks)
-        share = len(blocks.span) / len(span)
-        throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
+        if others:  # measured were those of the decoder
+            share = len(blocks.span) / len(span)
+            throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         self.executor.thread.adopt(
             doubling_tokens=doubling_tokens(throughput, len(span)),
             beside_decode=prefill_tokens_beside_decode(throughput, len(span)),

@@ -36,6 +36,7 @@ from swarmllm.models.architecture import (
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped
 from swarmllm.models.checkpoint.block_digests import BlockDigests
+from swarmllm.models.checkpoint.borrowed import borrowed, parameters_alone
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.first_block import holder_of, only_in_first
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
@@ -104,8 +105,8 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         slots = BlockSlots(blocks, span, hosted.span.start)
         slots.source_dim = int(source_dim)
         setattr(found.owner, found.attribute, slots)
-        for place, names in _borrowed(model, prefix, {block_idx - slots.first for block_idx in span}).items():
-            slots.add_module(str(place), _parameters_alone(blocks[place], names))
+        for place, names in borrowed(model, prefix, {block_idx - slots.first for block_idx in span}).items():
+            slots.add_module(str(place), parameters_alone(blocks[place], names))
         slots.given = only_in_first(blocks) if hosted.role else ()
         if slots.given and slots.first not in span:
             slots.add_module("0", holder_of(blocks[0], slots.given))
@@ -149,24 +150,6 @@ def unused_before_blocks(config: PreTrainedConfig, stack: Stack | None = None) -
     return set()
 
 
-def _borrowed(model: PreTrainedModel, prefix: str, hosted: Collection[int]) -> dict[int, set[str]]:
-    """Parameters of other blocks that hosted blocks share: {block: names within it}."""
-    borrowed: dict[int, set[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        user, owner = (_inside_block(name, prefix) for name in (target, source))
-        if user is not None and owner is not None and user[0] in hosted and owner[0] not in hosted:
-            borrowed.setdefault(owner[0], set()).add(owner[1])
-    return borrowed
-
-
-def _inside_block(name: str, prefix: str) -> tuple[int, str] | None:
-    """`model.layers.3.mlp.weight` → (3, "mlp.weight")."""
-    if not name.startswith(f"{prefix}."):
-        return None
-    index, _, rest = name.removeprefix(f"{prefix}.").partition(".")
-    return int(index), rest
-
-
 def _drop_all_but(model: nn.Module, kept: nn.Module) -> None:
     """Replace everything that is neither `kept` nor around it."""
     if model is kept:
@@ -179,20 +162,6 @@ def _drop_all_but(model: nn.Module, kept: nn.Module) -> None:
             _drop_all_but(child, kept)
         else:
             setattr(model, name, _LeftOut())
-
-
-def _parameters_alone(block: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module that does nothing but hold some parameters of `block` under their names."""
-    root = nn.Module()
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        holder = root
-        for part in path.split("."):
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
-        holder.register_parameter(leaf, block.get_parameter(name))
-    return root
 
 
 def _forget_ties(model: PreTrainedModel) -> None:

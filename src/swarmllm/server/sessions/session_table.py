@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, ServerOverloadedError, SessionLostError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.free_memory import return_free_memory
@@ -81,7 +80,7 @@ class SessionTable:
             raise RemoteProtocolError("a session with this id is open already")
         if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
             raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
-        if not blocks.keeps_cache or Span(header.start, header.end) not in blocks.span:
+        if not blocks.keeps_cache:
             raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
         size = session_size(blocks, header, self._hidden_bytes_per_token, 0 if adapter is None else adapter.num_prefix)
         account = partial(self.limits.standing.account, owner.peer_id)

@@ -3,7 +3,7 @@
 import weakref
 from functools import partial
 
-from swarmllm.errors import SessionLostError
+from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.network.wire.compression import Outgoing
 from swarmllm.network.wire.messages import (
     AttachHeader,
@@ -38,6 +38,8 @@ class SessionMessages:
         header = parse(OpenHeader, message.header, None)
         serving = self._access.served_to(self._stream.peer_id)
         serving.check_span(header.start, header.end)
+        if not serving.parts.of(header.start, header.end).blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
         adapter = serving.adapter_of(header, self._stream.peer_id)
         session = self._owned[header.session] = serving.sessions.open(header, self._stream, adapter)
         return session
