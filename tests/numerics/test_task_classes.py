@@ -192,7 +192,7 @@ def test_the_head_follows_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(ENCODER_DECODERS))
 def test_encoder_decoders_have_no_other_heads(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder|can.t be split over servers"):
+    with pytest.raises(UnsupportedModelError, match=r"encoder-decoder|can.t be split over servers"):
         task_class(CONFIG_MAPPING[model_type](), Task.SEQUENCE_CLASSIFICATION)
 
 
