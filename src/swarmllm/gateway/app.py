@@ -24,6 +24,7 @@ from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.openai_routes import OpenAIRoutes
 from swarmllm.gateway.openapi import document
 from swarmllm.gateway.page_files import PageFiles
+from swarmllm.gateway.serving import Serving
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.swarm_watch import SwarmWatch
 from swarmllm.gateway.token_routes import TokenRoutes
@@ -47,10 +48,11 @@ class Gateway:
         self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        openai = OpenAIRoutes(self.models, self.engine, self.config, int(time.time()))
+        serving = Serving(self.models, self.engine, self.config)
+        openai = OpenAIRoutes(serving, int(time.time()))
         tokens = TokenRoutes(self.models, self.config)
         pages = PageFiles()
-        generate = GenerateRoute(self.engine, openai, self.config, self._rates)
+        generate = GenerateRoute(serving, self._rates)
         self._paths = frozenset(
             (
                 "/v1/completions",

@@ -300,4 +300,5 @@ class _Writer:
                 new += text.end()
             reason = "stop" if text.stopped else "length" if last else None
         self.sampler.finished[row] = reason is not None
-        return TextPiece(generation.first_index + row, new, self.sampler.logprobs[row], reason)
+        logprob = self.sampler.logprobs[row]
+        return TextPiece(generation.first_index + row, new, logprob, reason, stopped_by=text.stopped_by)

@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.chat_request import ChatRequest
+from swarmllm.gateway.request_bodies import CompletionRequest
 from swarmllm.gateway.token_routes import DetokenizeRequest, TokenizeRequest
 from swarmllm.version import __version__
 
