@@ -273,7 +273,8 @@ def test_the_openapi_document_describes_what_is_served(gateway: RunningGateway) 
     for path, methods in document["paths"].items():
         for method in methods:
             status = gateway.http.request(method, path.replace("{name}", NAME), json={}).status_code
-            assert status in (200, 400), path
+            is_unknown = path.startswith("/v1/responses/") and status == 404
+            assert status in (200, 400) or is_unknown, path
 
 
 @pytest.mark.rotates(3)

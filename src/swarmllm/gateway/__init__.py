@@ -11,6 +11,11 @@ chat_messages     messages and tools in it
 unknown_fields    what of a request is not honoured, and refused
 serving           from a request to its answer, whole or as a stream
 openai_routes     /v1/…: what OpenAI's clients ask
+other_routes      what Anthropic's and Ollama's clients ask, and /v1/responses: translations to chats
+anthropic_messages  Anthropic's requests and answers
+ollama            Ollama's
+responses         OpenAI's items
+stored_responses  those that are kept for the next request
 token_routes      /tokenize and /detokenize
 websocket         the same as messages of a WebSocket
 engine            worker threads and a bounded queue
@@ -33,7 +38,7 @@ trace             where the time of a request went
 swarm_watch       what /api/swarm knows
 swarm_picture     what the picture of the swarm shows
 metrics           what /metrics shows
-openapi           the OpenAPI document
+openapi           the OpenAPI document, which /docs shows
 page_files        the chat page and the picture, from pages/
 settings          what a gateway can be told
 __main__          the command

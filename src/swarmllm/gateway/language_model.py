@@ -108,6 +108,11 @@ class LanguageModel:
         return speaks_harmony(self.tokenizer)
 
     @property
+    def thinks(self) -> bool:
+        """Whether it may think before it answers."""
+        return self.speaks_harmony or thinks(self.tokenizer)
+
+    @property
     def efforts(self) -> dict[str, dict[str, Any]]:
         """How much it can be told to think, and how its chat template is told."""
         text = template_of(self.tokenizer)

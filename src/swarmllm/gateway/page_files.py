@@ -38,6 +38,10 @@ class PageFiles:
         """`GET /swarm`"""
         return self._answer(request, "swarm.html")
 
+    async def docs(self, request: Request) -> Response:
+        """`GET /docs`"""
+        return self._answer(request, "docs.html")
+
     async def file(self, request: Request) -> Response:
         """`GET /static/{name}`"""
         return self._answer(request, request.path_params["name"])
