@@ -40,6 +40,7 @@ swarm_picture     what the picture of the swarm shows
 metrics           what /metrics shows
 openapi           the OpenAPI document, which /docs shows
 page_files        the chat page and the picture, from pages/
+waiting           before the swarm is complete
 settings          what a gateway can be told
 __main__          the command
 

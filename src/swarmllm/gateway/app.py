@@ -116,11 +116,12 @@ class Gateway:
                 ClientDisconnect: _answer_nobody,
                 Exception: _answer_error,
             },
-            lifespan=self._lifespan,
+            lifespan=lambda _: self.watching(),
         )
 
     @asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def watching(self) -> AsyncIterator[None]:
+        """While inside, it knows the swarm; what is under way at the end is given up."""
         async with AsyncExitStack() as watching:
             for watch in self.watches.values():
                 await watching.enter_async_context(watch)

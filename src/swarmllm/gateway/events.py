@@ -48,7 +48,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class SwarmEvent:
-    """A diagnostic: `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
+    """A diagnostic: `queue`, `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
 
     name: str
     details: dict[str, Any]

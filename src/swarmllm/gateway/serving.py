@@ -118,6 +118,8 @@ class Stream(Response):
 
     def __init__(self, answering: Answering, answer: Answer) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        if answering.place:
+            headers["x-queue-place"] = str(answering.place)
         super().__init__(headers=headers, media_type=answer.media_type)
         self._answering = answering
         self._answer = answer

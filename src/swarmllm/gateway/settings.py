@@ -54,6 +54,8 @@ class GatewayLimits:
 class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """What a gateway offers, and to whom."""
 
+    route_timeout_s: float = 5.0
+    """Seconds to wait for somebody to serve missing blocks, before the answer is 503."""
     host: str = "127.0.0.1"
     """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
     port: int = 8080

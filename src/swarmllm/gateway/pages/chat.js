@@ -185,9 +185,13 @@ function take(message, event) {
     return;
   }
   const notice = noticeOf(event, message.route);
-  if (event.route) message.route = event.route;
+  if (event.route) {
+    message.route = event.route;
+    message.notices = message.notices.filter((one) => !one.queue); // it has its turn
+  }
   if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
   if (!notice) return;
+  if (event.event === "queue") notice.queue = true;
   // A repair may need several tries, of which the last word is enough.
   while (message.notices.at(-1)?.searching) message.notices.pop();
   message.notices.push(notice);
@@ -208,6 +212,13 @@ async function health() {
   const pill = byId("health");
   try {
     const swarm = await api.swarm(model);
+    byId("waits").textContent = swarm.waiting ? `Waiting for the swarm: ${swarm.waiting}.` : "";
+    if (swarm.waiting) {
+      pill.dataset.state = "bad";
+      byId("health-text").textContent = "waiting";
+      return;
+    }
+    if (!model) await begin();
     const usable = swarm.servers.filter((server) => server.state === "online").length;
     const missing = swarm.missing_blocks.length;
     pill.dataset.state = missing ? "bad" : "good";
@@ -226,6 +237,7 @@ async function begin() {
     choose(store.settings.model);
   } catch (error) {
     byId("model").textContent = "no model";
+    if (error.status === 503) return; // the gateway waits: `health` tries again
     if (error.status === 401) byId("settings").showModal();
   }
 }

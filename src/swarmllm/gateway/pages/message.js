@@ -3,7 +3,7 @@
 import { markdown } from "/static/markdown.js";
 
 export const endOfId = (hop) => hop.public_name || `…${hop.peer_id.slice(-6)}`;
-const blocks = (hop) => `${hop.blocks[0]}–${hop.blocks[1] - 1}`;
+const blocks = (hop) => `${hop.blocks[0]}:${hop.blocks[1]}`;
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -12,8 +12,16 @@ function make(tag, className, text) {
   return element;
 }
 
+function ordinal(place) {
+  const last = place % 100 > 10 && place % 100 < 14 ? 0 : place % 10;
+  return `${place}${["th", "st", "nd", "rd"][last] ?? "th"}`;
+}
+
 // What an event of the swarm means, in words; null if it needs none.
 export function noticeOf(event, route) {
+  if (event.event === "queue") {
+    return { kind: "", searching: true, text: event.place ? `${ordinal(event.place)} in line. All others were asked before.` : "It is your turn." };
+  }
   if (event.event === "shard_status") {
     const hop = route.find((one) => one.peer_id === event.peer_id);
     const who = hop ? endOfId(hop) : event.peer_id ? `…${event.peer_id.slice(-6)}` : "A server";

@@ -86,7 +86,7 @@ export function draw(holder, swarm, { chosen, onChoose }) {
     const y = top + line * (height + gap);
     const barWidth = Math.max((server.end - server.start) * perBlock - 2, 3);
     const bar = make("g", { class: `bar ${server.state}`, tabindex: 0, role: "button", "data-peer": server.peer_id }, svg);
-    const what = `${nameOf(server)}: blocks ${server.start} to ${server.end - 1}, ${server.state}`;
+    const what = `${nameOf(server)}: blocks ${server.start}:${server.end}, ${server.state}`;
     if (onRoute.has(server.peer_id) && server.state === "online") bar.classList.add("route");
     if (server.peer_id === chosen) bar.classList.add("chosen");
     make("title", {}, bar).textContent = what;

@@ -21,7 +21,7 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
-  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}–${s.end - 1}` },
+  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}:${s.end}` },
   { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
   { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
@@ -133,9 +133,9 @@ function events() {
       time.dateTime = at.toISOString();
       time.textContent = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
       const text = document.createElement("span");
-      const blocks = `${event.blocks[0]}–${event.blocks[1] - 1}`;
+      const blocks = `${event.blocks[0]}:${event.blocks[1]}`;
       if (event.kind === "moved") {
-        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}–${event.previous_blocks[1] - 1} to ${blocks}`;
+        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}:${event.previous_blocks[1]} to ${blocks}`;
       } else {
         const [words, kind] = WORDS[event.kind] ?? [`is now “${event.kind}”, with blocks`, ""];
         text.textContent = `${nameOf(event)} ${words} ${blocks}`;
@@ -158,7 +158,9 @@ function summary() {
   const missing = swarm.missing_blocks.length;
   const verdict = byId("verdict");
   verdict.dataset.state = missing ? "bad" : "good";
-  const words = !swarm.known
+  const words = swarm.waiting
+    ? `Waiting for the swarm: ${swarm.waiting}.`
+    : !swarm.known
     ? "Looking for servers…"
     : missing
       ? `${missing} of ${swarm.num_blocks} blocks ${missing === 1 ? "is" : "are"} served by nobody.`
@@ -171,7 +173,7 @@ function summary() {
   if (swarm.expected_ms_per_token === null) byId("per-token").textContent = "–";
   else number("per-token", numbers.format(swarm.expected_ms_per_token), "ms");
   if (!swarm.bottleneck) byId("bottleneck").textContent = "–";
-  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}–${swarm.bottleneck.blocks[1] - 1}`);
+  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}:${swarm.bottleneck.blocks[1]}`);
 }
 
 function choose(peer) {
