@@ -4,6 +4,7 @@ import { showChoice } from "/static/models.js";
 import { draw, nameOf } from "/static/picture.js";
 
 const PERIOD_MS = 2000;
+const QUIET_MS = 90000; // servers announce themselves more often than that
 const byId = (id) => document.getElementById(id);
 const rows = new Map();
 let model = new URLSearchParams(location.search).get("model"); // null: the first
@@ -24,6 +25,7 @@ const COLUMNS = [
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}:${s.end}` },
   { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
   { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
+  { id: "now", title: "Now, tokens/s", number: true, value: (s) => s.now ?? null, text: (s) => (s.now === undefined ? "–" : numbers.format(s.now)) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
   { id: "p95", title: "p95 ms", number: true, value: (s) => s.step_ms_p95 || null },
   { id: "served", title: "Served", number: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
@@ -153,6 +155,39 @@ function number(id, value, unit) {
   byId(id).replaceChildren(value, small);
 }
 
+// What servers have done since they last said how much that was: they announce it now and then.
+const served = new Map();
+function measureTraffic() {
+  const at = performance.now();
+  for (const server of swarm.servers) {
+    const known = served.get(server.peer_id);
+    if (!known || server.tokens_served < known.tokens) served.set(server.peer_id, { tokens: server.tokens_served, at });
+    else if (server.tokens_served > known.tokens) {
+      const rate = (1000 * (server.tokens_served - known.tokens)) / (at - known.at);
+      served.set(server.peer_id, { tokens: server.tokens_served, at, rate });
+    } else if (at - known.at > QUIET_MS) known.rate = 0;
+    server.now = served.get(server.peer_id).rate;
+  }
+}
+
+function runs(blocks) {
+  const found = [];
+  for (const block of blocks) {
+    if (found.at(-1)?.[1] === block) found.at(-1)[1] += 1;
+    else found.push([block, block + 1]);
+  }
+  return found.map(([start, end]) => `${start}:${end}`);
+}
+
+function advice() {
+  const [first, ...others] = runs(swarm.missing_blocks);
+  byId("advice").hidden = !first || !swarm.known;
+  byId("advice").textContent = first
+    ? `Nobody can be answered until somebody serves ${[first, ...others].join(", ")}. Start a server with: ${swarm.join} --block_indices ${first}`
+    : "";
+  if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
+}
+
 function summary() {
   const online = swarm.servers.filter((server) => server.state === "online").length;
   const missing = swarm.missing_blocks.length;
@@ -188,6 +223,8 @@ function picture() {
 }
 
 function show() {
+  measureTraffic();
+  advice();
   summary();
   picture();
   table();
@@ -223,6 +260,15 @@ async function findModels() {
   }
 }
 
+byId("copy-join").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(byId("join").textContent);
+    byId("copy-join").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("join")); // to be copied by hand
+  }
+  setTimeout(() => (byId("copy-join").textContent = "Copy"), 1500);
+});
 byId("models").addEventListener("change", () => {
   model = byId("models").value;
   history.replaceState(null, "", `?model=${encodeURIComponent(model)}`);
