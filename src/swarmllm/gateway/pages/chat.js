@@ -5,6 +5,7 @@ import { drawList, exportOne } from "/static/conversations.js";
 import { endOfId, noticeOf, renderMessage } from "/static/message.js";
 import { morph } from "/static/morph.js";
 import { showChoice } from "/static/models.js";
+import { settingsOf, showSettings } from "/static/settings.js";
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
@@ -356,15 +357,7 @@ byId("new").addEventListener("click", () => {
 byId("open-side").addEventListener("click", openSide);
 byId("close-side").addEventListener("click", closeSide);
 byId("veil").addEventListener("click", closeSide);
-byId("open-settings").addEventListener("click", () => {
-  byId("own").hidden = !open;
-  byId("own-system").value = open?.system ?? "";
-  byId("settings").showModal();
-});
-byId("own-system").addEventListener("change", () => {
-  open.system = byId("own-system").value.trim();
-  keep(open);
-});
+settingsOf(() => open, keep);
 byId("export").addEventListener("click", () => open && exportOne(open));
 addEventListener("hashchange", () => {
   const named = store.find(location.hash.slice(1)) ?? null;
@@ -373,23 +366,6 @@ addEventListener("hashchange", () => {
 byId("settings").addEventListener("close", () => {
   if (!model) begin();
 });
-byId("reset").addEventListener("click", () => {
-  for (const input of document.querySelectorAll("[data-setting]")) {
-    input.value = "";
-    delete store.settings[input.dataset.setting];
-  }
-  store.saveSettings();
-});
-function showSettings() {
-  for (const input of document.querySelectorAll("[data-setting]")) input.value = store.settings[input.dataset.setting] ?? "";
-}
-for (const input of document.querySelectorAll("[data-setting]")) {
-  input.addEventListener("change", () => {
-    if (input.value.trim() && input.checkValidity()) store.settings[input.dataset.setting] = input.value.trim();
-    else delete store.settings[input.dataset.setting];
-    store.saveSettings();
-  });
-}
 byId("ideas").replaceChildren(
   ...IDEAS.map((idea) => {
     const button = document.createElement("button");
