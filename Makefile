@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
-	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain and the notebooks of examples/"
+	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
@@ -52,7 +52,7 @@ test-oldest: $(OLDEST)/.installed
 
 test-trainers: $(TRAINERS)/.installed
 	$(TRAINERS)/bin/python $(PYTEST) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \
-		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai
+		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai tests/gateway/test_other_apis.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -227,7 +227,7 @@ def test_the_rate_holds_for_each_message_of_a_websocket(swarm: LocalSwarm) -> No
 def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a head that never ends, a body that never ends, and more connections or sockets than there is room."""
     monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("swarmllm.gateway.openai_routes.BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("swarmllm.gateway.serving.BODY_TIMEOUT_S", 0.5)
     with running_gateway(swarm.initial_peers, max_connections=4) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
 
@@ -273,7 +273,8 @@ def test_the_openapi_document_describes_what_is_served(gateway: RunningGateway) 
     for path, methods in document["paths"].items():
         for method in methods:
             status = gateway.http.request(method, path.replace("{name}", NAME), json={}).status_code
-            assert status in (200, 400), path
+            is_unknown = path.startswith("/v1/responses/") and status == 404
+            assert status in (200, 400) or is_unknown, path
 
 
 @pytest.mark.rotates(3)

@@ -12,9 +12,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.chat_request import ChatRequest
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.grammar import Constraint
-from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import NotYet, Sampler, SamplingOptions
 from swarmllm.gateway.unknown_fields import refuse_unknown
 

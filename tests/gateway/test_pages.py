@@ -317,6 +317,9 @@ def test_a_server_dies_while_it_answers(page: Page) -> None:
         for server in swarm.servers:
             server.kill()
         expect(page.locator("#verdict")).to_contain_text("served by nobody")
+        expect(page.locator("#advice")).to_contain_text("--block_indices 0:8")
+        expect(page.locator("#join")).to_contain_text("swarmllm server --model")
+        expect(page.locator("#events")).to_contain_text("blocks 0:4")
         expect(page.locator("#picture .cell.missing")).to_have_count(8)
 
 

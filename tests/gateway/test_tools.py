@@ -15,7 +15,8 @@ from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.tool_calls import FORMS, CallForm, CallReader, ToolCall, form_of
+from swarmllm.gateway.call_forms import FORMS, CallForm, ToolCall, form_of
+from swarmllm.gateway.tool_calls import CallReader
 
 SCHEMAS = {
     "weather": {
@@ -84,8 +85,14 @@ def form(sign: str) -> CallForm:
 
 def read(reader: CallReader, text: str, cuts: list[int]) -> str:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    said = "".join(reader.take(text[a:b], last=False) for a, b in itertools.pairwise(places))
-    return said + reader.take("", last=True)
+    taken = [reader.take(text[a:b], last=False) for a, b in itertools.pairwise(places)]
+    taken.append(reader.take("", last=True))
+    pieces = [piece for _, added in taken for piece in added]
+    for place, call in enumerate(reader.calls):
+        mine = [piece for piece in pieces if piece.place == place]
+        assert [piece.is_new for piece in mine] == [True] + [False] * (len(mine) - 1)
+        assert "".join(piece.arguments for piece in mine) == call.arguments
+    return "".join(said for said, _ in taken)
 
 
 @given(
@@ -121,9 +128,18 @@ def test_what_is_no_call_is_text(sign: str, text: str, cuts: list[int]) -> None:
 
 def test_nothing_is_held_back_for_long() -> None:
     reader = CallReader(form("<tool_call>"), SCHEMAS)
-    assert reader.take("A story <", last=False) == "A story"
-    assert reader.take("3 ", last=False) == " <3"
-    assert reader.take("x", last=False) == " x"
+    assert reader.take("A story <", last=False) == ("A story", [])
+    assert reader.take("3 ", last=False) == (" <3", [])
+    assert reader.take("x", last=False) == (" x", [])
+
+
+@pytest.mark.parametrize(("sign", "text"), WRITTEN)
+def test_arguments_come_while_they_are_written(sign: str, text: str) -> None:
+    """Long before the call has ended: character by character, or value by value where that is the form."""
+    reader = CallReader(form(sign), SCHEMAS)
+    pieces = [piece for letter in text for piece in reader.take(letter, last=False)[1]]
+    assert sum(piece.place == 0 for piece in pieces) > (10 if "{" in reader._form.begin + text[:40] else 3)
+    assert pieces[0].name == "weather"
 
 
 def test_one_call_at_most_where_that_is_asked_for() -> None:
@@ -299,6 +315,16 @@ def test_unusable_tools(tooled: RunningGateway, more: dict[str, Any], words: str
 def test_a_model_without_tools_says_so(gateway: RunningGateway) -> None:
     with pytest.raises(openai.BadRequestError, match="knows no tools"):
         gateway.openai.chat.completions.create(model=NAME, messages=MESSAGES, tools=TOOLS)
+
+
+def test_a_stream_brings_arguments_in_pieces(tooled: RunningGateway) -> None:
+    asked: Any = {"model": NAME, "messages": MESSAGES, "tools": TOOLS[:1], "tool_choice": "required", "seed": 1}
+    chunks = list(tooled.openai.chat.completions.create(**asked, stream=True))
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [bool(piece.function.name) for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert len(pieces) > 3
+    assert json.loads("".join(piece.function.arguments for piece in pieces))["city"] in ("Rome", "Oslo")
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_calls_are_equal_by_value() -> None:

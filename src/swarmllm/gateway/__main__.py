@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from swarmllm.client.view.swarm_view import SwarmView
     from swarmllm.gateway.app import Gateway
     from swarmllm.gateway.model_choice import ModelChoice
+    from swarmllm.gateway.waiting import Waiting
 
 EXAMPLES = """examples:
   swarmllm gateway --model M --initial_peers /ip4/…/tcp/…/p2p/…
@@ -46,27 +47,45 @@ async def serve(config: GatewayConfig) -> None:
         SwarmError: it can't start.
     """
     from swarmllm.gateway.app import Gateway  # after the flags: --help needs no torch
-    from swarmllm.gateway.model_choice import ModelChoice
+    from swarmllm.gateway.waiting import Waiting
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
     sockets = bound_sockets(config)
-    try:
-        models = await asyncio.to_thread(ModelChoice.open, config)
-    except BaseException:
-        close_all(sockets)
-        raise
-    try:
-        await _serve_until(stop, Gateway(models, config), sockets)
-    finally:
-        close_all(sockets)
-        await asyncio.to_thread(models.close)
-
-
-async def _serve_until(stop: asyncio.Event, gateway: "Gateway", sockets: list[socket.socket]) -> None:
-    server = web_server(gateway)
+    waiting = Waiting(config)
+    server = web_server(waiting)
     serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
+    opening = asyncio.create_task(waiting.models(), name="join the swarm")
     stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
+    models: ModelChoice | None = None
+    try:
+        await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        models = await _given_up(opening) if stopping.done() else await opening
+        if models is not None and not stopping.done():
+            gateway = Gateway(models, config)
+            async with gateway.watching():
+                waiting.go_on(gateway.app)
+                await _serve_until(stopping, gateway, server, serving)
+    finally:
+        stopping.cancel()
+        server.should_exit = True
+        await serving
+        close_all(sockets)
+        if models is not None:
+            await asyncio.to_thread(models.close)
+
+
+async def _given_up(opening: "asyncio.Task[ModelChoice]") -> "ModelChoice | None":
+    """What a try that is under way opens after all, to be closed."""
+    opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        return await opening
+    return None
+
+
+async def _serve_until(
+    stopping: "asyncio.Task[bool]", gateway: "Gateway", server: "uvicorn.Server", serving: "asyncio.Task[None]"
+) -> None:
     lost = asyncio.create_task(_daemon_exited(gateway.models), name="watch p2pd")
     while not server.started and not serving.done():
         await asyncio.wait({serving}, timeout=0.02)
@@ -75,8 +94,7 @@ async def _serve_until(stop: asyncio.Event, gateway: "Gateway", sockets: list[so
             f"swarmllm: gateway of {', '.join(model.name for model in gateway.models)} at {address(server)}", flush=True
         )
         await asyncio.wait({serving, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
-    has_lost = lost.done() and not stop.is_set()
-    stopping.cancel()
+    has_lost = lost.done() and not stopping.done()
     lost.cancel()
     server.should_exit = True
     await gateway.engine.close()
@@ -128,7 +146,7 @@ def close_all(sockets: list[socket.socket]) -> None:
         one.close()
 
 
-def web_server(gateway: "Gateway") -> "uvicorn.Server":
+def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
     """A server that leaves signals and logging to others."""
     import uvicorn
 

@@ -23,12 +23,15 @@ from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.openai_routes import OpenAIRoutes
 from swarmllm.gateway.openapi import document
+from swarmllm.gateway.other_routes import OtherRoutes
 from swarmllm.gateway.page_files import PageFiles
+from swarmllm.gateway.serving import Serving
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.swarm_watch import SwarmWatch
 from swarmllm.gateway.token_routes import TokenRoutes
 from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
 
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 STATUSES = ("ok", "degraded", "dead")
 """Of a model, from the best on."""
 
@@ -47,15 +50,27 @@ class Gateway:
         self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        openai = OpenAIRoutes(self.models, self.engine, self.config, int(time.time()))
+        serving = Serving(self.models, self.engine, self.config)
+        openai = OpenAIRoutes(serving, int(time.time()))
         tokens = TokenRoutes(self.models, self.config)
+        other = OtherRoutes(serving)
         pages = PageFiles()
-        generate = GenerateRoute(self.engine, openai, self.config, self._rates)
+        generate = GenerateRoute(serving, self._rates)
         self._paths = frozenset(
             (
                 "/v1/completions",
                 "/v1/chat/completions",
                 "/v1/models",
+                "/v1/responses",
+                "/v1/messages",
+                "/v1/messages/count_tokens",
+                "/api/chat",
+                "/api/generate",
+                "/api/tags",
+                "/api/show",
+                "/api/version",
+                *EMBEDDINGS,
+                "/docs",
                 "/tokenize",
                 "/detokenize",
                 "/health",
@@ -71,6 +86,17 @@ class Gateway:
                 Route("/v1/models/{name:path}", openai.model),
                 Route("/v1/completions", openai.completions, methods=["POST"]),
                 Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+                Route("/v1/responses", other.responses, methods=["POST"]),
+                Route("/v1/responses/{name}", other.response, methods=["GET", "DELETE"]),
+                Route("/v1/responses/{name}/input_items", other.input_items),
+                Route("/v1/messages", other.messages, methods=["POST"]),
+                Route("/v1/messages/count_tokens", other.count_tokens, methods=["POST"]),
+                Route("/api/chat", other.chat, methods=["POST"]),
+                Route("/api/generate", other.generate, methods=["POST"]),
+                Route("/api/tags", other.tags),
+                Route("/api/show", other.show, methods=["POST"]),
+                Route("/api/version", other.version),
+                *(Route(path, other.embeddings, methods=["POST"]) for path in EMBEDDINGS),
                 Route("/tokenize", tokens.tokenize, methods=["POST"]),
                 Route("/detokenize", tokens.detokenize, methods=["POST"]),
                 WebSocketRoute("/ws/generate", generate.generate),
@@ -78,6 +104,7 @@ class Gateway:
                 Route("/metrics", self._metrics),
                 Route("/api/swarm", self._swarm),
                 Route("/openapi.json", self._openapi),
+                Route("/docs", pages.docs),
                 Route("/", pages.chat),
                 Route("/swarm", pages.swarm),
                 Route("/static/{name:path}", pages.file),
@@ -89,11 +116,12 @@ class Gateway:
                 ClientDisconnect: _answer_nobody,
                 Exception: _answer_error,
             },
-            lifespan=self._lifespan,
+            lifespan=lambda _: self.watching(),
         )
 
     @asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def watching(self) -> AsyncIterator[None]:
+        """While inside, it knows the swarm; what is under way at the end is given up."""
         async with AsyncExitStack() as watching:
             for watch in self.watches.values():
                 await watching.enter_async_context(watch)
@@ -136,8 +164,8 @@ class Gateway:
         self.metrics.requests.labels(path if path in self._paths else "other", str(status)).inc()
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return ApiError.of(error).response()
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return ApiError.of(error).response(request.url.path)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -146,7 +174,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         404: f"there is nothing at {json.dumps(request.url.path)}",
         405: f"{request.method} is not what {json.dumps(request.url.path)} takes",
     }
-    return ApiError(status, messages.get(status, "the request can't be answered")).response()
+    return ApiError(status, messages.get(status, "the request can't be answered")).response(request.url.path)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:

@@ -33,7 +33,8 @@ class Engine:
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="generate")
         self._max_concurrent = max_concurrent
         self._capacity = max_concurrent + max_waiting
-        self._under_way: set[Generation] = set()
+        self._under_way: dict[Generation, int] = {}
+        """In the order in which they have their turn, with the place in the queue that each was told; 0: it runs."""
         self._closing = False
         self._bell = _Bell(lambda: len(self._under_way) > CROWD)
 
@@ -64,8 +65,9 @@ class Engine:
             )
             answering.generations.append(generation)
         for generation in answering.generations:
-            self._under_way.add(generation)
+            self._under_way[generation] = 0
             self._threads.submit(self._run, generation, asyncio.get_running_loop())
+        answering.place = self._tell_places().get(answering.generations[0], 0)
         self._show_load()
         return answering
 
@@ -88,8 +90,18 @@ class Engine:
             loop.call_soon_threadsafe(self._ended, generation)
 
     def _ended(self, generation: Generation) -> None:
-        self._under_way.discard(generation)
+        self._under_way.pop(generation, None)
+        self._tell_places()
         self._show_load()
+
+    def _tell_places(self) -> dict[Generation, int]:
+        """To those whose place in the queue has changed; returns all places."""
+        for number, (generation, told) in enumerate(self._under_way.items()):
+            place = max(0, number - self._max_concurrent + 1)
+            if place != told:
+                self._under_way[generation] = place
+                generation.on_place(place)
+        return self._under_way
 
     def _show_load(self) -> None:
         running = min(len(self._under_way), self._max_concurrent)
@@ -136,6 +148,8 @@ class Answering:
         self._events: deque[Event] = deque()  # bounded by the request's max_tokens
         self._arrived = asyncio.Event()
         self._num_ended = 0
+        self.place = 0
+        """In the queue, when it began; 0: it had its turn at once."""
 
     def take(self, event: Event) -> None:
         """From any thread. Events that come while the reader is still to wake up are read together."""

@@ -7,6 +7,19 @@ from swarmllm.gateway.sampling import TokenLogprob
 
 
 @dataclass(frozen=True)
+class CallPiece:
+    """What was added to one call of a tool."""
+
+    place: int
+    """Among the calls of its answer."""
+    id: str
+    name: str
+    arguments: str
+    """Only what is new."""
+    is_new: bool
+
+
+@dataclass(frozen=True)
 class TextPiece:
     """One more token of one answer."""
 
@@ -19,6 +32,10 @@ class TextPiece:
     """`stop` or `length`, with the last piece of this answer."""
     reasoning: str = ""
     """What the model only thinks, which `text` is without."""
+    calls: tuple[CallPiece, ...] = ()
+    """What was added to calls, which `text` is without."""
+    stopped_by: str | None = None
+    """The stop string that came, with the last piece."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class SwarmEvent:
-    """A diagnostic: `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
+    """A diagnostic: `queue`, `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
 
     name: str
     details: dict[str, Any]

@@ -236,6 +236,10 @@ class Generation:
     def first_index(self) -> int:
         return self._first_index
 
+    def on_place(self, place: int) -> None:
+        """Its place in the queue has changed; 0: it has its turn."""
+        self._tell("queue", place=place)
+
     def _on_failure(self, error: SwarmError) -> None:
         """In the client's event loop, as is `_on_route`."""
         self._failure = error
@@ -300,4 +304,5 @@ class _Writer:
                 new += text.end()
             reason = "stop" if text.stopped else "length" if last else None
         self.sampler.finished[row] = reason is not None
-        return TextPiece(generation.first_index + row, new, self.sampler.logprobs[row], reason)
+        logprob = self.sampler.logprobs[row]
+        return TextPiece(generation.first_index + row, new, logprob, reason, stopped_by=text.stopped_by)

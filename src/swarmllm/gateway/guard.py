@@ -18,8 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
-PROTECTED = ("/v1/", "/ws/", "/tokenize", "/detokenize")
-RATED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show")
+PROTECTED = ("/v1/", "/ws/", "/tokenize", "/detokenize", *OLLAMA)
+RATED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/api/chat", "/api/generate"),
+)
 """On a WebSocket each message counts instead (`websocket`)."""
 CALLER = "swarmllm.caller"
 """Where the scope says whose rate a request counts for."""
@@ -114,7 +118,7 @@ class Guard:
                 await receive()  # "websocket.connect"; to close before accepting is an answer 403
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             else:
-                await error.response()(scope, receive, send_and_count)
+                await error.response(scope["path"])(scope, receive, send_and_count)
             return
         await self._app(scope, receive, send_and_count)
 
@@ -147,6 +151,8 @@ class Guard:
             if connection.scope["type"] == "websocket" and not key:
                 offered = connection.scope.get("subprotocols", [])
                 kind, key = "bearer", next((name[4:] for name in offered if name.startswith("key.")), "")
+            if not key and "x-api-key" in connection.headers:  # as Anthropic's clients give it
+                kind, key = "bearer", connection.headers["x-api-key"]
             key = key.strip()
             if kind.lower() != "bearer" or not self._knows(key):
                 raise ApiError(
@@ -167,8 +173,8 @@ class Guard:
             return {}
         return {
             "access-control-allow-origin": origin,
-            "access-control-allow-headers": "authorization, content-type, x-swarm-trace",
-            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": "authorization, content-type, x-api-key, anthropic-version, x-swarm-trace",
+            "access-control-allow-methods": "GET, POST, DELETE",
             "access-control-max-age": "600",
             "vary": "Origin",
         }

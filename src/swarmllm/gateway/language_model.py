@@ -14,11 +14,12 @@ from swarmllm.client.local_fallback import LocalFallback
 from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.call_forms import CallForm, form_of, special_tokens, template_of
 from swarmllm.gateway.grammar import Grammars
+from swarmllm.gateway.harmony import EFFORTS, HarmonyForm, speaks_harmony
 from swarmllm.gateway.reasoning import BEGIN, END, ReasoningReader, thinks
 from swarmllm.gateway.sampling import SAMPLING_NAMES
 from swarmllm.gateway.text import MAX_HELD_TOKENS
-from swarmllm.gateway.tool_calls import CallForm, form_of
 from swarmllm.models.architecture import cache_argument, decoder_stack
 
 logger = logging.getLogger(__name__)
@@ -93,18 +94,42 @@ class LanguageModel:
         return list(self.tokenizer(text, add_special_tokens=special_tokens).input_ids)
 
     @cached_property
-    def call_form(self) -> CallForm:
+    def call_form(self) -> CallForm | HarmonyForm:
         """How it writes calls of tools.
 
         Raises:
             ConfigurationError: it writes none, or in a form that isn't known here.
         """
-        return form_of(self.name, self.tokenizer)
+        return HarmonyForm() if self.speaks_harmony else form_of(self.name, self.tokenizer)
+
+    @property
+    def speaks_harmony(self) -> bool:
+        """Whether its answers are messages in channels."""
+        return speaks_harmony(self.tokenizer)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it may think before it answers."""
+        return self.speaks_harmony or thinks(self.tokenizer)
+
+    @property
+    def efforts(self) -> dict[str, dict[str, Any]]:
+        """How much it can be told to think, and how its chat template is told."""
+        text = template_of(self.tokenizer)
+        known = EFFORTS if self.speaks_harmony else ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+        found = {name: {"reasoning_effort": name} for name in known if "reasoning_effort" in text}
+        return found | ({"none": {"enable_thinking": False}} if "enable_thinking" in text else {})
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], template_options: dict[str, Any], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[dict[str, Any]],
+        template_options: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        go_on: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Token ids of a conversation, up to where the assistant's answer begins; or up to the end of the last message
+        to `go_on` with.
 
         `template_options` are what the model's template knows besides messages, like `enable_thinking`.
 
@@ -116,13 +141,21 @@ class LanguageModel:
         if not self.tokenizer.chat_template:
             raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
         # What steers the tokenizer isn't the template's.
+        if self.speaks_harmony:  # its template has another name for thoughts
+            messages = [
+                {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
+            ]
         if taken := template_options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
         try:
             encoded = self.tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) or None,
-                **{**template_options, "add_generation_prompt": True, "return_dict": True, "tokenize": True},
+                **template_options,
+                add_generation_prompt=not go_on,
+                continue_final_message=go_on,
+                return_dict=True,
+                tokenize=True,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
@@ -138,8 +171,9 @@ class LanguageModel:
     @property
     def thought_markers(self) -> frozenset[int]:
         """Special tokens between which it thinks."""
-        added, special = self.tokenizer.get_added_vocab(), self.tokenizer.all_special_ids
-        return frozenset(added[token] for token in (BEGIN, END) if token in added and added[token] in special)
+        if self.speaks_harmony:
+            return HarmonyForm().markers(self.tokenizer)
+        return special_tokens(self.tokenizer, frozenset((BEGIN, END)))
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of tokens, special ones left out."""

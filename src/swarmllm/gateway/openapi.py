@@ -5,10 +5,19 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
+from swarmllm.gateway.anthropic_messages import CountRequest, MessagesRequest
+from swarmllm.gateway.chat_request import ChatRequest
+from swarmllm.gateway.ollama import OllamaChat, OllamaGenerate
+from swarmllm.gateway.other_routes import ShowRequest
+from swarmllm.gateway.request_bodies import CompletionRequest
+from swarmllm.gateway.responses import ResponsesRequest
 from swarmllm.gateway.token_routes import DetokenizeRequest, TokenizeRequest
 from swarmllm.version import __version__
 
+_BODIES = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountRequest, OllamaChat, OllamaGenerate),
+    *(ShowRequest, TokenizeRequest, DetokenizeRequest),
+)
 _ERRORS = {
     400: "The request can't be answered as it is.",
     401: "An API key is needed.",
@@ -24,7 +33,7 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
     schemas = models_json_schema(
-        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in _BODIES],
         ref_template="#/components/schemas/{model}",
     )[1]["$defs"]
     schemas["Error"] = {
@@ -49,15 +58,22 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _post("Answer a conversation.", "ChatRequest")},
             "/v1/completions": {"post": _post("Go on with a text.", "CompletionRequest")},
+            "/v1/responses": {
+                "post": _post("Answer a conversation, in the form of OpenAI's items.", "ResponsesRequest")
+            },
+            "/v1/responses/{name}": {"get": _named("A response that is kept."), "delete": _named("Forget it.")},
+            "/v1/responses/{name}/input_items": {"get": _named("What was said before it.")},
+            "/v1/messages": {"post": _post("Answer a conversation, as Anthropic's API does.", "MessagesRequest")},
+            "/v1/messages/count_tokens": {"post": _post("How long such a conversation is.", "CountRequest")},
+            "/api/chat": {"post": _post("Answer a conversation, as Ollama does.", "OllamaChat", lines=True)},
+            "/api/generate": {"post": _post("Answer a prompt, as Ollama does.", "OllamaGenerate", lines=True)},
+            "/api/show": {"post": _post("What is known of a model, as Ollama has it.", "ShowRequest", lines=True)},
+            "/api/tags": {"get": _get("The models, as Ollama lists them.", 401)},
+            "/api/version": {"get": _get("The version of the gateway.")},
             "/tokenize": {"post": _post("The tokens of a text or a conversation.", "TokenizeRequest")},
             "/detokenize": {"post": _post("The text of tokens.", "DetokenizeRequest")},
             "/v1/models": {"get": _get("The models that are served.", 401)},
-            "/v1/models/{name}": {
-                "get": {
-                    **_get("The model of this name.", 401, 404),
-                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
-                }
-            },
+            "/v1/models/{name}": {"get": _named("The model of this name.")},
             "/health": {"get": _get("Whether an answer could be begun now.", 503, error="application/json")},
             "/metrics": {"get": _get("For Prometheus.", content="text/plain")},
             "/api/swarm": {"get": _get("Who serves which blocks.")},
@@ -66,7 +82,12 @@ def document() -> dict[str, Any]:
     }
 
 
-def _post(summary: str, body: str) -> dict[str, Any]:
+def _named(summary: str) -> dict[str, Any]:
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {**_get(summary, 401, 404), "parameters": [name]}
+
+
+def _post(summary: str, body: str, *, lines: bool = False) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}}
     return {
         "summary": summary,
@@ -74,7 +95,7 @@ def _post(summary: str, body: str) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "The answer, or with `stream` its chunks.",
-                "content": {"application/json": {}, "text/event-stream": {}},
+                "content": {"application/json": {}, "application/x-ndjson" if lines else "text/event-stream": {}},
             },
             **{str(status): _error(status) for status in _ERRORS},
         },

@@ -1,5 +1,6 @@
 """The files of the pages, read once and answered from memory. Part of `app`."""
 
+import gzip
 import hashlib
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class PageFiles:
             for path in DIRECTORY.rglob("*")
             if path.suffix in MEDIA_TYPES
         }
+        self._compressed = {name: gzip.compress(data, mtime=0) for name, data in self._files.items()}
         self._etags = {
             name: f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"' for name, data in self._files.items()
         }
@@ -38,6 +40,10 @@ class PageFiles:
         """`GET /swarm`"""
         return self._answer(request, "swarm.html")
 
+    async def docs(self, request: Request) -> Response:
+        """`GET /docs`"""
+        return self._answer(request, "docs.html")
+
     async def file(self, request: Request) -> Response:
         """`GET /static/{name}`"""
         return self._answer(request, request.path_params["name"])
@@ -45,7 +51,10 @@ class PageFiles:
     def _answer(self, request: Request, name: str) -> Response:
         if name not in self._files:
             raise ApiError(404, "there is no such file")
-        headers = {"etag": self._etags[name], "cache-control": "no-cache"}
+        headers = {"etag": self._etags[name], "cache-control": "no-cache", "vary": "Accept-Encoding"}
         if request.headers.get("if-none-match") == self._etags[name]:
             return Response(status_code=304, headers=headers)
-        return Response(self._files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers=headers)
+        data = self._files[name]
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            data, headers["content-encoding"] = self._compressed[name], "gzip"
+        return Response(data, media_type=MEDIA_TYPES[Path(name).suffix], headers=headers)

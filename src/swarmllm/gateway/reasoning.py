@@ -1,11 +1,12 @@
 """What a thinking model writes before its answer: between <think> and </think>, or from the beginning up to the latter
 where its chat template has already opened it.
 
-Used by `answers`, which keeps it apart as `reasoning_content`.
+Used by `readers`, which keeps it apart as `reasoning_content`.
 """
 
 from typing import Any
 
+from swarmllm.gateway.call_forms import template_of
 from swarmllm.gateway.text import overlap
 
 BEGIN, END = "<think>", "</think>"
@@ -13,7 +14,7 @@ BEGIN, END = "<think>", "</think>"
 
 def thinks(tokenizer: Any) -> bool:
     """Whether the chat template knows thoughts."""
-    return END in str(tokenizer.chat_template or "")
+    return END in template_of(tokenizer)
 
 
 class ReasoningReader:

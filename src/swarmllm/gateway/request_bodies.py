@@ -1,22 +1,19 @@
 """What may be asked: the bodies of OpenAI's requests, checked field by field; `unknown_fields` refuses all others.
 
-`GenerationOptions` come out; the same models make the OpenAPI document.
+`GenerationOptions` come out; the same models make the OpenAPI document. Chats are in `chat_request`.
 """
 
-import json
 import secrets
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from swarmllm.client.text_generation import COLDEST
-from swarmllm.gateway.chat_messages import ChatMessage, NamedTool, Tool
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
 from swarmllm.gateway.grammar import ANY_OBJECT, Constraint
 from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.sampling import SAMPLING_NAMES, SamplingOptions
-from swarmllm.gateway.tool_calls import CallReader
 from swarmllm.gateway.unknown_fields import ANYTHING, Body, Harmless
 
 MAX_SCHEMA_CHARS = 1 << 16
@@ -24,8 +21,6 @@ MAX_PROMPTS = 32
 CONSTRAINING = {"response_format", "structured_outputs", "tool_choice"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
-MAX_TOOLS = 128
-"""As OpenAI has it."""
 MAX_TOKEN_DIGITS = 10
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -57,7 +52,7 @@ class Sampling(Body):
         # of OpenAI
         **dict.fromkeys(("user", "metadata", "safety_identifier", "prediction"), ANYTHING),
         **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), ANYTHING),
-        **dict.fromkeys(("audio", "web_search_options", "reasoning_effort"), ()),
+        **dict.fromkeys(("audio", "web_search_options"), ()),
         "store": (False,),
         "service_tier": ("auto", "default"),
         "modalities": (["text"],),
@@ -120,7 +115,7 @@ class Sampling(Body):
                 f"the model's maximum is {model.max_length} tokens, but the prompt has {longest_prompt}"
                 + (f" and {wanted} are to be written" if wanted is not None else ""),
                 code="context_length_exceeded",
-                param="messages" if isinstance(self, ChatRequest) else "prompt",
+                param="messages" if "messages" in type(self).model_fields else "prompt",
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         constraint = self._constraint(model)
@@ -233,7 +228,7 @@ def _constraints(
 ) -> list[Constraint]:
     found = []
     if schema is not None:
-        found.append(_json(f"{prefix}json", schema))
+        found.append(json_constraint(f"{prefix}json", schema))
     if regex is not None:
         found.append(Constraint(f"{prefix}regex", "regex", regex))
     if choices is not None:
@@ -243,7 +238,7 @@ def _constraints(
     return found
 
 
-def _json(field: str, schema: dict[str, Any] | str) -> Constraint:
+def json_constraint(field: str, schema: dict[str, Any] | str) -> Constraint:
     constraint = Constraint.json(field, schema)
     if len(constraint.text) > MAX_SCHEMA_CHARS:
         raise ApiError(
@@ -255,7 +250,7 @@ def _json(field: str, schema: dict[str, Any] | str) -> Constraint:
 class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
 
-    harmless: ClassVar[Harmless] = {**Sampling.harmless, "add_special_tokens": (True,)}
+    harmless: ClassVar[Harmless] = {**Sampling.harmless, "add_special_tokens": (True,), "reasoning_effort": ()}
 
     prompt: (
         str
@@ -310,124 +305,3 @@ class CompletionRequest(Sampling):
 
     def _score_prompt(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
-
-
-class JsonSchema(Body):
-    harmless: ClassVar[Harmless] = {"strict": ANYTHING, "description": ANYTHING}
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ChatRequest(Sampling):
-    """`POST /v1/chat/completions`."""
-
-    harmless: ClassVar[Harmless] = {
-        **Sampling.harmless,
-        "add_generation_prompt": (True,),
-        **dict.fromkeys(("continue_final_message", "echo", "add_special_tokens"), (False,)),
-    }
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="What the model's chat template knows besides messages, like enable_thinking."
-    )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
-    functions: list[Any] | None = None
-
-    @field_validator("functions")
-    @classmethod
-    def _no_functions(cls, value: list[Any] | None) -> list[Any] | None:
-        if value:
-            raise ValueError("functions have been replaced by tools: use these")
-        return value
-
-    @model_validator(mode="after")
-    def _can_choose(self) -> "ChatRequest":
-        names = [tool.function.name for tool in self.tools or ()]
-        if len({*names}) < len(names):
-            raise ValueError("two tools have the same name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is required, but there are no tools")
-        return self
-
-    @property
-    def _forced(self) -> bool:
-        """Whether the answer is a call, and nothing else."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def _usable_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    def _schemas(self) -> dict[str, dict[str, Any]]:
-        """Of the parameters of the tools that may be called, by name."""
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        return {
-            tool.function.name: tool.schema_of_parameters()
-            for tool in self._usable_tools
-            if chosen in (None, tool.function.name)
-        }
-
-    def call_reader(self, model: LanguageModel) -> CallReader | None:
-        """For one answer; None: it can't hold calls."""
-        if not self._usable_tools:
-            return None
-        return CallReader(model.call_form, self._schemas(), most=1 if self.parallel_tool_calls is False else None)
-
-    def _kept_tokens(self, model: LanguageModel) -> frozenset[int]:
-        of_calls = model.call_form.markers(model.tokenizer) if self._usable_tools else frozenset()
-        return of_calls | model.thought_markers
-
-    @field_validator("response_format")
-    @classmethod
-    def _schema_is_given(cls, value: ResponseFormat | None) -> ResponseFormat | None:
-        if value is not None and value.type == "json_schema":
-            if value.json_schema is None:
-                raise ValueError('give {"type": "json_schema", "json_schema": {"schema": {…}}}')
-            if len(json.dumps(value.json_schema.schema_)) > MAX_SCHEMA_CHARS:
-                raise ValueError(f"the JSON schema is longer than {MAX_SCHEMA_CHARS} characters")
-        return value
-
-    def prompt(self, model: LanguageModel) -> list[int]:
-        """Token ids of the conversation.
-
-        Raises:
-            ConfigurationError: the model has no chat template, or it refuses these messages.
-        """
-        messages = [message.for_template() for message in self.messages]
-        tools = [tool.for_template() for tool in self._usable_tools]
-        if tools:
-            _ = model.call_form  # refused now, not when the answer is read
-        return model.encode_chat(messages, self.chat_template_kwargs or {}, tools)
-
-    def _max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def _top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def _constraints(self, model: LanguageModel) -> list[Constraint]:
-        found = super()._constraints(model)
-        if self._forced:
-            text = model.call_form.grammar(model.tokenizer, self._schemas())
-            if len(text) > MAX_SCHEMA_CHARS:
-                reason = f"the schemas of the tools are longer than {MAX_SCHEMA_CHARS} characters"
-                raise ApiError(400, f"tool_choice: {reason}, so no call can be forced", param="tool_choice")
-            found.append(Constraint("tool_choice", "lark", text))
-        if self.response_format is not None and self.response_format.type != "text":
-            given = self.response_format.json_schema
-            found.append(Constraint.json("response_format", ANY_OBJECT if given is None else given.schema_))
-        return found

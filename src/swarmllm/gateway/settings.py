@@ -6,6 +6,7 @@ from pathlib import Path
 from swarmllm.config import ClientConfig, ClientModelConfig, require_positive
 from swarmllm.errors import ConfigurationError
 
+MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -40,6 +41,8 @@ class GatewayLimits:
     """Largest `n`: answers to one prompt, computed as one batch."""
     max_body_bytes: int = 1 << 20
     """Largest request body."""
+    max_stored_bytes: int = 1 << 26
+    """Responses of /v1/responses that are kept in memory for the next request, together; 0 = none."""
     max_connections: int = 512
     """Connections open at a time. Beyond that, one on which nobody asks anything is closed. Half of the files that
     Linux lets a process open by default."""
@@ -51,6 +54,8 @@ class GatewayLimits:
 class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """What a gateway offers, and to whom."""
 
+    route_timeout_s: float = 5.0
+    """Seconds to wait for somebody to serve missing blocks, before the answer is 503."""
     host: str = "127.0.0.1"
     """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
     port: int = 8080
@@ -74,10 +79,11 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         super().__post_init__()
         if not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
-        limits = (one.name for one in fields(GatewayLimits) if one.name != "max_waiting")
+        limits = (one.name for one in fields(GatewayLimits) if one.name not in MAY_BE_0)
         require_positive(self, "requests_per_minute", *limits)
-        if self.max_waiting < 0:
-            raise ConfigurationError(f"max_waiting can't be negative, as {self.max_waiting} is")
+        for name in MAY_BE_0:
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} can't be negative, as {getattr(self, name)} is")
         if self.served_name is not None and len(self.served_name) != len(self.model):
             raise ConfigurationError(f"{len(self.served_name)} names were given for {len(self.model)} models")
         if len(self.model) > 1:

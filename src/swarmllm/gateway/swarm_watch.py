@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import shlex
 import time
 from collections.abc import Coroutine
 from typing import Any, Self
@@ -48,6 +49,11 @@ class SwarmWatch:
         self._changed: asyncio.Event | None = None
         self._stopping = False
         self._looked_at = time.monotonic()
+        peers = view.config.initial_peers or ()
+        self._join = shlex.join(
+            ["swarmllm", "server", "--model", view.model_name, *(["--initial_peers", *peers] if peers else [])]
+        )
+        """The command that adds a server; without addresses it finds the swarm on the local network."""
         self._shown = self._render()
 
     def as_json(self) -> tuple[str, bytes]:
@@ -149,5 +155,6 @@ class SwarmWatch:
         self._failed_at[peer_id] = time.monotonic()
 
     def _render(self) -> tuple[str, bytes]:
-        body = json.dumps(self._picture.as_json(), ensure_ascii=False, separators=(",", ":")).encode()
+        shown = {**self._picture.as_json(), "join": self._join}
+        body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
         return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"', body

@@ -30,8 +30,13 @@ class TextRow:
         self._begin = 0
         self._read = len(self._ids)
         self._held = ""
-        self.stopped = False
-        """A stop string has come; nothing more will."""
+        self.stopped_by: str | None = None
+        """The stop string that has come: then nothing more will."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self.stopped_by is not None
 
     def add(self, token: int) -> str:
         """The text that is certain after this token; may be empty."""
@@ -65,8 +70,9 @@ class TextRow:
         text = self._held + new
         found = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[0]]
+            place, self.stopped_by = min(found)
+            self._held = ""
+            return text[:place]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -8,10 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.chat_messages import ChatMessage, Tool
+from swarmllm.gateway.chat_request import MAX_TOOLS
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.model_choice import ModelChoice
-from swarmllm.gateway.openai_routes import read_body, read_request
-from swarmllm.gateway.request_bodies import MAX_TOOLS, TokenId
+from swarmllm.gateway.request_bodies import TokenId
+from swarmllm.gateway.serving import read_body, read_request
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.unknown_fields import Body, Harmless
 

@@ -14,13 +14,13 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from swarmllm.errors import SwarmError
-from swarmllm.gateway.answers import Answer
-from swarmllm.gateway.engine import Answering, Engine
+from swarmllm.gateway.chat_request import ChatRequest
+from swarmllm.gateway.engine import Answering
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, Rates
-from swarmllm.gateway.openai_routes import OpenAIRoutes
-from swarmllm.gateway.request_bodies import ChatRequest, CompletionRequest
-from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.openai_answers import OpenAIAnswer
+from swarmllm.gateway.request_bodies import CompletionRequest
+from swarmllm.gateway.serving import Serving
 
 TOO_BIG = 1009
 TRY_AGAIN_LATER = 1013
@@ -32,12 +32,11 @@ MAX_ID_CHARS = 128
 class WebSocketRoute:
     """The handler; made once per gateway."""
 
-    def __init__(self, engine: Engine, routes: OpenAIRoutes, config: GatewayConfig, rates: Rates) -> None:
-        self._engine = engine
-        self._routes = routes
+    def __init__(self, serving: Serving, rates: Rates) -> None:
+        self._serving = serving
         self._rates = rates
-        self._max_bytes = config.max_body_bytes
-        self._max_sockets = max(1, config.max_connections // 2)
+        self._max_bytes = serving.config.max_body_bytes
+        self._max_sockets = max(1, serving.config.max_connections // 2)
         self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -45,7 +44,7 @@ class WebSocketRoute:
         """Serve one socket until it closes."""
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(subprotocol=offered[0] if offered else None)
-        conversation = _Conversation(socket, self._engine, self._routes)
+        conversation = _Conversation(socket, self._serving)
         if len(self._open) >= self._max_sockets and not self._make_room():
             await socket.close(TRY_AGAIN_LATER, f"{self._max_sockets} sockets are answered at the moment")
             return
@@ -87,10 +86,9 @@ async def _dismiss(socket: WebSocket) -> None:
 
 
 class _Conversation:
-    def __init__(self, socket: WebSocket, engine: Engine, routes: OpenAIRoutes) -> None:
+    def __init__(self, socket: WebSocket, serving: Serving) -> None:
         self._socket = socket
-        self._engine = engine
-        self._routes = routes
+        self._serving = serving
         self._under_way: dict[str, Answering | None] = {}
 
     @property
@@ -112,7 +110,8 @@ class _Conversation:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
             if len(self._under_way) >= MAX_REQUESTS:
                 raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
-            body = self._routes.parse(ChatRequest if "messages" in message else CompletionRequest, text)
+            parse = self._serving.parse
+            body = parse(ChatRequest, text) if "messages" in message else parse(CompletionRequest, text)
         except ApiError as error:
             await self._send(label, error.body())
         else:
@@ -133,9 +132,9 @@ class _Conversation:
     async def _answer(self, label: Any, body: ChatRequest | CompletionRequest, num_bytes: int) -> None:
         answering: Answering | None = None
         try:
-            model, prompts, options = await self._routes.prepare(body, num_bytes)
-            answer = Answer(body, model, prompts, options)
-            answering = self._under_way[str(label)] = self._engine.start(model, prompts, options)
+            model, prompts, options = await self._serving.prepare(body, num_bytes)
+            answer = OpenAIAnswer(body, model, prompts, options)
+            answering = self._under_way[str(label)] = self._serving.engine.start(model, prompts, options)
             async for event in answering:
                 for chunk in answer.chunks(event):
                     await self._send(label, chunk)

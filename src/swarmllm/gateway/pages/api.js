@@ -40,15 +40,17 @@ export async function swarm(model) {
 }
 
 // Yields the chunks of an answer as they come.
-export async function* answer(model, messages, signal) {
+// `goOn`: the last message is the model's own, to be gone on with. `system`: what the model should know first.
+export async function* answer(model, messages, signal, { system, goOn }) {
   const asked = { model: model.id, stream: true, swarm_events: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) {
     if (settings[name] !== undefined && settings[name] !== "") asked[name] = Number(settings[name]);
   }
-  const told = settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages;
+  const told = system ? [{ role: "system", content: system }, ...messages] : messages;
   let path = "/v1/chat/completions";
   if (model.chat) {
     asked.messages = told;
+    if (goOn) Object.assign(asked, { continue_final_message: true, add_generation_prompt: false });
   } else { // a model that was never taught to chat goes on with the text
     path = "/v1/completions";
     asked.prompt = told.map((message) => message.content).join("\n");

@@ -1,8 +1,11 @@
 // The chat page: conversations on the left, the one that is open in the middle, the message box below.
 
 import * as api from "/static/api.js";
+import { drawList, exportOne } from "/static/conversations.js";
 import { endOfId, noticeOf, renderMessage } from "/static/message.js";
+import { morph } from "/static/morph.js";
 import { showChoice } from "/static/models.js";
+import { settingsOf, showSettings } from "/static/settings.js";
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
@@ -13,13 +16,18 @@ const IDEAS = ["Tell me a story about a fox.", "Where does the rain come from?",
 let models = [];
 let model = null;
 let open = null; // the conversation that is shown
+let editing = null; // the place of the message that is said anew, in a branch of its own
 let answering = null; // {conversation, message, abort} while an answer comes
 
 // ---------------------------------------------------------------- conversations
 
 function show(conversation) {
   open = conversation;
-  location.hash = conversation ? conversation.id : "";
+  editing = null;
+  const hash = conversation ? conversation.id : "";
+  if (location.hash.slice(1) !== hash) location.hash = hash;
+  byId("export").hidden = !conversation?.messages.length;
+  showContext();
   drawAll();
   closeSide();
   scroll.scrollTop = scroll.scrollHeight;
@@ -33,30 +41,17 @@ function drawAll() {
 
 function list() {
   if (open && location.hash.slice(1) !== open.id) location.hash = open.id; // it may have become one of its own
-  byId("conversations").replaceChildren(
-    ...store.all().filter((one) => one.messages.length).map((one) => {
-      const item = document.createElement("li");
-      if (one === open) item.setAttribute("aria-current", "true");
-      const title = document.createElement("button");
-      title.className = "title";
-      title.textContent = one.title || "…";
-      title.addEventListener("click", () => show(one));
-      const remove = document.createElement("button");
-      remove.className = "delete";
-      remove.textContent = "×";
-      remove.setAttribute("aria-label", `Delete “${one.title}”`);
-      remove.addEventListener("click", () => {
-        if (answering?.conversation === one) stop();
-        store.remove(one.id);
-        if (open === one) show(null);
-        else list();
-        if (open) keep(open); // if there was no room before, there may be now
-        text.focus();
-      });
-      item.append(title, remove);
-      return item;
-    }),
-  );
+  drawList(open, {
+    onOpen: show,
+    onDelete: (one) => {
+      if (answering?.conversation === one) stop();
+      store.remove(one.id);
+      if (open === one) show(null);
+      else list();
+      if (open) keep(open); // if there was no room before, there may be now
+      text.focus();
+    },
+  });
 }
 
 function keep(conversation) {
@@ -82,7 +77,15 @@ store.onChange((conversation, what) => {
 function element(message) {
   const busy = answering?.message === message;
   const isLast = open?.messages.at(-1) === message;
-  return renderMessage(message, { busy, onRegenerate: isLast && !busy && message.role === "assistant" ? regenerate : null });
+  const mayAct = !busy && !answering;
+  const isOwn = isLast && mayAct && message.role === "assistant";
+  const isBroken = message.content && model?.chat && (message.finish === "length" || message.notices?.some(({ cut }) => cut));
+  return renderMessage(message, {
+    busy,
+    onRegenerate: isOwn ? regenerate : null,
+    onContinue: isOwn && isBroken ? goOn : null,
+    onEdit: message.role === "user" && mayAct ? () => edit(message) : null,
+  });
 }
 
 function redraw(message) {
@@ -91,14 +94,43 @@ function redraw(message) {
   const atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
   const old = byId("messages").children[index];
   const now = element(message);
-  if (old) old.replaceWith(now);
+  if (old && old.className === now.className && answering?.message === message) grow(old, now);
+  else if (old) old.replaceWith(now);
   else byId("messages").append(now);
   if (atEnd) scroll.scrollTop = scroll.scrollHeight;
 }
 
+// What is there stays, so that a selection does; what can be clicked or told is new.
+function grow(old, now) {
+  const [oldBody, body] = [old, now].map((one) => one.querySelector(".body"));
+  morph(oldBody, body);
+  const thoughts = old.querySelector(".thoughts");
+  if (thoughts) morph(thoughts, now.querySelector(".thoughts"));
+  else if (now.querySelector(".thoughts")) old.prepend(now.querySelector(".thoughts"));
+  for (const rest of [...old.querySelectorAll(":scope > .notices, :scope > .foot")]) rest.remove();
+  old.append(...now.querySelectorAll(":scope > .notices, :scope > .foot"));
+}
+
+// Another text in place of that message: what came after it stays, in the conversation that it was.
+function edit(message) {
+  editing = open.messages.indexOf(message);
+  text.value = message.content;
+  fit();
+  text.focus();
+}
+
+function branch() {
+  const conversation = store.create();
+  conversation.title = open.title;
+  conversation.system = open.system;
+  conversation.messages = structuredClone(open.messages.slice(0, editing));
+  return conversation;
+}
+
 async function send(said) {
   if (answering || !model) return;
-  const conversation = open ?? store.create();
+  const conversation = editing !== null && open ? branch() : open ?? store.create();
+  conversation.system ??= store.settings.system ?? "";
   conversation.title ||= said.trim().split("\n")[0].slice(0, 80);
   conversation.messages.push({ role: "user", content: said });
   show(conversation);
@@ -112,9 +144,18 @@ async function regenerate() {
   await reply(open);
 }
 
-async function reply(conversation) {
-  const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
-  const message = { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
+// From where a broken answer ends.
+async function goOn() {
+  if (answering || open?.messages.at(-1)?.role !== "assistant") return;
+  const message = open.messages.pop();
+  Object.assign(message, { notices: [], finish: null });
+  await reply(open, message);
+}
+
+async function reply(conversation, broken) {
+  const asked = [...conversation.messages, ...(broken ? [broken] : [])].map(({ role, content }) => ({ role, content }));
+  const message = broken ?? { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
+  const options = { system: conversation.system ?? store.settings.system, goOn: Boolean(broken) };
   const abort = new AbortController();
   answering = { conversation, message, abort };
   store.writing.add(conversation);
@@ -132,9 +173,12 @@ async function reply(conversation) {
   redraw(message);
   scroll.scrollTop = scroll.scrollHeight;
   try {
-    for await (const chunk of api.answer(model, asked, abort.signal)) {
+    for await (const chunk of api.answer(model, asked, abort.signal, options)) {
       if (chunk.swarm) take(message, chunk.swarm);
-      if (chunk.usage) message.tokens = chunk.usage.completion_tokens;
+      if (chunk.usage) {
+        message.tokens = chunk.usage.completion_tokens;
+        conversation.used = chunk.usage.total_tokens;
+      }
       const choice = chunk.choices[0];
       const piece = choice?.delta ? choice.delta.content : choice?.text;
       const thought = choice?.delta?.reasoning_content;
@@ -159,18 +203,20 @@ async function reply(conversation) {
     }
   } catch (error) {
     if (abort.signal.aborted) {
-      message.notices.push({ kind: "", text: "Stopped." });
+      message.notices.push({ kind: "", text: "Stopped.", cut: true });
     } else {
       const reason = error instanceof api.ApiError ? error.message : "the gateway can’t be reached";
-      message.notices.push({ kind: "bad", text: `No more came: ${reason}` });
+      message.notices.push({ kind: "bad", cut: true, text: `No more came: ${reason}` });
       if (error.status === 401) byId("settings").showModal();
     }
   } finally {
+    redraw(message);
     answering = null;
     busy(false);
     keep(conversation);
     store.writing.delete(conversation);
-    redraw(message);
+    if (open === conversation) drawAll();
+    showContext();
     list();
     health();
   }
@@ -185,12 +231,21 @@ function take(message, event) {
     return;
   }
   const notice = noticeOf(event, message.route);
-  if (event.route) message.route = event.route;
+  if (event.route) {
+    message.route = event.route;
+    message.notices = message.notices.filter((one) => !one.queue); // it has its turn
+  }
   if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
   if (!notice) return;
+  if (event.event === "queue") notice.queue = true;
   // A repair may need several tries, of which the last word is enough.
   while (message.notices.at(-1)?.searching) message.notices.pop();
   message.notices.push(notice);
+}
+
+function showContext() {
+  const left = model?.max_model_len - open?.used;
+  byId("context").textContent = left >= 0 ? `${left} of ${model.max_model_len} tokens left. ` : "";
 }
 
 function stop() {
@@ -208,6 +263,13 @@ async function health() {
   const pill = byId("health");
   try {
     const swarm = await api.swarm(model);
+    byId("waits").textContent = swarm.waiting ? `Waiting for the swarm: ${swarm.waiting}.` : "";
+    if (swarm.waiting) {
+      pill.dataset.state = "bad";
+      byId("health-text").textContent = "waiting";
+      return;
+    }
+    if (!model) await begin();
     const usable = swarm.servers.filter((server) => server.state === "online").length;
     const missing = swarm.missing_blocks.length;
     pill.dataset.state = missing ? "bad" : "good";
@@ -226,6 +288,7 @@ async function begin() {
     choose(store.settings.model);
   } catch (error) {
     byId("model").textContent = "no model";
+    if (error.status === 503) return; // the gateway waits: `health` tries again
     if (error.status === 401) byId("settings").showModal();
   }
 }
@@ -294,27 +357,15 @@ byId("new").addEventListener("click", () => {
 byId("open-side").addEventListener("click", openSide);
 byId("close-side").addEventListener("click", closeSide);
 byId("veil").addEventListener("click", closeSide);
-byId("open-settings").addEventListener("click", () => byId("settings").showModal());
+settingsOf(() => open, keep);
+byId("export").addEventListener("click", () => open && exportOne(open));
+addEventListener("hashchange", () => {
+  const named = store.find(location.hash.slice(1)) ?? null;
+  if (named !== open) show(named);
+});
 byId("settings").addEventListener("close", () => {
   if (!model) begin();
 });
-byId("reset").addEventListener("click", () => {
-  for (const input of document.querySelectorAll("[data-setting]")) {
-    input.value = "";
-    delete store.settings[input.dataset.setting];
-  }
-  store.saveSettings();
-});
-function showSettings() {
-  for (const input of document.querySelectorAll("[data-setting]")) input.value = store.settings[input.dataset.setting] ?? "";
-}
-for (const input of document.querySelectorAll("[data-setting]")) {
-  input.addEventListener("change", () => {
-    if (input.value.trim() && input.checkValidity()) store.settings[input.dataset.setting] = input.value.trim();
-    else delete store.settings[input.dataset.setting];
-    store.saveSettings();
-  });
-}
 byId("ideas").replaceChildren(
   ...IDEAS.map((idea) => {
     const button = document.createElement("button");

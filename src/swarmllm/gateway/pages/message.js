@@ -1,9 +1,10 @@
 // One message as an element: text, what happened on the way, and how fast and by which route it came.
 
+import { dressCode } from "/static/code.js";
 import { markdown } from "/static/markdown.js";
 
 export const endOfId = (hop) => hop.public_name || `…${hop.peer_id.slice(-6)}`;
-const blocks = (hop) => `${hop.blocks[0]}–${hop.blocks[1] - 1}`;
+const blocks = (hop) => `${hop.blocks[0]}:${hop.blocks[1]}`;
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -12,8 +13,16 @@ function make(tag, className, text) {
   return element;
 }
 
+function ordinal(place) {
+  const last = place % 100 > 10 && place % 100 < 14 ? 0 : place % 10;
+  return `${place}${["th", "st", "nd", "rd"][last] ?? "th"}`;
+}
+
 // What an event of the swarm means, in words; null if it needs none.
 export function noticeOf(event, route) {
+  if (event.event === "queue") {
+    return { kind: "", searching: true, text: event.place ? `${ordinal(event.place)} in line. All others were asked before.` : "It is your turn." };
+  }
   if (event.event === "shard_status") {
     const hop = route.find((one) => one.peer_id === event.peer_id);
     const who = hop ? endOfId(hop) : event.peer_id ? `…${event.peer_id.slice(-6)}` : "A server";
@@ -42,7 +51,7 @@ function button(label, onClick) {
 function copyButton(textOf) {
   const element = button("Copy", async () => {
     try {
-      await navigator.clipboard.writeText(textOf());
+      await navigator.clipboard.writeText(textOf(element));
       element.textContent = "Copied";
     } catch {
       element.textContent = "Not allowed";
@@ -52,11 +61,12 @@ function copyButton(textOf) {
   return element;
 }
 
-function foot(message, busy, onRegenerate) {
+function foot(message, busy, { onRegenerate, onContinue }) {
   const line = make("div", "foot");
   if (!busy) {
     const acts = make("span", "acts");
     if (message.content) acts.append(copyButton(() => message.content));
+    if (onContinue) acts.append(button("Continue", onContinue));
     if (onRegenerate) acts.append(button("Regenerate", onRegenerate));
     line.append(acts);
   }
@@ -96,28 +106,31 @@ function thoughts(message, busy) {
   return details;
 }
 
-export function renderMessage(message, { busy, onRegenerate }) {
+export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit }) {
   const article = make("article", `message ${message.role}`);
   article.setAttribute("aria-label", message.role === "user" ? "You" : "Model");
   const body = make("div", "body");
+  body.dir = "auto";
   article.append(body);
   if (message.role === "user") {
     body.textContent = message.content;
+    if (onEdit) article.prepend(button("Edit", onEdit));
     return article;
   }
   article.setAttribute("aria-busy", String(busy));
   if (message.reasoning) article.prepend(thoughts(message, busy));
   body.append(markdown(message.content));
-  for (const block of body.querySelectorAll("pre")) {
-    const copy = copyButton(() => block.querySelector("code")?.textContent ?? "");
+  dressCode(body, (textOf) => {
+    const copy = copyButton(textOf);
     copy.classList.add("copy");
-    block.append(copy);
-  }
+    return copy;
+  });
+  for (const part of body.querySelectorAll("p, li, blockquote, h1, h2, h3, h4, td, th")) part.dir = "auto";
   if (message.notices?.length) {
     const list = make("ul", "notices");
     list.append(...message.notices.map((notice) => make("li", notice.kind, notice.text)));
     article.append(list);
   }
-  article.append(foot(message, busy, onRegenerate));
+  article.append(foot(message, busy, { onRegenerate, onContinue }));
   return article;
 }

@@ -86,7 +86,7 @@ export function draw(holder, swarm, { chosen, onChoose }) {
     const y = top + line * (height + gap);
     const barWidth = Math.max((server.end - server.start) * perBlock - 2, 3);
     const bar = make("g", { class: `bar ${server.state}`, tabindex: 0, role: "button", "data-peer": server.peer_id }, svg);
-    const what = `${nameOf(server)}: blocks ${server.start} to ${server.end - 1}, ${server.state}`;
+    const what = `${nameOf(server)}: blocks ${server.start}:${server.end}, ${server.state}`;
     if (onRoute.has(server.peer_id) && server.state === "online") bar.classList.add("route");
     if (server.peer_id === chosen) bar.classList.add("chosen");
     make("title", {}, bar).textContent = what;
@@ -99,7 +99,8 @@ export function draw(holder, swarm, { chosen, onChoose }) {
     const label = nameOf(server);
     if (height > 14 && barWidth > label.length * 6.6 + 12) {
       make("text", { x: x(server.start) + 7, y: y + height / 2 + 3.5 }, bar).textContent = label;
-      const speed = `${compact.format(server.throughput)} tokens/s`;
+      const now = server.now > 0 ? `${compact.format(server.now)} of ` : "";
+      const speed = `${now}${compact.format(server.throughput)} tokens/s`;
       if (server.throughput > 0 && barWidth > (label.length + speed.length) * 6.6 + 30) {
         const right = x(server.start) + barWidth - 7;
         make("text", { class: "speed", x: right, y: y + height / 2 + 3.5 }, bar).textContent = speed;

@@ -75,6 +75,13 @@ export function create() {
   return conversation;
 }
 
+// What was removed is there again.
+export function restore(conversation) {
+  delete conversation.revision;
+  conversations.set(conversation.id, conversation);
+  save(conversation);
+}
+
 export function remove(id) {
   conversations.delete(id);
   forget(CONVERSATION + id);

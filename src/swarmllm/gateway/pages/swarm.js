@@ -4,6 +4,7 @@ import { showChoice } from "/static/models.js";
 import { draw, nameOf } from "/static/picture.js";
 
 const PERIOD_MS = 2000;
+const QUIET_MS = 90000; // servers announce themselves more often than that
 const byId = (id) => document.getElementById(id);
 const rows = new Map();
 let model = new URLSearchParams(location.search).get("model"); // null: the first
@@ -21,9 +22,10 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
-  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}–${s.end - 1}` },
+  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}:${s.end}` },
   { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
   { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
+  { id: "now", title: "Now, tokens/s", number: true, value: (s) => s.now ?? null, text: (s) => (s.now === undefined ? "–" : numbers.format(s.now)) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
   { id: "p95", title: "p95 ms", number: true, value: (s) => s.step_ms_p95 || null },
   { id: "served", title: "Served", number: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
@@ -133,9 +135,9 @@ function events() {
       time.dateTime = at.toISOString();
       time.textContent = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
       const text = document.createElement("span");
-      const blocks = `${event.blocks[0]}–${event.blocks[1] - 1}`;
+      const blocks = `${event.blocks[0]}:${event.blocks[1]}`;
       if (event.kind === "moved") {
-        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}–${event.previous_blocks[1] - 1} to ${blocks}`;
+        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}:${event.previous_blocks[1]} to ${blocks}`;
       } else {
         const [words, kind] = WORDS[event.kind] ?? [`is now “${event.kind}”, with blocks`, ""];
         text.textContent = `${nameOf(event)} ${words} ${blocks}`;
@@ -153,12 +155,47 @@ function number(id, value, unit) {
   byId(id).replaceChildren(value, small);
 }
 
+// What servers have done since they last said how much that was: they announce it now and then.
+const served = new Map();
+function measureTraffic() {
+  const at = performance.now();
+  for (const server of swarm.servers) {
+    const known = served.get(server.peer_id);
+    if (!known || server.tokens_served < known.tokens) served.set(server.peer_id, { tokens: server.tokens_served, at });
+    else if (server.tokens_served > known.tokens) {
+      const rate = (1000 * (server.tokens_served - known.tokens)) / (at - known.at);
+      served.set(server.peer_id, { tokens: server.tokens_served, at, rate });
+    } else if (at - known.at > QUIET_MS) known.rate = 0;
+    server.now = served.get(server.peer_id).rate;
+  }
+}
+
+function runs(blocks) {
+  const found = [];
+  for (const block of blocks) {
+    if (found.at(-1)?.[1] === block) found.at(-1)[1] += 1;
+    else found.push([block, block + 1]);
+  }
+  return found.map(([start, end]) => `${start}:${end}`);
+}
+
+function advice() {
+  const [first, ...others] = runs(swarm.missing_blocks);
+  byId("advice").hidden = !first || !swarm.known;
+  byId("advice").textContent = first
+    ? `Nobody can be answered until somebody serves ${[first, ...others].join(", ")}. Start a server with: ${swarm.join} --block_indices ${first}`
+    : "";
+  if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
+}
+
 function summary() {
   const online = swarm.servers.filter((server) => server.state === "online").length;
   const missing = swarm.missing_blocks.length;
   const verdict = byId("verdict");
   verdict.dataset.state = missing ? "bad" : "good";
-  const words = !swarm.known
+  const words = swarm.waiting
+    ? `Waiting for the swarm: ${swarm.waiting}.`
+    : !swarm.known
     ? "Looking for servers…"
     : missing
       ? `${missing} of ${swarm.num_blocks} blocks ${missing === 1 ? "is" : "are"} served by nobody.`
@@ -171,7 +208,7 @@ function summary() {
   if (swarm.expected_ms_per_token === null) byId("per-token").textContent = "–";
   else number("per-token", numbers.format(swarm.expected_ms_per_token), "ms");
   if (!swarm.bottleneck) byId("bottleneck").textContent = "–";
-  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}–${swarm.bottleneck.blocks[1] - 1}`);
+  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}:${swarm.bottleneck.blocks[1]}`);
 }
 
 function choose(peer) {
@@ -186,6 +223,8 @@ function picture() {
 }
 
 function show() {
+  measureTraffic();
+  advice();
   summary();
   picture();
   table();
@@ -221,6 +260,15 @@ async function findModels() {
   }
 }
 
+byId("copy-join").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(byId("join").textContent);
+    byId("copy-join").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("join")); // to be copied by hand
+  }
+  setTimeout(() => (byId("copy-join").textContent = "Copy"), 1500);
+});
 byId("models").addEventListener("change", () => {
   model = byId("models").value;
   history.replaceState(null, "", `?model=${encodeURIComponent(model)}`);

@@ -1,0 +1,23 @@
+// Makes one element like another by adding to it where that is enough, so that what is selected in it stays selected.
+
+export function morph(old, now) {
+  const olds = [...old.childNodes];
+  const news = [...now.childNodes];
+  news.forEach((node, index) => {
+    const known = olds[index];
+    if (!known) old.append(node);
+    else if (!known.isEqualNode(node)) change(known, node);
+  });
+  for (const left of olds.slice(news.length)) left.remove();
+}
+
+function change(known, node) {
+  if (known.nodeType === Node.TEXT_NODE && node.nodeType === Node.TEXT_NODE) {
+    if (node.data.startsWith(known.data)) known.appendData(node.data.slice(known.data.length));
+    else known.data = node.data;
+  } else if (known.nodeType === Node.ELEMENT_NODE && known.nodeName === node.nodeName && known.className === node.className) {
+    morph(known, node);
+  } else {
+    known.replaceWith(node);
+  }
+}

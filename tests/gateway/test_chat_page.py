@@ -1,0 +1,169 @@
+"""What the chat page can do with conversations, in a real browser."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from test_pages import ANSWERS, DONE, ITEMS, browser, page, pytestmark, say, settings, violations  # noqa: F401
+from web_gateway import RunningGateway
+
+TEXT = r"""Euler wrote $e^{i\pi} + 1 = 0$, it costs $5 or $6, and
+
+$$\sum_{i=1}^{n} i = \frac{n(n+1)}{2}$$
+
+Unknown: $\unknowncommand{x}$, H<sub>2</sub>O, <kbd>Esc</kbd>
+
+```python
+def f(x):  # <b>comment</b>
+    return "text" * 3
+```
+
+مرحبا بالعالم
+"""
+
+
+def opened(page: Page, url: str, *messages: dict[str, Any], **more: Any) -> None:  # noqa: F811
+    conversation = {"id": "one", "title": "First", "messages": list(messages), "revision": "1", **more}
+    page.goto(f"{url}/static/icon.svg")
+    page.evaluate("one => localStorage['swarmllm.conversation.one'] = one", json.dumps(conversation))
+    page.goto(f"{url}/#one")
+    expect(page.locator(".message")).to_have_count(len(messages))
+
+
+def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    opened(page, gateway.url, {"role": "user", "content": "Hm"}, {"role": "assistant", "content": TEXT})
+    body = page.locator(f"{ANSWERS} .body")
+    expect(body.locator("math")).to_have_count(2)
+    expect(body.locator("math[display=block] munderover")).to_have_count(1)
+    expect(body.locator("math msup").first).to_have_text("eiπ")
+    expect(body).to_contain_text("it costs $5 or $6")
+    expect(body).to_contain_text(r"$\unknowncommand{x}$")
+    expect(body.locator("sub, kbd")).to_have_count(2)
+    expect(body.locator(".code-top span")).to_have_text("python")
+    expect(body.locator(".code-comment")).to_have_text("# <b>comment</b>")
+    expect(body.locator(".code-string")).to_have_text('"text"')
+    expect(body.locator("pre code")).to_have_text('def f(x):  # <b>comment</b>\n    return "text" * 3\n')
+    expect(body.locator("p").last).to_have_attribute("dir", "auto")
+    assert body.locator("p").last.evaluate("one => getComputedStyle(one).direction") == "rtl"
+    assert violations(page) == []
+
+
+def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_path: Path) -> None:  # noqa: F811
+    opened(page, gateway.url, {"role": "user", "content": "Apples"}, {"role": "assistant", "content": "Pears"})
+    page.on("dialog", lambda dialog: dialog.accept("Fruit"))
+    page.get_by_role("button", name="Rename “First”").click()
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("Fruit")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export this conversation").click()
+    download.value.save_as(tmp_path / "x.md")
+    assert (tmp_path / "x.md").read_text() == "# Fruit\n\n## You\n\nApples\n\n## Model\n\nPears\n"
+    page.get_by_role("button", name="Delete “Fruit”").click()
+    expect(page.locator(ITEMS)).to_have_count(0)
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(ITEMS)).to_have_count(1)
+    expect(page.locator(".message")).to_have_count(2)
+    page.reload()
+    expect(page.locator(ITEMS)).to_have_count(1)
+    page.get_by_role("button", name="New conversation").click()
+    settings(page, Temperature="0", Longest_answer="8")
+    say(page, "What is the sun?")
+    expect(page.locator(DONE)).to_have_count(1)
+    page.get_by_label("Search conversations").fill("pears")
+    expect(page.locator(ITEMS)).to_have_count(1)
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("Fruit")
+    page.get_by_label("Search conversations").fill("")
+    page.locator(f"{ITEMS} .title", has_text="Fruit").click()
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text("Pears")
+    page.go_back()
+    expect(page.locator(".message.user .body")).to_have_text("What is the sun?")
+
+
+def test_edit_branches_and_a_broken_answer_goes_on(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="0", Longest_answer="8")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator("#context")).to_contain_text("of 2048 tokens left")
+    first = page.locator(f"{ANSWERS} .body").inner_text()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Continue").click()
+    body = asked.value.post_data_json or {}
+    assert body["continue_final_message"] is True
+    assert body["messages"][-1]["role"] == "assistant"
+    expect(page.locator(f"{ANSWERS} .body")).not_to_have_text(first)
+    expect(page.locator(DONE)).to_have_count(1)
+    assert page.locator(f"{ANSWERS} .body").inner_text().startswith(first)
+    page.get_by_role("button", name="Edit").click()
+    expect(page.get_by_label("Message")).to_have_value("Tell me a story about a fox.")
+    say(page, "Tell me a story about a hen.")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator(ITEMS)).to_have_count(2)
+    expect(page.locator(".message.user .body")).to_have_text("Tell me a story about a hen.")
+
+
+def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, system="Old")
+    page.get_by_role("button", name="Settings").click()
+    own = page.get_by_label("in this conversation")
+    expect(own).to_have_value("Old")
+    own.fill("Be short.")
+    page.get_by_label("Longest answer").fill("4")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "And?")
+    assert (asked.value.post_data_json or {})["messages"][0] == {"role": "system", "content": "Be short."}
+    expect(page.locator(DONE)).to_have_count(2)
+
+
+def test_what_is_selected_stays_selected(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="2", Seed="1")
+    say(page, "Tell me a very long story.")
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(re.compile(r".{20,}"))
+    page.evaluate(
+        """() => {
+            const text = document.querySelector(".message.assistant .body p").firstChild;
+            getSelection().setBaseAndExtent(text, 2, text, 12);
+        }"""
+    )
+    selected = page.evaluate("getSelection().toString()")
+    before = len(page.locator(f"{ANSWERS} .body").inner_text())
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(re.compile(f".{{{before + 20},}}", re.DOTALL))
+    assert page.evaluate("getSelection().toString()") == selected != ""
+    page.keyboard.press("Escape")
+    expect(page.locator(DONE)).to_have_count(1)
+
+
+def test_files_are_compressed_and_kept(gateway: RunningGateway) -> None:
+    first = gateway.http.get("/static/chat.js")
+    assert first.headers["content-encoding"] == "gzip"
+    plain = gateway.http.get("/static/chat.js", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.content == first.content
+    again = gateway.http.get("/static/chat.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_page_of_the_api(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/docs")
+    expect(page.locator("#status")).to_contain_text("is refused by its name")
+    page.locator("summary", has_text="/v1/chat/completions").click()
+    expect(page.locator("details[open] td code", has_text="reasoning_effort").first).to_be_visible()
+    assert violations(page) == []
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_nothing_is_wider_than_the_screen(page: Page, gateway: RunningGateway, width: int, theme: Any) -> None:  # noqa: F811
+    page.emulate_media(color_scheme=theme)
+    page.set_viewport_size({"width": width, "height": 900})
+    opened(page, gateway.url, {"role": "user", "content": "Explain"}, {"role": "assistant", "content": TEXT})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.goto(f"{gateway.url}/docs")
+    expect(page.locator("#status")).to_contain_text("is refused by its name")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.goto(f"{gateway.url}/swarm")
+    expect(page.locator("#join")).to_contain_text("swarmllm server --model")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,325 @@
+"""The APIs of Anthropic and Ollama, and /v1/responses: the same text as the local model's, each in its own shape.
+
+Their own clients are tried too: `openai` always, `anthropic` and `ollama` where they are installed
+(`make test-trainers`).
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from test_tools import TEMPLATE, TOOLS
+from web_gateway import NAME, RunningGateway, running_gateway
+
+from swarmllm import LocalSwarm
+from swarmllm.gateway.anthropic_messages import MessagesRequest
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.ollama import OllamaChat, OllamaGenerate, Options
+from swarmllm.gateway.responses import ResponsesRequest
+from swarmllm.gateway.stored_responses import StoredResponses
+from swarmllm.gateway.unknown_fields import Body, refuse_unknown
+
+SAID = "Tell me a story about a fox."
+MESSAGES: list[Any] = [{"role": "user", "content": SAID}]
+PLAIN: dict[str, Any] = {"model": NAME, "messages": MESSAGES}
+
+
+@pytest.fixture(scope="module")
+def tooled(swarm: LocalSwarm) -> Iterator[RunningGateway]:
+    with running_gateway(swarm.initial_peers) as gateway:
+        model = gateway.gateway.models.first
+        model.tokenizer = copy.deepcopy(model.tokenizer)
+        model.tokenizer.chat_template = TEMPLATE
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def story(greedy: Any, tokenizer: Any) -> str:
+    """The likeliest 24 tokens."""
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return str(greedy(ids, 24))
+
+
+def post(gateway: RunningGateway, path: str, body: dict[str, Any]) -> Any:
+    response = gateway.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(gateway: RunningGateway, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with gateway.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        lines = list(response.iter_lines())
+    found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
+    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert not named or named == [one["type"] for one in found]
+    return found
+
+
+# ---------------------------------------------------------------------- fields
+
+# As of 2026-11: the request types of the packages openai 3.52, anthropic 2.13 and ollama 0.6.3.
+ANTHROPIC = """max_tokens messages model cache_control container diagnostics inference_geo metadata output_config speed
+service_tier stop_sequences system thinking tool_choice tools user_profile_id workspace_id stream temperature top_p
+top_k mcp_servers context_management"""
+RESPONSES = """access_programs background context_management conversation image include input instructions model
+max_output_tokens max_tool_calls metadata moderation parallel_tool_calls previous_response_id prompt prompt_cache_key
+prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream stream_options
+temperature text tool_choice tools top_logprobs top_p truncation user"""
+CHAT = "model stream options format keep_alive messages tools think logprobs top_logprobs truncate shift"
+GENERATE = "model stream options format keep_alive prompt suffix system template context raw images think"
+OPTIONS = """numa num_ctx num_batch num_gpu main_gpu low_vram logits_all vocab_only use_mmap use_mlock embedding_only
+num_thread num_keep seed num_predict top_k top_p tfs_z typical_p repeat_last_n temperature repeat_penalty min_p stop
+presence_penalty frequency_penalty mirostat mirostat_tau mirostat_eta penalize_newline"""
+KNOWN: list[tuple[type[Body], str]] = [
+    (MessagesRequest, ANTHROPIC),
+    (ResponsesRequest, RESPONSES),
+    (OllamaChat, CHAT),
+    (OllamaGenerate, GENERATE),
+    (Options, OPTIONS),
+]
+
+
+@pytest.mark.parametrize(("kind", "names"), KNOWN, ids=lambda one: getattr(one, "__name__", ""))
+def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
+    assert set(names.split()) <= set(kind.known_names())
+    for name, values in kind.harmless.items():
+        if values == ():
+            body = kind.model_construct(**{name: "x"})
+            with pytest.raises(ApiError, match=f"{name} is not supported here"):
+                refuse_unknown(body, lenient=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "words"),
+    [
+        ("/v1/messages", {"max_tokens": 8, "top_k2": 1}, "did you mean 'top_k'?"),
+        ("/v1/messages", {}, "max_tokens"),
+        ("/v1/messages", {"max_tokens": 8, "model": "other"}, "not served here"),
+        ("/v1/messages", {"max_tokens": 8, "thinking": {"type": "enabled", "budget_tokens": 9}}, "adaptive"),
+        ("/v1/messages", {"max_tokens": 8, "container": "x"}, "container is not supported"),
+        (
+            "/v1/messages",
+            {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "reads text only",
+        ),
+        ("/v1/responses", {"messages": None, "input": SAID, "background": True}, "background can only be False"),
+        ("/v1/responses", {"messages": None, "input": SAID, "tools": [{"type": "web_search"}]}, "tools"),
+        ("/v1/responses", {"messages": None, "input": SAID, "previous_response_id": "x"}, "no response 'x'"),
+        ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
+        ("/api/chat", {"options": {"num_ctx": 1 << 20}}, "num_ctx can be at most 2048"),
+        ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat can only be 0"),
+        ("/api/chat", {"think": True}, "does not think"),
+        ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "suffix can only be ''"),
+        ("/v1/embeddings", {"input": "a"}, "gives no embeddings"),
+        ("/api/embed", {"input": "a"}, "gives no embeddings"),
+    ],
+)
+def test_what_is_refused_in_each_shape(gateway: RunningGateway, path: str, more: dict[str, Any], words: str) -> None:
+    response = gateway.http.post(path, json={**PLAIN, **more})
+    assert response.status_code in (400, 404), response.text
+    found = response.json()
+    message = found["error"] if path.startswith("/api/") else found["error"]["message"]
+    assert words in message
+    assert (found.get("type") == "error") == path.startswith("/v1/messages")
+
+
+# ---------------------------------------------------------------------- Anthropic's
+
+
+def test_messages(gateway: RunningGateway, story: str) -> None:
+    asked = {**PLAIN, "max_tokens": 24, "temperature": 0}
+    found = post(gateway, "/v1/messages", asked)
+    assert found["content"] == [{"type": "text", "text": story}]
+    assert (found["stop_reason"], found["usage"]["output_tokens"]) == ("max_tokens", 24)
+    told = events(gateway, "/v1/messages", asked)
+    kinds = [one["type"] for one in told]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(one["delta"].get("text", "") for one in told if one["type"] == "content_block_delta") == story
+    count = post(gateway, "/v1/messages/count_tokens", PLAIN)
+    assert count["input_tokens"] == found["usage"]["input_tokens"]
+    word = story.split()[4]
+    stopped = post(gateway, "/v1/messages", {**asked, "stop_sequences": ["@@", word]})
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
+    begun = story[: story.index(" ", 20)]
+    going_on = [*MESSAGES, {"role": "assistant", "content": begun}]
+    on = post(gateway, "/v1/messages", {**asked, "messages": going_on})["content"][0]["text"]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    same = post(gateway, "/v1/chat/completions", {**asked, "messages": going_on, **more})
+    assert on == same["choices"][0]["message"]["content"]
+
+
+def test_calls_of_tools_in_blocks(tooled: RunningGateway) -> None:
+    tool = {"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}
+    asked = {**PLAIN, "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}, "top_k": 1}
+    found = post(tooled, "/v1/messages", asked)
+    (call,) = found["content"]
+    assert (found["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "weather")
+    assert call["input"]["city"] in ("Rome", "Oslo")
+    told = events(tooled, "/v1/messages", asked)
+    deltas = [one["delta"]["partial_json"] for one in told if one["type"] == "content_block_delta"]
+    assert len(deltas) > 3
+    assert json.loads("".join(deltas)) == call["input"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "dry", "is_error": True}
+    messages = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    chat = MessagesRequest.model_validate({**asked, "messages": messages}).as_chat(tooled.gateway.models.first)
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
+    assert chat.messages[-1].content == "Error: dry"
+
+
+def test_thoughts_in_blocks(thinking: RunningGateway) -> None:
+    asked = {**PLAIN, "max_tokens": 16, "temperature": 0, "thinking": {"type": "adaptive"}}
+    thought, text = post(thinking, "/v1/messages", asked)["content"]
+    assert (thought["type"], text) == ("thinking", {"type": "text", "text": ""})
+    told = events(thinking, "/v1/messages", asked)
+    assert "".join(one["delta"].get("thinking", "") for one in told if "delta" in one) == thought["thinking"]
+    refused = thinking.http.post("/v1/messages", json={**asked, "thinking": {"type": "disabled"}})
+    assert "can't be told not to think" in refused.json()["error"]["message"]
+    assert events(thinking, "/api/chat", {**PLAIN, "options": {"num_predict": 4}})[0]["message"]["thinking"]
+    kinds = [one["type"] for one in events(thinking, "/v1/responses", {"input": SAID, "max_output_tokens": 8})]
+    assert "response.reasoning_text.delta" in kinds
+
+
+def test_anthropics_client(gateway: RunningGateway, story: str) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 24}
+    asked["extra_body"] = {"temperature": 0}
+    assert client.messages.create(**asked).content[0].text == story
+    with client.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == story
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    with pytest.raises(anthropic.NotFoundError, match="not served here"):
+        client.messages.create(**{**asked, "model": "other"})
+    client.close()
+
+
+# ---------------------------------------------------------------------- OpenAI's items
+
+
+def test_responses_by_openais_client(gateway: RunningGateway, story: str) -> None:
+    asked: Any = {"model": NAME, "temperature": 0, "max_output_tokens": 24}
+    first = gateway.openai.responses.create(input=SAID, **asked)
+    assert first.output_text == story
+    assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert gateway.openai.responses.retrieve(first.id).output_text == story
+    second = gateway.openai.responses.create(input="And then?", previous_response_id=first.id, **asked)
+    both = [*MESSAGES, {"role": "assistant", "content": story}, {"role": "user", "content": "And then?"}]
+    chat = gateway.openai.chat.completions.create(model=NAME, messages=both, max_tokens=24, temperature=0)
+    assert second.output_text == chat.choices[0].message.content
+    assert [item.type for item in gateway.openai.responses.input_items.list(second.id)] == ["message"] * 3
+    stateless = gateway.openai.responses.create(input=both, store=False, **asked)
+    assert stateless.output_text == second.output_text
+    gateway.openai.responses.delete(second.id)
+    for name in (second.id, stateless.id):
+        with pytest.raises(openai.NotFoundError):
+            gateway.openai.responses.retrieve(name)
+    asked["max_output_tokens"] = 800  # the likeliest text ends before
+    with gateway.openai.responses.stream(input=SAID, **asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text
+    assert text.startswith(story)
+
+
+def test_items_of_calls(tooled: RunningGateway) -> None:
+    asked: Any = {"model": NAME, "input": SAID, "tool_choice": "required", "temperature": 0}
+    asked["tools"] = [{"type": "function", **TOOLS[0]["function"]}]
+    (call,) = tooled.openai.responses.create(**asked).output
+    assert (call.type, call.name) == ("function_call", "weather")
+    with tooled.openai.responses.stream(**asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (same,) = stream.get_final_response().output
+    assert len(pieces) > 3
+    assert "".join(pieces) == same.arguments == call.arguments
+    found = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
+    items = [*MESSAGES, call.model_dump(exclude_none=True), found]
+    chat = ResponsesRequest.model_validate({"input": items}).as_chat([])
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
+
+
+def test_what_is_stored_is_bounded_and_private() -> None:
+    stored = StoredResponses(300)
+    for name in "abc":
+        stored.keep(name, "me", {"output": "x" * 100}, [])
+    with pytest.raises(ApiError, match="no response 'a'"):
+        stored.get("a", "me")
+    with pytest.raises(ApiError):
+        stored.get("c", "you")
+    stored.keep("d", "me", {"output": "x" * 1000}, [])
+    assert stored.get("b", "me").response == {"output": "x" * 100}
+    stored.forget("b", "me")
+    with pytest.raises(ApiError):
+        stored.get("b", "me")
+
+
+# ---------------------------------------------------------------------- Ollama's
+
+
+def test_ollamas_chat(gateway: RunningGateway, story: str) -> None:
+    asked: dict[str, Any] = {**PLAIN, "model": f"{NAME}:latest", "options": {"temperature": 0, "num_predict": 24}}
+    *lines, last = events(gateway, "/api/chat", asked)
+    assert "".join(line["message"]["content"] for line in lines) == story
+    assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "length", 24)
+    whole = post(gateway, "/api/chat", {**asked, "stream": False})
+    assert whole["message"]["content"] == story
+    generated = post(gateway, "/api/generate", {**asked, "messages": None, "prompt": SAID, "stream": False})
+    assert generated["response"] == story
+    raw = {"model": NAME, "prompt": "Once", "raw": True, "stream": False, "options": asked["options"]}
+    direct = gateway.openai.completions.create(model=NAME, prompt="Once", max_tokens=24, temperature=0)
+    assert post(gateway, "/api/generate", raw)["response"] == direct.choices[0].text
+    assert post(gateway, "/api/generate", {"model": NAME})["done_reason"] == "load"
+    schema = {"enum": ["a", "b"]}
+    assert post(gateway, "/api/chat", {**PLAIN, "format": schema, "stream": False})["message"]["content"] in (
+        '"a"',
+        '"b"',
+    )
+    (listed,) = gateway.http.get("/api/tags").json()["models"]
+    assert listed["name"] == NAME
+    shown = post(gateway, "/api/show", {"model": NAME})
+    assert (shown["capabilities"], shown["model_info"]["llama.context_length"]) == (["completion"], 2048)
+    assert gateway.http.get("/api/version").json()["version"]
+
+
+def test_ollamas_calls(tooled: RunningGateway) -> None:
+    earlier = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]}
+    messages = [*MESSAGES, earlier, {"role": "tool", "tool_name": "weather", "content": "dry"}]
+    asked = OllamaChat.model_validate({"model": NAME, "messages": messages, "tools": TOOLS})
+    chat = asked.asked(tooled.gateway.models.first)
+    calls = chat.messages[1].tool_calls
+    assert calls is not None
+    assert chat.messages[2].tool_call_id == calls[0].id
+    assert events(tooled, "/api/chat", {**asked.model_dump(exclude_none=True), "options": {"num_predict": 4}})[-1][
+        "done"
+    ]
+
+
+def test_ollamas_client(gateway: RunningGateway, story: str) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=gateway.url)
+    options = {"temperature": 0, "num_predict": 24}
+    assert client.chat(model=NAME, messages=MESSAGES, options=options).message.content == story
+    assert (
+        "".join(p.message.content for p in client.chat(model=NAME, messages=MESSAGES, options=options, stream=True))
+        == story
+    )
+    assert client.generate(model=NAME, prompt=SAID, options=options).response == story
+    assert [model.model for model in client.list().models] == [NAME]
+    assert client.show(NAME).template
+    with pytest.raises(ollama.ResponseError, match="gives no embeddings"):
+        client.embed(model=NAME, input="a")
+    client._client.close()
+
+
+def test_keys_in_each_apis_own_header(swarm: LocalSwarm, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    with running_gateway(swarm.initial_peers, api_keys_file=str(tmp_path / "keys")) as gateway:
+        for path in ("/v1/messages", "/v1/responses", "/api/chat", "/api/tags", "/v1/embeddings"):
+            assert gateway.http.post(path, json={}).status_code == 401
+        asked = {**PLAIN, "max_tokens": 1}
+        assert gateway.http.post("/v1/messages", json=asked, headers={"x-api-key": "secret"}).status_code == 200
+        wrong = gateway.http.post("/v1/messages", json=asked, headers={"x-api-key": "wrong"})
+        assert wrong.json()["error"]["type"] == "authentication_error"

@@ -1,0 +1,99 @@
+"""A gateway that is started before its swarm is complete: it says what is missing, and goes on by itself."""
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from web_gateway import local_swarm, running_gateway, wait_until
+
+from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.gateway.settings import GatewayConfig
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def test_it_serves_before_it_can_answer_and_becomes_ready_by_itself() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "swarmllm.gateway", "--model", embedded_model_path(), "--port", str(port)]
+    with local_swarm((0, 4)) as swarm:
+        command += ["--initial_peers", *swarm.initial_peers, "--stop_on_stdin_eof", "--route_timeout_s", "1"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+
+        def get(path: str) -> Any:
+            try:
+                return http.get(path)
+            except httpx.TransportError:
+                assert process.poll() is None
+                return None
+
+        try:
+            wait_until(lambda: get("/health") and "nobody serves" in get("/health").text, "it says what is missing")
+            health = http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "waiting")
+            for path, asked in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", {}), ("/api/chat", {})):
+                answer = http.post(path, json=asked)
+                assert answer.status_code == 503
+                assert int(answer.headers["retry-after"]) > 0
+                assert "nobody serves blocks 4" in json.dumps(answer.json(), ensure_ascii=False)
+            assert http.get("/").status_code == http.get("/swarm").status_code == 200
+            assert "nobody serves" in http.get("/api/swarm").json()["waiting"]
+            swarm.add_server((4, 8))
+            wait_until(lambda: get("/health").status_code == 200, "it became ready")
+            assert process.stdout is not None
+            assert re.match(r"swarmllm: gateway of \S+ at http://", process.stdout.readline())
+            assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        finally:
+            http.close()
+            assert process.stdin is not None
+            process.stdin.close()
+            code = process.wait(60)
+            assert process.stdout is not None
+            process.stdout.close()
+    assert code == 0
+
+
+def test_a_gap_is_told_soon() -> None:
+    """Within `route_timeout_s`, 5 s by default; here less."""
+    assert GatewayConfig(model=("m",)).route_timeout_s == 5
+    with local_swarm((0, 4), (4, 8)) as swarm, running_gateway(swarm.initial_peers, route_timeout_s=0.5) as gateway:
+        gateway.wait_until_seen(2)
+        swarm.servers[1].kill()
+        wait_until(lambda: gateway.swarm()["missing_blocks"], "the gap was seen")
+        response = gateway.http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_it_can_not_wait_for_less_than_nothing(seconds: int) -> None:
+    from swarmllm.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match="route_timeout_s"):
+        GatewayConfig(model=("m",), route_timeout_s=seconds)
+
+
+def test_places_in_the_queue(swarm: LocalSwarm) -> None:
+    """One answers at a time: the others are told when they move up."""
+    settings: dict[str, Any] = {"max_concurrent": 1, "max_waiting": 3}
+    asked = {"prompt": "Once", "stream": True, "swarm_events": True, "ignore_eos": True}
+    with running_gateway(swarm.initial_peers, **settings) as gateway, ExitStack() as stack:
+        streams = []
+        for number in range(3):
+            body = {**asked, "max_tokens": 1500 if number == 0 else 2}
+            streams.append(stack.enter_context(gateway.http.stream("POST", "/v1/completions", json=body)))
+            assert streams[number].headers.get("x-queue-place") == (str(number) if number else None)
+        streams[0].close()
+        lines = [line for line in streams[2].iter_lines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")).get("swarm") for line in lines]
+        assert [one["place"] for one in events if one and one["event"] == "queue"] == [2, 1, 0]
