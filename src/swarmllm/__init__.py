@@ -16,6 +16,7 @@ server/          some blocks
 command_line     what commands share
 flags            the flag of one setting
 speculation/     guesses of tokens, sent ahead
+decoding/        ways to choose tokens
 models/          models, cut into a client's part and blocks
 network/         everything between processes
 swarm/           pure decisions

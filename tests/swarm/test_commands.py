@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
 from swarmllm.__main__ import main
+from swarmllm.client.more_decoding import MoreDecoding
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
@@ -125,6 +126,25 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     expected, _ = generate_locally(local, PROMPT, max_new_tokens=40, do_sample=True, top_p=0.9)
     assert sampled.result().stdout == expected + "\n"
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
+
+
+def test_ways_to_choose_tokens_that_transformers_lacks(bootstrap: str, servers: list[str], local: Any) -> None:
+    """By the same names in generate(), and over servers what they are with the local model."""
+    model, _ = local
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
+    shared = ["--model", MODEL, "--dtype", "float32", "--max-new-tokens", 30, "--initial_peers", bootstrap]
+    try:
+        with ThreadPoolExecutor() as both:
+            simple = both.submit(command, "generate", *shared, "--fsd-alpha", 0.5, "--fsd_k", 4, PROMPT)
+            drawn = both.submit(command, "generate", *shared, "--mirostat_mode", 2, "--seed", 5, PROMPT)
+            expected, _ = generate_locally(local, PROMPT, max_new_tokens=30, fsd_alpha=0.5, fsd_k=4)
+            torch.manual_seed(5)
+            surprising, _ = generate_locally(local, PROMPT, max_new_tokens=30, do_sample=True, mirostat_mode=2)
+            assert (simple.result().stdout, simple.result().stderr) == (expected + "\n", "")
+            assert (drawn.result().stdout, drawn.result().stderr) == (surprising + "\n", "")
+    finally:
+        model.__class__ = kind
 
 
 def test_status_says_what_servers_have_done(bootstrap: str, servers: list[str]) -> None:

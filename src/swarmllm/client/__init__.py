@@ -7,6 +7,7 @@ local_blocks            blocks of the model that run here
 local_fallback          a model that goes on here when the swarm can't
 inner_gradients         gradients through what passes between blocks
 many_prompts            `generate()` for many texts at a time
+more_decoding           `generate()` with ways to choose tokens that transformers lacks
 speculative_generation  where `generate()` begins to guess
 saving                  what a client owns of a model, on disk
 text_generation         a model with its tokenizer, conversations: what commands and gateway share

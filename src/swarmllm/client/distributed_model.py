@@ -22,6 +22,7 @@ from swarmllm.client.batches.batch_runner import BatchRunner
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.many_prompts import ManyPrompts, Submitted
+from swarmllm.client.more_decoding import MoreDecoding
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
@@ -141,7 +142,9 @@ class DistributedModel(SavedParts):
         return entered_session(self.swarm)
 
 
-class DistributedModelForCausalLM(ManyPrompts, FallbackGeneration, SpeculativeGeneration, DistributedModel):
+class DistributedModelForCausalLM(
+    ManyPrompts, FallbackGeneration, SpeculativeGeneration, MoreDecoding, DistributedModel
+):
     """A distributed model with `generate()`."""
 
     @classmethod

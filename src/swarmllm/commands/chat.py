@@ -10,6 +10,7 @@ from typing import Any
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
 from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place, require_positive
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import SwarmError
 
 COMMANDS = "/clear forgets the conversation, /exit ends, /help says this; all else goes to the model"
@@ -63,7 +64,7 @@ class CtrlC:
 def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
     parser = Parser(prog="swarmllm chat", description="A conversation with a model of the swarm.", epilog=EXAMPLES)
-    parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig)
+    parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions)
     return parser
 
 

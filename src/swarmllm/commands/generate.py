@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from swarmllm.client.text_generation import TextConfig, open_model
 from swarmllm.command_line import Parser, run_program
 from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
 
@@ -21,7 +22,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="swarmllm generate", description="Text from a swarm, as it comes.", epilog=EXAMPLES)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
     parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
-    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig)
+    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions)
     return parser
 
 
@@ -61,6 +62,7 @@ def generate(config: TextConfig, prompt: str) -> None:
                 inputs.input_ids,
                 attention_mask=inputs.attention_mask,
                 streamer=streamer,
+                tokenizer=tokenizer,
                 **config.generation_options(),
             )
         except SwarmError:

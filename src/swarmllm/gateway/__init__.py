@@ -6,6 +6,7 @@ connections       sockets on which nobody asks anything don't stay
 app               the ASGI application: all routes and what they share
 guard             who may ask: hosts, origins, API keys, rates
 request_bodies    what may be asked, checked field by field
+decoding_fields   ways to choose tokens in it
 chat_messages     messages and tools in it
 unknown_fields    what of a request is not honoured, and refused
 openai_routes     /v1/…: requests in, answers and streams out
