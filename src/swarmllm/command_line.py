@@ -12,8 +12,11 @@ import io
 import itertools
 import logging
 import os
+import re
 import signal
+import socket
 import sys
+import textwrap
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -34,8 +37,8 @@ Result = TypeVar("Result")
 STDERR = 2
 """The last of the file descriptors that every process should have."""
 
-HELP_COLUMNS = 100
-HELP_LINES = 40
+HELP_COLUMNS = 80
+HELP_LINES = 60
 """So big a screen `--help` may fill; what doesn't fit is behind `--help_all`."""
 
 
@@ -43,7 +46,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Screens of one width, whatever the terminal's; flags with long names don't break their lines."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=HELP_COLUMNS)
+        super().__init__(prog, max_help_position=30, width=HELP_COLUMNS)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
@@ -114,7 +117,7 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
         if hidden:
             titles = "; ".join(group.title for group in groups[len(shown) :])
-            formatter.add_text(f"further flags, shown by --help_all: {titles}")
+            formatter.add_text(textwrap.fill(f"further flags, shown by --help_all: {titles}", HELP_COLUMNS))
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
@@ -267,6 +270,28 @@ def _ended_in_order() -> Iterator[None]:
     finally:
         for signum in signums:
             signal.signal(signum, signal.SIG_DFL)
+
+
+def require_free_ports(maddrs: Sequence[str]) -> None:
+    """Raises ConfigurationError if another program listens on one of these TCP multiaddresses.
+
+    For commands: importing what would find out takes seconds.
+    """
+    for maddr in maddrs:
+        if place := re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
+            require_free_port(place[1], int(place[2]), f"can't listen on {maddr}", "choose another port")
+
+
+def require_free_port(host: str, port: int, problem: str, mend: str) -> None:
+    """Raises ConfigurationError if another program listens there; other reasons are left to who really listens."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+    except OSError as error:
+        if port and error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"{problem}: {os.strerror(error.errno)}; {mend}") from None
 
 
 def one_line(error: SwarmError) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
 from swarmllm.command_line import Parser, one_line, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place, require_positive
+from swarmllm.config import (
+    ClientConfig,
+    ModelConfig,
+    SwarmConfig,
+    require_addresses,
+    require_model_place,
+    require_positive,
+)
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import SwarmError
 
@@ -19,7 +26,7 @@ EXAMPLES = """while chatting:
   /exit   ends, as Ctrl-D does; Ctrl-C ends the model's turn
 
 example:
-  swarmllm chat --model M --initial_peers /ip4/…/tcp/…/p2p/… --temperature 0.7
+  swarmllm chat --model M --initial_peers MADDR --temperature 0.7
 """
 
 
@@ -127,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         config = ChatConfig(**build_parser().parse_settings(argv))
         require_model_place(config.model)
+        require_addresses(config.initial_peers)
         return chat(config)
 
     return run_program(run, default_log_level="WARNING")

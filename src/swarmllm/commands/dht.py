@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, run_command, stop_event, unless_stopped
-from swarmllm.config import PeerConfig, SwarmConfig, address_book_path
+from swarmllm.command_line import Parser, require_free_ports, run_command, stop_event, unless_stopped
+from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.invite import Invite
 from swarmllm.network.relay.service import RelayRules
@@ -27,8 +27,8 @@ NAMED_BY_THIS_PEER = "?"
 
 EXAMPLES = """examples:
   swarmllm dht --port 31337 --identity_path bootstrap.key
-  swarmllm dht --initial_peers /ip4/…/tcp/…/p2p/…          # one more, for a swarm that exists
-  swarmllm dht --port 31337 --identity_path bootstrap.key --invite --model DIR_OR_HUB_ID
+  swarmllm dht --initial_peers MADDR     # one more, for a swarm that exists
+  swarmllm dht --port 31337 --identity_path boot.key --invite --model M
 """
 
 
@@ -129,6 +129,8 @@ def parse_dht(argv: Sequence[str] | None) -> tuple[DhtConfig, Invite | None]:
         ConfigurationError, SystemExit(2): they can't work.
     """
     config = DhtConfig(**build_parser().parse_settings(argv))
+    require_addresses(config.initial_peers)
+    require_free_ports(config.listen_maddrs)
     if not config.invite:
         return config, None
     return config, Invite(

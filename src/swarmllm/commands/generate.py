@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
 from swarmllm.command_line import Parser, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place
+from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
 
 SHORTEST_PEER_ID = 40
 EXAMPLES = """examples:
-  swarmllm generate --model M --initial_peers /ip4/…/tcp/…/p2p/… "Once upon a time"
-  echo "Once upon a time" | swarmllm generate --model M --temperature 0.7 --top_p 0.9 --seed 1
+  swarmllm generate --model M --initial_peers MADDR "Once upon a time"
+  echo "Once upon a time" | swarmllm generate --model M --seed 1
 """
 
 
@@ -42,6 +42,7 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
         prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     config = TextConfig(**settings)
     require_model_place(config.model)
+    require_addresses(config.initial_peers)
     return config, prompt
 
 
