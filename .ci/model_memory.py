@@ -1,7 +1,7 @@
 """How much memory models need, computed by what `swarmllm doctor` computes it with, from their published configs.
 
-`python .ci/model_memory.py` writes the tables of docs/real-model.md anew; a test compares them. The configs, cut down to
-what matters here, are in tests/numerics/data/published_configs.
+`python .ci/model_memory.py` writes the tables of docs/real-model.md anew; a test compares them. The configs, cut
+down to what matters here, are in tests/numerics/data/published_configs.
 """
 
 import re
@@ -58,10 +58,16 @@ def needs(path: Path) -> Needs:
 
 def table_of_models(models: list[Needs]) -> list[str]:
     """One line per model, the smallest first."""
-    lines = [
-        "| model | blocks | all blocks, bfloat16 | int8 (default) | int4 | one block, int8 | its cache, 8192 tokens | client |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names = (
+        "model",
+        "blocks",
+        "all blocks, bfloat16",
+        "int8 (default)",
+        "int4",
+        "one block, int8",
+        "its cache, 8192 tokens",
+    )
+    lines = [f"| {' | '.join(names)} | its cache, 8192 tokens | client |", "|---" * (len(names) + 2) + "|"]
     for one in sorted(models, key=lambda one: sum(one.by_quant_type["none"])):
         totals = " | ".join(f"{sum(one.by_quant_type[name]) / 1e9:.1f} GB" for name in QUANT_TYPES)
         block = f"{max(one.by_quant_type['int8']) / 1e6:.0f} MB | {one.cache / 1e6:.0f} MB"

@@ -106,9 +106,41 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
         self._text_ids: list[int] = []
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What has been said, as chat templates take it; the system prompt first, if there is one."""
+        return list(self._messages)
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        first = next(iter(self._messages), None)
+        return first["content"] if first is not None and first["role"] == "system" else None
+
     def clear(self) -> None:
-        """Begin anew."""
-        self._messages, self._text_ids = [], []
+        """Begin anew; the system prompt stays."""
+        system = self.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._text_ids = []
+
+    def instruct(self, system: str) -> None:
+        """Begin anew with this system prompt.
+
+        Raises:
+            ConfigurationError: the model takes none.
+        """
+        from jinja2 import TemplateError
+
+        messages = [{"role": "system", "content": system}]
+        if not self._tokenizer.chat_template:
+            raise ConfigurationError("this model has no chat template, so it takes no system prompt")
+        try:
+            text = self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": "-"}], tokenize=False)
+        except TemplateError:
+            text = ""
+        if system.strip() not in text:
+            raise ConfigurationError("this model's chat template has no place for a system prompt")
+        self._messages, self._text_ids = messages, []
 
     def reply(self, said: str, **options: Any) -> str:
         """The model's next turn. `options` go to `generate()`, e.g. a streamer; a turn that fails leaves no trace.
