@@ -12,8 +12,8 @@ from swarmllm.__main__ import COMMANDS
 DOCUMENT = Path(__file__).parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
 
-What `swarmllm COMMAND --help_all` says. `--num_blocks` and `--num-blocks` are the same; `--config FILE` reads flags from
-TOML.
+What `swarmllm COMMAND --help_all` says. `--num_blocks` and `--num-blocks` are the same; `--config FILE` reads flags
+from TOML.
 """
 
 

@@ -5,7 +5,11 @@ what=$1
 shift
 (
     seconds=0
-    while sleep 4; do
+    trap 'kill "$nap" 2>/dev/null; exit' TERM
+    while :; do
+        sleep 4 &
+        nap=$!
+        wait "$nap"
         seconds=$((seconds + 4))
         printf '  … %s s: %s\n' "$seconds" "$what"
     done
