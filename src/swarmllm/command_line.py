@@ -12,9 +12,7 @@ import io
 import itertools
 import logging
 import os
-import re
 import signal
-import socket
 import sys
 import textwrap
 import tomllib
@@ -270,28 +268,6 @@ def _ended_in_order() -> Iterator[None]:
     finally:
         for signum in signums:
             signal.signal(signum, signal.SIG_DFL)
-
-
-def require_free_ports(maddrs: Sequence[str]) -> None:
-    """Raises ConfigurationError if another program listens on one of these TCP multiaddresses.
-
-    For commands: importing what would find out takes seconds.
-    """
-    for maddr in maddrs:
-        if place := re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
-            require_free_port(place[1], int(place[2]), f"can't listen on {maddr}", "choose another port")
-
-
-def require_free_port(host: str, port: int, problem: str, mend: str) -> None:
-    """Raises ConfigurationError if another program listens there; other reasons are left to who really listens."""
-    try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
-    except OSError as error:
-        if port and error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(f"{problem}: {os.strerror(error.errno)}; {mend}") from None
 
 
 def one_line(error: SwarmError) -> str:
