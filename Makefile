@@ -16,6 +16,8 @@ PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEAD
 # By hash where it works (`hashes/`, see .ci/hashes.py); then the package itself, and what is left: torch, above all.
 HASHED := -m pip install -qq --require-hashes --no-deps --no-build-isolation
 PACKAGE := -m pip install -qq -c constraints.txt --no-build-isolation -e
+# Says what is done, and that it still is: pip -qq is silent for minutes.
+TALK := sh .ci/talk.sh
 # A file stays in one process, so that its fixtures are made once. One process more than cores: some wait for servers.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -90,10 +92,12 @@ $(VENV)/bin/python:
 $(INSTALLED): setup.cfg setup.py constraints.txt pyproject.toml $(wildcard src/swarmllm/models/quantization/*.[ch]) $(wildcard hashes/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "swarmllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(HASHED) -r hashes/build.txt
-	$(BIN)/python $(HASHED) -r hashes/base.txt -r hashes/dev.txt
-	$(BIN)/python $(PACKAGE) '.[dev]'
+	@[ -x $(BIN)/python ] || $(TALK) "[1/4] a virtual environment in $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(TALK) "[2/4] downloading what builds the package" $(BIN)/python $(HASHED) -r hashes/build.txt
+	@$(TALK) "[3/4] downloading transformers, hivemind and tools, some 300 MB" \
+		$(BIN)/python $(HASHED) -r hashes/base.txt -r hashes/dev.txt
+	@$(TALK) "[4/4] downloading torch, some 200 MB for processors alone and 3 GB with CUDA, and installing swarmllm" \
+		$(BIN)/python $(PACKAGE) '.[dev]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

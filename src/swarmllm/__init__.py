@@ -15,7 +15,9 @@ client/          a model without its blocks
 server/          some blocks
 command_line     what commands share
 flags            the flag of one setting
+free_ports       whether a command can listen where it shall
 speculation/     guesses of tokens, sent ahead
+decoding/        ways to choose tokens
 models/          models, cut into a client's part and blocks
 network/         everything between processes
 swarm/           pure decisions

@@ -5,6 +5,7 @@ Imports the one module that is asked for, so that no command waits for the other
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ COMMANDS = {
     "server": Command(
         "swarmllm.server.__main__",
         "serve some blocks of a model",
-        "swarmllm server --model DIR_OR_HUB_ID --num_blocks 8 --initial_peers MADDR",
+        "swarmllm server --model M --num_blocks 8 --initial_peers MADDR",
     ),
     "dht": Command(
         "swarmllm.commands.dht",
@@ -36,12 +37,12 @@ COMMANDS = {
     "generate": Command(
         "swarmllm.commands.generate",
         "text from a swarm, as it comes",
-        'swarmllm generate --model DIR_OR_HUB_ID --initial_peers MADDR "Once upon a time"',
+        'swarmllm generate --model M --initial_peers MADDR "A tale"',
     ),
     "chat": Command(
         "swarmllm.commands.chat",
         "a conversation with a model of the swarm",
-        "swarmllm chat --model DIR_OR_HUB_ID --initial_peers MADDR",
+        "swarmllm chat --model M --initial_peers MADDR",
     ),
     "status": Command(
         "swarmllm.commands.status",
@@ -51,7 +52,7 @@ COMMANDS = {
     "gateway": Command(
         "swarmllm.gateway.__main__",
         "a web API like OpenAI's, a chat page, a picture of the swarm",
-        "swarmllm gateway --model DIR_OR_HUB_ID --initial_peers MADDR",
+        "swarmllm gateway --model M --initial_peers MADDR",
     ),
     "adapters": Command(
         "swarmllm.commands.adapters",
@@ -61,7 +62,7 @@ COMMANDS = {
     "doctor": Command(
         "swarmllm.commands.doctor.command",
         "checks this machine and network, and names what to mend",
-        "swarmllm doctor --model DIR_OR_HUB_ID --initial_peers MADDR",
+        "swarmllm doctor --model M --initial_peers MADDR",
     ),
     "demo": Command(
         "swarmllm.demo.__main__",
@@ -74,20 +75,18 @@ COMMANDS = {
 def help_text() -> str:
     """The screen of `swarmllm --help`."""
     lines = [
-        "usage: swarmllm COMMAND [OPTIONS]    (swarmllm COMMAND --help lists the options)",
+        "usage: swarmllm COMMAND [OPTIONS]    (COMMAND --help lists its options)",
         "",
         "Run large language models together: each server holds some blocks of the model.",
         "",
     ]
     for name, command in COMMANDS.items():
-        lines += [f"  {name:<10}{command.does}", f"  {'':<10}  $ {command.example}"]
+        lines += [f"  {name:<10}{command.does}", f"  {'':<10}$ {command.example}"]
     lines += ["", "  --version   the version of swarmllm", "  --help      this screen"]
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the command line) names, and return its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h", "help"):
         print(help_text())
@@ -105,6 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while it was imported; later the command itself takes care of Ctrl-C
         return 130
     return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the command line) names, and return its exit status."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # also of a help screen, behind which the parser ends the program
+    except BrokenPipeError:
+        # `swarmllm --help | head`: the reader has had enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

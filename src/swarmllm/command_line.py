@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -34,8 +35,8 @@ Result = TypeVar("Result")
 STDERR = 2
 """The last of the file descriptors that every process should have."""
 
-HELP_COLUMNS = 100
-HELP_LINES = 40
+HELP_COLUMNS = 80
+HELP_LINES = 60
 """So big a screen `--help` may fill; what doesn't fit is behind `--help_all`."""
 
 
@@ -43,7 +44,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Screens of one width, whatever the terminal's; flags with long names don't break their lines."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=HELP_COLUMNS)
+        super().__init__(prog, max_help_position=30, width=HELP_COLUMNS)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
@@ -114,7 +115,7 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
         if hidden:
             titles = "; ".join(group.title for group in groups[len(shown) :])
-            formatter.add_text(f"further flags, shown by --help_all: {titles}")
+            formatter.add_text(textwrap.fill(f"further flags, shown by --help_all: {titles}", HELP_COLUMNS))
         formatter.add_text(self.epilog)
         return formatter.format_help()
 

@@ -105,6 +105,20 @@ def require_model_place(model: str) -> None:
         require_directory_or_hub_id(model)
 
 
+FROM_STDIN = "-"
+"""Value of --initial_peers: wait for a line with them on standard input. Whoever starts a whole swarm can start all
+servers at once, and tells the others where the first one is while they are still importing."""
+
+
+def require_addresses(initial_peers: Sequence[str]) -> None:
+    """Raises ConfigurationError if one of them can't be a multiaddress. For commands: what parses them imports much."""
+    for address in initial_peers:
+        if address != FROM_STDIN and not address.startswith("/"):
+            raise ConfigurationError(
+                f"the initial peer {address!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
+            )
+
+
 def require_positive(owner: object, *names: str) -> None:
     """Raises ConfigurationError unless these settings are None or above 0."""
     for name in names:

@@ -68,7 +68,9 @@ def flag_help(field: Field[Any], owner: type, *, at_length: bool) -> str:
         text = text.partition(". ")[0].removesuffix(".")
     if field.default is True:
         text = f"Turns this off: {text}" if at_length else f"Don't {text[:1].lower()}{text[1:]}"
-    default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+    default = field.metadata.get("default", field.default)
+    if isinstance(default, tuple):
+        default = " ".join(value if value.strip() else repr(value) for value in default)
     if default not in (MISSING, None, "") and not isinstance(default, bool) and str(default) not in text:
         text += f" (default: {default})"
     return text.replace("%", "%%")

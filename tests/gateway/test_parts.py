@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
 from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.text import TextRow
@@ -65,7 +66,7 @@ def test_sampling_follows_the_distribution_and_its_own_seed_only() -> None:
     assert first.count(0) / 2000 == pytest.approx(0.5, abs=0.05)
     assert set(choices(SamplingOptions(seed=1, top_k=2), scores)) == {0, 1}
     assert set(choices(SamplingOptions(seed=1, top_p=0.6), scores)) == {0, 1}
-    assert set(choices(SamplingOptions(seed=1, min_p=0.45), scores)) == {0, 1}
+    assert set(choices(SamplingOptions(seed=1, decoding=DecodingOptions(min_p=0.45)), scores)) == {0, 1}
     assert set(choices(SamplingOptions(seed=1, temperature=0), scores)) == {0}
     assert set(choices(SamplingOptions(seed=1, temperature=0, logit_bias={0: -5}), scores)) == {1}
     assert choices(SamplingOptions(seed=1, temperature=0, presence_penalty=1.9), scores, 4) == [0, 1, 2, 0]

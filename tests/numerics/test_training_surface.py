@@ -116,10 +116,10 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     "another block": (lambda m: m.model.layers.__setitem__(3, nn.Identity()), f"block 3 {CHANGE}"),
     "one block more": (lambda m: m.model.layers.append(nn.Identity()), CHANGE),
     "a block between": (lambda m: m.model.layers.insert(1, nn.Identity()), CHANGE),
-    "one block less": (lambda m: m.model.layers.pop(3), r"take model\.remote_blocks\[3\]"),
+    "one block less": (lambda m: m.model.layers.pop(3), f"block 3 {CHANGE}"),
     "the last block less": (lambda m: m.model.layers.pop(-1), CHANGE),
     "no third block": (lambda m: m.model.layers.__delitem__(3), CHANGE),
-    "the third block": (lambda m: m.model.layers[3], r"take model\.remote_blocks\[3\]"),
+    "a call of a block": (lambda m: m.model.layers[3](torch.zeros(1, 2, 64)), "block 3 is not here but on servers"),
     "fewer blocks": (
         lambda m: setattr(m.model, "layers", nn.ModuleList(m.model.layers[:2])),
         f"layers of the model {CHANGE}",

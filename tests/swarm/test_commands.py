@@ -1,6 +1,7 @@
 """The commands as users run them: one swarm of real processes, started by them and looked at through them."""
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
 from swarmllm.__main__ import main
+from swarmllm.client.more_decoding import MoreDecoding
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
@@ -127,6 +129,25 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
 
 
+def test_ways_to_choose_tokens_that_transformers_lacks(bootstrap: str, servers: list[str], local: Any) -> None:
+    """By the same names in generate(), and over servers what they are with the local model."""
+    model, _ = local
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
+    shared = ["--model", MODEL, "--dtype", "float32", "--max-new-tokens", 30, "--initial_peers", bootstrap]
+    try:
+        with ThreadPoolExecutor() as both:
+            simple = both.submit(command, "generate", *shared, "--fsd-alpha", 0.5, "--fsd_k", 4, PROMPT)
+            drawn = both.submit(command, "generate", *shared, "--mirostat_mode", 2, "--seed", 5, PROMPT)
+            expected, _ = generate_locally(local, PROMPT, max_new_tokens=30, fsd_alpha=0.5, fsd_k=4)
+            torch.manual_seed(5)
+            surprising, _ = generate_locally(local, PROMPT, max_new_tokens=30, do_sample=True, mirostat_mode=2)
+            assert (simple.result().stdout, simple.result().stderr) == (expected + "\n", "")
+            assert (drawn.result().stdout, drawn.result().stderr) == (surprising + "\n", "")
+    finally:
+        model.__class__ = kind
+
+
 def test_status_says_what_servers_have_done(bootstrap: str, servers: list[str]) -> None:
     """Health as each announces it, some seconds after somebody used them."""
     ids = "7,8,9"
@@ -163,6 +184,51 @@ def test_chat(bootstrap: str, servers: list[str], local: Any) -> None:
         answer = local[1].decode(output[ids.input_ids.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})
     assert done.stdout == "".join(f"{m['content']}\n" for m in messages if m["role"] == "assistant")
+
+
+def test_what_can_be_typed_while_chatting(bootstrap: str, servers: list[str], local: Any, tmp_path: Path) -> None:
+    """Several lines as one, a system prompt, the conversation on disk, and another model."""
+    saved, taught = tmp_path / "chat.json", shutil.copytree(MODEL, tmp_path / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(taught)
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+    tokenizer.save_pretrained(taught)
+    lines = [
+        "/system Answer in one word.",
+        "Where does a fish \\",
+        "live?",
+        f"/save {saved}",
+        f"/save {saved}",
+        "/save",
+        f"/save {tmp_path}/no/where",
+        "/model",
+        "/models",
+        f"/model {MODEL}",
+        "/system Answer in one word.",
+        "/system",
+        "/exit",
+    ]
+    shared = ("--model", taught, "--dtype", "float32", "--max_new_tokens", 12, "--initial_peers", bootstrap)
+    done = command("chat", *shared, stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    system, question, answer = json.loads(saved.read_text())
+    assert system == {"role": "system", "content": "Answer in one word."}
+    assert question == {"role": "user", "content": "Where does a fish \nlive?"}
+    assert answer == {"role": "assistant", "content": done.stdout.removesuffix("\n")}
+    text = tokenizer.apply_chat_template([system, question], add_generation_prompt=True, tokenize=False)
+    ids = local[1](text, add_special_tokens=False, return_tensors="pt")
+    output = local[0].generate(**ids, do_sample=False, max_new_tokens=12)[0]
+    assert answer["content"] == local[1].decode(output[ids.input_ids.shape[1] :], skip_special_tokens=True)
+    told = done.stderr.splitlines()
+    assert told[:6] == [
+        "Answer in one word.",
+        f"saved 3 messages to {saved}",
+        f"there is a file {saved} already: choose another name",
+        "say where: /save FILE",
+        f"can't write {tmp_path}/no/where: No such file or directory",
+        str(taught),
+    ]
+    assert told[6].startswith("there is no /models; /clear forgets")
+    assert told[7:] == ["this model's chat template has no place for a system prompt", "there is no system prompt"]
 
 
 def test_a_server_leaves_when_it_is_told_to(bootstrap: str, servers: list[str], tmp_path: Path) -> None:

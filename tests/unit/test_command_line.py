@@ -2,16 +2,19 @@
 
 import math
 import os
+import socket
 import subprocess
 import sys
 from argparse import SUPPRESS
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from swarmllm.__main__ import COMMANDS
+from swarmllm.__main__ import COMMANDS, help_text, main
 from swarmllm.client.text_generation import TextConfig
 from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.commands.adapters import Search
@@ -23,6 +26,7 @@ from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
 from swarmllm.config import ClientConfig
 from swarmllm.demo.__main__ import DemoConfig
+from swarmllm.demo.embedded_model import embedded_model_path
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.flags import docstrings
 from swarmllm.gateway.__main__ import build_parser as gateway_parser
@@ -60,8 +64,8 @@ def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.Capture
     parser: Parser = import_module(COMMANDS[name].module).build_parser()
     screen = parser.format_help()
     lines = screen.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
     assert "example" in screen
     assert f"swarmllm {name}" in screen
     with pytest.raises(SystemExit) as stopped:
@@ -409,3 +413,69 @@ def test_a_directory_that_is_not_there_is_told_before_torch_is_imported(name: st
     assert "swarmllm: the directory '/nowhere/at-all' does not exist" in ended.stderr
     assert "| torch\n" not in ended.stderr
     assert "| transformers\n" not in ended.stderr
+
+
+def test_the_list_of_commands_fits_80_columns() -> None:
+    assert max(map(len, help_text().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["server", "--help_all"], ["--version"]])
+def test_a_reader_who_has_had_enough_is_no_error(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `swarmllm … | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with suppress(SystemExit):
+            assert main(arguments) == 1
+
+
+@pytest.mark.parametrize("name", ["server", "generate", "chat", "gateway", "status", "dht"])
+def test_an_address_that_is_none_is_told_before_torch_is_imported(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model = [] if name in ("status", "dht") else ["--model", embedded_model_path()]
+    assert import_module(COMMANDS[name].module).main([*model, "--initial_peers", "10.0.0.7:8000"]) == 2
+    assert "the initial peer '10.0.0.7:8000' must look like /ip4/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["server", "gateway", "dht"])
+def test_a_port_in_use_is_told_before_torch_is_imported(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = [] if name == "gateway" else ["--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
+        model = [] if name == "dht" else ["--model", embedded_model_path()]
+        model += ["--new_swarm"] if name == "server" else []
+        assert import_module(COMMANDS[name].module).main([*model, *place, "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert "can't listen on" in said
+    assert "Address already in use; choose another" in said
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has been downloaded is used without asking it."""
+    from huggingface_hub import constants
+
+    from swarmllm.models.checkpoint import sources
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(sources, "getproxies", dict)
+        assert sources._hub_is_there()
+    monkeypatch.setattr(sources, "is_offline_mode", lambda: False)
+    asked: list[object] = []
+
+    def download(*_: object, **options: object) -> str:
+        asked.append(options["local_files_only"])
+        raise LocalEntryNotFoundError("not here")
+
+    monkeypatch.setattr(sources, "hf_hub_download", download)
+    source = sources.find_source("some/model", revision=None, token=None, cache_dir=None)
+    with pytest.raises(ConfigurationError, match="and the hub can't be reached to look for a model of that name"):
+        source.path("config.json", required=True)
+    assert asked == [True]

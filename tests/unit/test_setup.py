@@ -18,6 +18,8 @@ import swarmllm
 from swarmllm import __main__ as command
 from swarmllm.errors import ERRORS_BY_CODE, SwarmError
 
+ROOT = Path(__file__).parents[2]
+
 HEAVY = ("starlette", "torch", "transformers", "hivemind", "numpy", "pydantic", "huggingface_hub")
 NEEDED_WITHOUT_IMPORT = {"numpy", "wsproto", "peft", "accelerate"}
 """By Tensor.numpy(); by uvicorn for WebSockets; by users who train, as README and the examples do."""
@@ -221,3 +223,25 @@ def test_the_image_copies_what_exists_and_runs_without_root(repo_root: Path) -> 
     )
     assert user < entry
     assert "VOLUME /cache" in lines
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_make_waits_for_is_said(code: int) -> None:
+    """And it ends as the command does, with nothing left that holds its output open."""
+    done = subprocess.run(
+        ["sh", ROOT / ".ci" / "talk.sh", "downloading things", "sh", "-c", f"echo done; exit {code}"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.returncode) == ("downloading things\ndone\n", code)
+
+
+def test_make_is_silent_for_no_step_of_the_set_up() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\n$(INSTALLED): ")[2].partition("\n\n")[0]
+    steps = [
+        line
+        for line in recipe.replace("\\\n", "").splitlines()
+        if "pip" in line or "$(HASHED)" in line or "$(PACKAGE)" in line
+    ]
+    assert len(steps) == 3
+    assert all("$(TALK)" in step for step in steps)

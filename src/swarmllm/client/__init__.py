@@ -8,7 +8,9 @@ activation_noise        noise on what leaves this machine, for those who want it
 local_blocks            blocks of the model that run here
 local_fallback          a model that goes on here when the swarm can't
 inner_gradients         gradients through what passes between blocks
+python_surface          copies, `print(model)`, and options of `from_pretrained` that can't work here
 many_prompts            `generate()` for many texts at a time
+more_decoding           `generate()` with ways to choose tokens that transformers lacks
 speculative_generation  where `generate()` begins to guess
 saving                  what a client owns of a model, on disk
 text_generation         a model with its tokenizer, conversations: what commands and gateway share

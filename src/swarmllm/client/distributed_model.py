@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Never, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from swarmllm.client.encoder_decoder import EncoderDecoder, encoder_blocks, tell
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.many_prompts import ManyPrompts, Submitted
+from swarmllm.client.more_decoding import MoreDecoding
+from swarmllm.client.python_surface import PythonSurface, device_of, without_refused
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
@@ -47,7 +49,7 @@ _connecting = threading.Lock()
 """uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
 
 
-class DistributedModel(SavedParts):
+class DistributedModel(PythonSurface, SavedParts):
     """Mixed into the architecture's own class; holds embeddings, final norm and head, and a swarm for the rest."""
 
     remote_blocks: RemoteBlocks
@@ -105,17 +107,6 @@ class DistributedModel(SavedParts):
         """Leave the swarm; sessions end. Harmless when done twice."""
         self._finalizer()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
-        raise ConfigurationError(
-            "a model of a swarm can't be pickled or copied deeply, because its blocks are on servers: keep what is "
-            "here with save_pretrained() or as its state_dict(), and open another by from_pretrained()"
-        )
-
-    def __copy__(self) -> Self:
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
-
     def __enter__(self) -> Self:
         return self
 
@@ -127,7 +118,9 @@ class DistributedModel(SavedParts):
         return entered_session(self.swarm)
 
 
-class DistributedModelForCausalLM(ManyPrompts, FallbackGeneration, SpeculativeGeneration, DistributedModel):
+class DistributedModelForCausalLM(
+    ManyPrompts, FallbackGeneration, SpeculativeGeneration, MoreDecoding, DistributedModel
+):
     """A distributed model with `generate()`."""
 
     @classmethod
@@ -175,14 +168,6 @@ class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
 
 
 _MIXINS = {Task.CAUSAL_LM: DistributedModelForCausalLM, Task.SEQ_TO_SEQ_LM: DistributedModelForSeq2SeqLM}
-_BY_SERVERS = "servers quantize the blocks (--quant_type)"
-_BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
-REFUSED = {
-    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _BY_SERVERS),
-    **dict.fromkeys(("config", "state_dict"), _BY_CHECKPOINT),
-    "output_loading_info": "only the model is returned",
-}
-"""Arguments of transformers that can't work without the blocks, and why."""
 
 
 class _AutoDistributed:
@@ -223,15 +208,12 @@ class _AutoDistributed:
             local_blocks: blocks to run here, as "0:2" or "0:2,30:32"; default: `client_config`'s.
             tuning_mode: "ptune" = `pre_seq_len` trained vectors before each text, "deep_ptune" = in every block as
                 well (`model.tuned_prompts`); everything else that the checkpoint has is frozen.
-            hf_kwargs: for transformers' `from_pretrained`.
+            hf_kwargs: for transformers' `from_pretrained`; `device_map` is one device, for the local parts.
 
         Raises:
             SwarmError: arguments, architecture or files won't do; the swarm lacks blocks, or can't be joined.
         """
-        for option in REFUSED.keys() & hf_kwargs.keys():
-            raise ConfigurationError(f"{option} can't be given here: {REFUSED[option]}")
-        for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
-            raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
+        hf_kwargs = without_refused(hf_kwargs)
         config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
         where = {"revision": revision, "token": token or hub_token(), "cache_dir": cache_dir or default_cache_dir()}
         checkpoint = open_checkpoint(f"{name_or_path}/{gguf_file}" if gguf_file else str(name_or_path), **where)
@@ -256,6 +238,7 @@ def _load(
     task = task or task_of(checkpoint.config)
     model_class = task_class(checkpoint.config, task)
     dtype = resolve_dtype(checkpoint, dtype)
+    device = device_of(options.pop("device_map", None))
     loop = EventLoop()
     try:
         spans = [stack.span for stack in stacks(checkpoint.config)]
@@ -280,6 +263,8 @@ def _load(
             here=local.modules(),
             **options,
         )
+        if device is not None:
+            model.to(device)
         if task == Task.CAUSAL_LM and model.tuned_prompts is None:  # guesses don't know of the prompts' positions
             model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
         model.local_fallback = open_fallback(config, checkpoint, model)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmllm.config import ClientConfig, ClientModelConfig, default_cache_dir, hub_token, require_positive
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 
 COLDEST = 1e-6
@@ -13,13 +14,13 @@ COLDEST = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(ClientModelConfig):
+class TextConfig(ClientModelConfig, DecodingOptions):
     """The text that is written."""
 
     max_new_tokens: int = 128
     """Most tokens to write. Assumed: a paragraph or two."""
     temperature: float | None = None
-    """How freely to sample. Without any of temperature, top_p, top_k and seed it is the likeliest token each time."""
+    """How freely to sample. Without it, top_p, top_k, seed and other ways to draw tokens, the likeliest is taken."""
     top_p: float | None = None
     """Sample from the likeliest tokens with this share of probability."""
     top_k: int | None = None
@@ -29,6 +30,7 @@ class TextConfig(ClientModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        DecodingOptions.__post_init__(self)
         require_positive(self, "max_new_tokens", "top_k")
         if self.temperature is not None and not self.temperature >= COLDEST:
             raise ConfigurationError(
@@ -43,11 +45,12 @@ class TextConfig(ClientModelConfig):
     def generation_options(self) -> dict[str, Any]:
         """Arguments of `generate()`. Samples if anything about sampling is given, whatever the checkpoint prefers."""
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        given = {name: value for name, value in sampling.items() if value is not None}
+        drawing = {name: value for name, value in sampling.items() if value is not None}
         return {
             "max_new_tokens": self.max_new_tokens,
-            "do_sample": bool(given) or self.seed is not None,
-            **given,
+            "do_sample": bool(drawing or self.drawing()) or self.seed is not None,
+            **drawing,
+            **self.given(),
         }
 
 
@@ -103,9 +106,41 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
         self._text_ids: list[int] = []
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What has been said, as chat templates take it; the system prompt first, if there is one."""
+        return list(self._messages)
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        first = next(iter(self._messages), None)
+        return first["content"] if first is not None and first["role"] == "system" else None
+
     def clear(self) -> None:
-        """Begin anew."""
-        self._messages, self._text_ids = [], []
+        """Begin anew; the system prompt stays."""
+        system = self.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._text_ids = []
+
+    def instruct(self, system: str) -> None:
+        """Begin anew with this system prompt.
+
+        Raises:
+            ConfigurationError: the model takes none.
+        """
+        from jinja2 import TemplateError
+
+        messages = [{"role": "system", "content": system}]
+        if not self._tokenizer.chat_template:
+            raise ConfigurationError("this model has no chat template, so it takes no system prompt")
+        try:
+            text = self._tokenizer.apply_chat_template([*messages, {"role": "user", "content": "-"}], tokenize=False)
+        except TemplateError:
+            text = ""
+        if system.strip() not in text:
+            raise ConfigurationError("this model's chat template has no place for a system prompt")
+        self._messages, self._text_ids = messages, []
 
     def reply(self, said: str, **options: Any) -> str:
         """The model's next turn. `options` go to `generate()`, e.g. a streamer; a turn that fails leaves no trace.
@@ -125,7 +160,9 @@ class Conversation:
             )
         options = {**self._options, "max_new_tokens": min(room, self._options["max_new_tokens"]), **options}
         input_ids = torch.tensor([ids])
-        output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)[0].tolist()
+        output = self._model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=self._tokenizer, **options
+        )[0].tolist()
         answer = str(self._tokenizer.decode(output[len(ids) :], skip_special_tokens=True))
         self._messages += [turn, {"role": "assistant", "content": answer}]
         self._text_ids = output[:-1] if output[-1] == self._tokenizer.eos_token_id else output

@@ -1,24 +1,46 @@
 """`swarmllm chat`: a conversation with a model of the swarm, whose servers keep it in their KV caches."""
 
+import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
 from swarmllm.command_line import Parser, one_line, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place, require_positive
+from swarmllm.config import (
+    ClientConfig,
+    ModelConfig,
+    SwarmConfig,
+    address_book_path,
+    require_addresses,
+    require_model_place,
+    require_positive,
+)
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import SwarmError
 
-COMMANDS = "/clear forgets the conversation, /exit ends, /help says this; all else goes to the model"
+COMMANDS = (
+    "/clear forgets the conversation, /system TEXT begins one with a system prompt, /save FILE writes it as JSON, "
+    "/model NAME changes to another model, /exit ends, /help says this; all else goes to the model, and a line that "
+    "ends with \\ goes on in the next one"
+)
+MOST_REMEMBERED = 1000
+"""Lines in the history."""
 EXAMPLES = """while chatting:
-  /clear  forgets the conversation
-  /exit   ends, as Ctrl-D does; Ctrl-C ends the model's turn
+  /clear         forgets the conversation
+  /system TEXT   begins a new one with a system prompt
+  /save FILE     writes it as JSON
+  /model NAME    changes to another model
+  /exit          ends, as Ctrl-D does; Ctrl-C ends the model's turn
+  a line that ends with \\ goes on in the next one
 
 example:
-  swarmllm chat --model M --initial_peers /ip4/…/tcp/…/p2p/… --temperature 0.7
+  swarmllm chat --model M --initial_peers MADDR --temperature 0.7
 """
 
 
@@ -63,27 +85,57 @@ class CtrlC:
 def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
     parser = Parser(prog="swarmllm chat", description="A conversation with a model of the swarm.", epilog=EXAMPLES)
-    parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig)
+    parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions)
     return parser
 
 
 def chat(config: ChatConfig) -> int:
     """Talk until standard input ends or says /exit; the exit code."""
     interactive = sys.stdin.isatty()
-    model, tokenizer = open_model(config, seed=config.seed)
+    before = config
+    with closing(_lines(interactive)) as lines:
+        while True:
+            try:
+                other = _talk(config, lines, interactive)
+            except _NotOpenedError as failed:
+                if not interactive or config is before:
+                    raise failed.error from None
+                print(f"swarmllm: {one_line(failed.error)}; back to {before.model}", file=sys.stderr)
+                other = before.model
+            if other is None:
+                return 0
+            before, config = config, replace(config, model=other)
+
+
+class _NotOpenedError(Exception):
+    """The model can't be opened, or the swarm not be joined."""
+
+    def __init__(self, error: SwarmError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | None:
+    """One conversation; the model of the next one, or None when all is said."""
+    try:
+        require_model_place(config.model)
+        model, tokenizer = open_model(config, seed=config.seed)
+    except SwarmError as error:
+        raise _NotOpenedError(error) from None
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     max_length = min(config.max_length, positions or config.max_length)
     with model, model.inference_session(max_length=max_length) as session:
         conversation = Conversation(model, tokenizer, session, config.generation_options())
         if interactive:
             print(f"{config.model}, {max_length} tokens; /help says what can be typed", file=sys.stderr)
-        for said in _lines(interactive):
-            if said == "/exit":
-                break
-            if said == "/clear":
-                conversation.clear()
-            elif said.startswith("/"):
-                print(COMMANDS if said == "/help" else f"there is no {said.split()[0]}; {COMMANDS}", file=sys.stderr)
+        for said in lines:
+            if said.startswith("/"):
+                name, _, words = said.partition(" ")
+                if name == "/exit":
+                    return None
+                if name == "/model" and words.strip():
+                    return words.strip()
+                print(_obey(name, words.strip(), conversation, config), end="", file=sys.stderr)
             elif said:
                 try:
                     _reply(conversation, tokenizer, said, interactive)
@@ -91,7 +143,35 @@ def chat(config: ChatConfig) -> int:
                     if not interactive:
                         raise
                     print(f"swarmllm: {one_line(error)} (/clear forgets the conversation)", file=sys.stderr)
-    return 0
+    return None
+
+
+def _obey(name: str, words: str, conversation: Conversation, config: ChatConfig) -> str:
+    """Do what a line says that isn't for the model; what there is to tell."""
+    try:
+        if name == "/clear":
+            conversation.clear()
+            return ""
+        if name == "/model":
+            return f"{config.model}\n"
+        if name == "/system":
+            if words:
+                conversation.instruct(words)
+            return f"{conversation.system or 'there is no system prompt'}\n"
+        if name == "/save":
+            if not words:
+                return "say where: /save FILE\n"
+            text = json.dumps(conversation.messages, ensure_ascii=False, indent=1)
+            with Path(words).expanduser().open("x") as file:
+                file.write(text + "\n")
+            return f"saved {len(conversation.messages)} messages to {words}\n"
+    except FileExistsError:
+        return f"there is a file {words} already: choose another name\n"
+    except OSError as error:
+        return f"can't write {words}: {error.strerror}\n"
+    except SwarmError as error:
+        return f"{one_line(error)}\n"
+    return f"{COMMANDS}\n" if name == "/help" else f"there is no {name}; {COMMANDS}\n"
 
 
 def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: bool) -> None:
@@ -105,19 +185,39 @@ def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: b
         conversation.reply(said, streamer=streamer, stopping_criteria=StoppingCriteriaList([ctrl_c]))
 
 
-def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, line by line."""
-    if not interactive:
-        yield from map(str.strip, sys.stdin)
-        return
-    import readline  # noqa: F401  gives input() its line editing and history
+def _lines(interactive: bool) -> Generator[str, None, None]:
+    """What the user says; a line that ends with a backslash goes on in the next one."""
+    said: list[str] = []
+    with closing(_typed() if interactive else (line.rstrip() for line in sys.stdin)) as typed:
+        for line in typed:
+            said.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                yield "\n".join(said).strip()
+                said = []
+    if said:
+        yield "\n".join(said).strip()
 
-    while True:
-        try:
-            yield input("> ").strip()
-        except EOFError:
-            print()
-            return
+
+def _typed() -> Generator[str, None, None]:
+    """Lines from a terminal, with editing, and with those of earlier conversations under the arrow keys."""
+    import readline
+
+    history = address_book_path().with_name("chat_history")
+    with suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(MOST_REMEMBERED)
+    try:
+        while True:
+            try:
+                yield input("> ").rstrip()
+            except EOFError:
+                print()
+                return
+    finally:
+        with suppress(OSError):
+            history.parent.mkdir(parents=True, exist_ok=True)
+            history.touch(mode=0o600)  # it is nobody else's business
+            readline.write_history_file(history)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         config = ChatConfig(**build_parser().parse_settings(argv))
-        require_model_place(config.model)
+        require_addresses(config.initial_peers)
         return chat(config)
 
     return run_program(run, default_log_level="WARNING")

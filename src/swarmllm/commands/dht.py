@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, run_command, stop_event, unless_stopped
-from swarmllm.config import PeerConfig, SwarmConfig, address_book_path
+from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.free_ports import require_free_ports
 from swarmllm.invite import Invite
 from swarmllm.network.relay.service import RelayRules
 
@@ -27,8 +28,8 @@ NAMED_BY_THIS_PEER = "?"
 
 EXAMPLES = """examples:
   swarmllm dht --port 31337 --identity_path bootstrap.key
-  swarmllm dht --initial_peers /ip4/…/tcp/…/p2p/…          # one more, for a swarm that exists
-  swarmllm dht --port 31337 --identity_path bootstrap.key --invite --model DIR_OR_HUB_ID
+  swarmllm dht --initial_peers MADDR     # one more, for a swarm that exists
+  swarmllm dht --port 31337 --identity_path boot.key --invite --model M
 """
 
 
@@ -129,6 +130,8 @@ def parse_dht(argv: Sequence[str] | None) -> tuple[DhtConfig, Invite | None]:
         ConfigurationError, SystemExit(2): they can't work.
     """
     config = DhtConfig(**build_parser().parse_settings(argv))
+    require_addresses(config.initial_peers)
+    require_free_ports(config.listen_maddrs)
     if not config.invite:
         return config, None
     return config, Invite(

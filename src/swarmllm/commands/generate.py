@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
 from swarmllm.command_line import Parser, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_model_place
+from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_addresses, require_model_place
+from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
 
 SHORTEST_PEER_ID = 40
 EXAMPLES = """examples:
-  swarmllm generate --model M --initial_peers /ip4/…/tcp/…/p2p/… "Once upon a time"
-  echo "Once upon a time" | swarmllm generate --model M --temperature 0.7 --top_p 0.9 --seed 1
+  swarmllm generate --model M --initial_peers MADDR "Once upon a time"
+  echo "Once upon a time" | swarmllm generate --model M --seed 1
 """
 
 
@@ -21,7 +22,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="swarmllm generate", description="Text from a swarm, as it comes.", epilog=EXAMPLES)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
     parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
-    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig)
+    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions)
     return parser
 
 
@@ -41,6 +42,7 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
         prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     config = TextConfig(**settings)
     require_model_place(config.model)
+    require_addresses(config.initial_peers)
     return config, prompt
 
 
@@ -61,6 +63,7 @@ def generate(config: TextConfig, prompt: str) -> None:
                 inputs.input_ids,
                 attention_mask=inputs.attention_mask,
                 streamer=streamer,
+                tokenizer=tokenizer,
                 **config.generation_options(),
             )
         except SwarmError:

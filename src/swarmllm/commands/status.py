@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import SwarmConfig, address_book_path
+from swarmllm.config import SwarmConfig, address_book_path, require_addresses
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.swarm.block_map import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swarmllm.network.p2p.block_directory import BlockDirectory
 
 EXAMPLES = """examples:
-  swarmllm status --initial_peers /ip4/…/tcp/…/p2p/…
+  swarmllm status --initial_peers MADDR
   swarmllm status --model bigscience/bloom --json
 """
 
@@ -183,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     async def run() -> None:
-        await show_status(StatusConfig(**build_parser().parse_settings(argv)))
+        config = StatusConfig(**build_parser().parse_settings(argv))
+        require_addresses(config.initial_peers)
+        await show_status(config)
 
     return run_command(run, default_log_level="WARNING")
 

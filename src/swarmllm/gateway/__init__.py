@@ -7,6 +7,7 @@ app               the ASGI application: all routes and what they share
 guard             who may ask: hosts, origins, API keys, rates
 request_bodies    what may be asked, checked field by field
 chat_request      the same of a chat
+decoding_fields   ways to choose tokens in it
 chat_messages     messages and tools in it
 unknown_fields    what of a request is not honoured, and refused
 serving           from a request to its answer, whole or as a stream

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, run_command, stop_event
-from swarmllm.config import ClientConfig, SwarmConfig
+from swarmllm.config import ClientConfig, SwarmConfig, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.free_ports import require_free_port
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from swarmllm.gateway.waiting import Waiting
 
 EXAMPLES = """examples:
-  swarmllm gateway --model M --initial_peers /ip4/…/tcp/…/p2p/…
-  curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+  swarmllm gateway --model M --initial_peers MADDR
+  curl http://127.0.0.1:8080/v1/chat/completions \\
+       -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
-  The chat page is at http://127.0.0.1:8080/, the swarm at http://127.0.0.1:8080/swarm.
+  The chat page is http://127.0.0.1:8080/, the swarm is at /swarm there.
 """
 
 LINGER_S = 3
@@ -186,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
 
     async def run() -> None:
-        await serve(GatewayConfig(**build_parser().parse_settings(argv)))
+        config = GatewayConfig(**build_parser().parse_settings(argv))
+        require_addresses(config.initial_peers)
+        place = f"can't listen on {config.host} port {config.port}"
+        require_free_port(config.host, config.port, place, "choose another --port or --host")
+        await serve(config)
 
     return run_command(run)
 

@@ -18,6 +18,8 @@ from swarmllm.client.local_fallback import SoFar
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.command_line import one_line
 from swarmllm.data_structures import RouteHop
+from swarmllm.decoding.options import DEFAULTS
+from swarmllm.decoding.text_so_far import tokens_with
 from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
 from swarmllm.gateway.events import Ended, Event, PromptScores, SwarmEvent, TextPiece
 from swarmllm.gateway.grammar import Constraint, GrammarMatcher
@@ -133,7 +135,14 @@ class Generation:
         if options.constraint is not None:
             matchers = [self._model.grammars().matcher(options.constraint) for _ in range(options.n)]
         not_yet = NotYet(sorted(self.ends), len(self._prompt_ids) + options.min_tokens)
-        sampler = Sampler(options.sampling, options.n, matchers, not_yet if options.min_tokens else None)
+        sampler = Sampler(
+            options.sampling,
+            options.n,
+            matchers,
+            not_yet if options.min_tokens else None,
+            start=len(self._prompt_ids),
+            breakers=self._breakers(),
+        )
         ids = torch.tensor([self._prompt_ids]).repeat(options.n, 1)
         self._writer = writer = _Writer(self, sampler, ids)
         try:
@@ -151,6 +160,12 @@ class Generation:
             if options.score_prompt and not writer.num_tokens:
                 self._score_prompt(local.model, {"use_cache": False}, ids, len(self._prompt_ids))
             self._generate(local.model, writer, {})
+
+    def _breakers(self) -> frozenset[int]:
+        decoding = self._options.sampling.decoding
+        if not decoding.is_on("dry_multiplier"):
+            return frozenset()
+        return tokens_with(decoding.resolved()["dry_sequence_breakers"], self._model.tokenizer)
 
     def _answer_in_swarm(self, writer: "_Writer") -> None:
         model, options = self._model.swarm, self._options
@@ -187,6 +202,8 @@ class Generation:
                 max_new_tokens=left,
                 eos_token_id=sorted(self.ends) or self._model.num_scores,  # no token: None would mean the model's own
                 pad_token_id=self._model.pad_id,
+                repetition_penalty=1.0,  # what the checkpoint prefers is the sampler's, not to be done twice
+                **DEFAULTS,
             ),
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],

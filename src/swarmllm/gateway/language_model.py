@@ -13,6 +13,7 @@ from typing import Any, Self
 from swarmllm.client.local_fallback import LocalFallback
 from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
+from swarmllm.decoding.options import DEFAULTS
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.call_forms import CallForm, form_of, special_tokens, template_of
 from swarmllm.gateway.grammar import Grammars
@@ -86,7 +87,7 @@ class LanguageModel:
     def preferred_sampling(self) -> dict[str, Any]:
         """What the checkpoint prefers if a request says nothing; OpenAI's defaults if it has no preference."""
         config = self.swarm.generation_config
-        found = {name: getattr(config, name, None) for name in SAMPLING_NAMES}
+        found = {name: getattr(config, name, None) for name in (*SAMPLING_NAMES, *DEFAULTS)}
         return {name: value for name, value in found.items() if value is not None and config.do_sample}
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from swarmllm.client.text_generation import COLDEST
+from swarmllm.decoding.options import DEFAULTS, DecodingOptions
+from swarmllm.gateway.decoding_fields import DecodingFields
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.generation import GenerationOptions
 from swarmllm.gateway.grammar import ANY_OBJECT, Constraint
@@ -45,7 +47,7 @@ class StructuredOutputs(Body):
     grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
 
 
-class Sampling(Body):
+class Sampling(DecodingFields):
     """What both kinds of requests share."""
 
     harmless: ClassVar[Harmless] = {
@@ -82,7 +84,6 @@ class Sampling(Body):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: all.")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
@@ -119,6 +120,21 @@ class Sampling(Body):
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         constraint = self._constraint(model)
+        self._require_possible(model, constraint, max_tokens)
+        return GenerationOptions(
+            sampling=self._sampling(model),
+            max_tokens=max_tokens,
+            n=self.n or 1,
+            stop=stop,
+            constraint=constraint,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            kept_tokens=self._kept_tokens(model),
+            score_prompt=self._score_prompt(),
+        )
+
+    def _require_possible(self, model: LanguageModel, constraint: Constraint | None, max_tokens: int) -> None:
         for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
             if constraint is not None and getattr(self, name):
                 raise ApiError(
@@ -138,18 +154,6 @@ class Sampling(Body):
             raise ApiError(
                 400, f"the model has only {model.num_scores} tokens", param="stop_token_ids", code="invalid_value"
             )
-        return GenerationOptions(
-            sampling=self._sampling(model),
-            max_tokens=max_tokens,
-            n=self.n or 1,
-            stop=stop,
-            constraint=constraint,
-            min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            kept_tokens=self._kept_tokens(model),
-            score_prompt=self._score_prompt(),
-        )
 
     @property
     def is_constrained(self) -> bool:
@@ -158,17 +162,21 @@ class Sampling(Body):
 
     def _sampling(self, model: LanguageModel) -> SamplingOptions:
         preferred = model.preferred_sampling()
-        given = {name: getattr(self, name) for name in SAMPLING_NAMES}
+        given = {name: getattr(self, name) for name in (*SAMPLING_NAMES, *DEFAULTS)}
         chosen = {**preferred, **{name: value for name, value in given.items() if value is not None}}
+        decoding = DecodingOptions(**{name: chosen.pop(name) for name in DEFAULTS if name in chosen})
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         if chosen.get("temperature", 1.0) < COLDEST:
             chosen["temperature"] = 0.0
+        draws = chosen.get("temperature", 1.0) > 0
+        decoding.require_fitting(do_sample=draws, num_beams=1, mend="give a temperature above 0")
         return SamplingOptions(
             seed=(secrets.randbits(62) if self.seed is None else self.seed) % (1 << 63),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(model.num_scores),
             top_logprobs=self._top_logprobs(),
+            decoding=decoding,
             **chosen,
         )
 

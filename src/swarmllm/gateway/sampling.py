@@ -7,24 +7,29 @@ Made by `gateway/generation` for each request.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
+from swarmllm.decoding.options import DecodingOptions
+from swarmllm.decoding.processors import processors_before, processors_behind
 from swarmllm.gateway.grammar import GrammarMatcher
 
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Options about which checkpoints have preferences."""
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Options about which checkpoints have preferences, beside those of `DecodingOptions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     """0 = all."""
-    min_p: float = 0.0
+    decoding: DecodingOptions = field(default_factory=DecodingOptions)
     repetition_penalty: float = 1.0
     """Scores of tokens that the prompt or the answer has are divided by it, or multiplied if they are below 0."""
     presence_penalty: float = 0.0
@@ -70,19 +75,32 @@ class Sampler:
         num_rows: int,
         matchers: Sequence[GrammarMatcher] = (),
         not_yet: "NotYet | None" = None,
+        *,
+        start: int = 0,
+        breakers: Collection[int] = (),
     ) -> None:
+        """`start`: tokens of the prompt. `breakers`: tokens that end what DRY takes for a repetition."""
         self._options = options
         self._matchers = matchers
         self._generators = [torch.Generator().manual_seed(_row_seed(options.seed, row)) for row in range(num_rows)]
         self._counts: list[Counter[int]] = [Counter() for _ in range(num_rows)]
-        self._warpers = _warpers(options)
+        # For each row its own: some remember what they did.
+        self._processors = [
+            processors_before(options.decoding, start=start, breakers=breakers, generator=generator)
+            for generator in self._generators
+        ]
+        self._warpers = [
+            [*_warpers(options), *processors_behind(options.decoding, start=start, generator=generator)]
+            for generator in self._generators
+        ]
         self._not_yet = not_yet
         self._repetition = None
         if options.repetition_penalty != 1:
             self._repetition = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
         self._bias = _Changes.of(options.logit_bias) if options.logit_bias else None
         self._penalizes = bool(options.presence_penalty or options.frequency_penalty)
-        self._chooses = options.temperature > 0 or self._penalizes or bool(matchers) or options.top_logprobs is not None
+        by_row = self._penalizes or bool(matchers) or options.top_logprobs is not None or any(self._processors)
+        self._chooses = options.temperature > 0 or by_row
         """Whether there is more to do than `generate()` does by itself: take the likeliest."""
         self.logprobs: list[TokenLogprob | None] = [None] * num_rows
         """Of the tokens chosen last."""
@@ -119,11 +137,13 @@ class Sampler:
         if self._matchers:
             allowed = self._matchers[row].allowed()[: len(scores)].to(scores.device)
             scores = scores.masked_fill(~allowed, -torch.inf)
+        for process in self._processors[row]:
+            scores = process(ids, scores[None])[0]
         if self._options.temperature == 0:
             token = int(scores.argmax())
         else:
             warped = scores[None]
-            for warp in self._warpers:
+            for warp in self._warpers[row]:
                 warped = warp(ids, warped)
             token = int(torch.multinomial(warped[0].softmax(-1).cpu(), 1, generator=self._generators[row]))
         if self._penalizes:
@@ -189,6 +209,13 @@ def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
         warpers.append(TopKLogitsWarper(options.top_k))
     if options.top_p < 1:
         warpers.append(TopPLogitsWarper(options.top_p))
-    if options.min_p > 0:
-        warpers.append(MinPLogitsWarper(options.min_p))
+    ways, value = options.decoding, options.decoding.resolved()
+    if ways.is_on("min_p"):
+        warpers.append(MinPLogitsWarper(value["min_p"]))
+    if ways.is_on("typical_p"):
+        warpers.append(TypicalLogitsWarper(value["typical_p"]))
+    if ways.is_on("epsilon_cutoff"):
+        warpers.append(EpsilonLogitsWarper(value["epsilon_cutoff"]))
+    if ways.is_on("eta_cutoff"):
+        warpers.append(EtaLogitsWarper(value["eta_cutoff"]))
     return warpers

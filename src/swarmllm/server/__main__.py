@@ -9,12 +9,9 @@ from functools import partial
 from typing import NoReturn
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig, require_model_place
+from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
+from swarmllm.free_ports import require_free_ports
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
-
-FROM_STDIN = "-"
-"""Value of --initial_peers: wait for a line with them on standard input. Whoever starts a whole swarm can start all
-servers at once, and tells the others where the first one is while they are still importing."""
 
 KERNELS_KEPT = "64"
 """Shapes of matrix products whose kernels oneDNN keeps, instead of 1024: every other number of tokens is another shape,
@@ -22,9 +19,9 @@ so they only pile up. Measured with all numbers from 1 to 16 by turns: at hidden
 time, with 32 of them 6 %; at hidden 2048 nothing."""
 
 EXAMPLES = """examples:
-  swarmllm server --model M --num_blocks 8 --new_swarm      # the first machine of a network
-  swarmllm server --model M --num_blocks 8                  # the others there
-  swarmllm server --model M --block_indices 8:16 --initial_peers /ip4/…/tcp/…/p2p/…
+  swarmllm server --model M --num_blocks 8 --new_swarm  # first of a network
+  swarmllm server --model M --num_blocks 8              # the others there
+  swarmllm server --model M --block_indices 8:16 --initial_peers MADDR
 """
 
 
@@ -44,6 +41,8 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     """
     config = ServerConfig(**build_parser().parse_settings(argv))
     require_model_place(config.model)
+    require_addresses(config.initial_peers)
+    require_free_ports(config.listen_maddrs)
     return config
 
 

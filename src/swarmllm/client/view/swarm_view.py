@@ -25,6 +25,9 @@ from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import PeerHealth, Retries
 from swarmllm.swarm.routing import route_cost_ms
 
+MOST_SHOWN = 8
+"""Servers that `print(model)` lists."""
+
 
 class SwarmView:
     """One client's view of the swarm of one checkpoint."""
@@ -52,6 +55,13 @@ class SwarmView:
         loop.on_close.append(self.look_ups.close)
 
     # ------------------------------------------------------------------ for users: synchronous
+
+    def __repr__(self) -> str:
+        """What is known without asking anybody."""
+        servers = sorted(self.look_ups.snapshot.servers, key=lambda server: (server.start, server.peer_id))
+        shown = [f"[{one.start}, {one.end}) by {one.public_name or one.peer_id[-6:]}" for one in servers[:MOST_SHOWN]]
+        shown += [f"{len(servers) - MOST_SHOWN} more"] * (len(servers) > MOST_SHOWN)
+        return f"{self.model_name}, {self.num_blocks} blocks, {len(servers)} servers: {', '.join(shown) or 'none seen'}"
 
     def servers(self) -> list[ServerInfo]:
         """The servers of this model, as they announce themselves now."""

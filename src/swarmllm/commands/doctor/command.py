@@ -10,9 +10,9 @@ from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig
 from swarmllm.server.settings import BlocksConfig
 
 EXAMPLES = """examples:
-  swarmllm doctor                                     # this machine, and the local network
+  swarmllm doctor                         # this machine, and the local network
   swarmllm doctor --model M --port 31337              # as a server would start
-  swarmllm doctor --initial_peers /ip4/…/tcp/…/p2p/…   # whether a swarm can be reached from here
+  swarmllm doctor --initial_peers MADDR   # whether a swarm can be reached
 """
 
 

@@ -4,15 +4,20 @@ Errors of huggingface_hub become ours here. Called by `checkpoint`, by `adapters
 """
 
 import re
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from huggingface_hub import hf_hub_download, is_offline_mode
+from huggingface_hub import constants, hf_hub_download, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 
+HUB_ANSWERS_S = 3.0
+"""Assumed: whoever needs longer to take a connection isn't there."""
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
@@ -95,6 +100,8 @@ class _Hub(Source):
         return path if path is not None and path.is_file() else None
 
     def _download(self, filename: str) -> Path | None:
+        if not self._known and not is_offline_mode() and not _hub_is_there():
+            self._options["local_files_only"] = True  # else the hub's library tries for half a minute, file by file
         try:
             path = Path(hf_hub_download(self.name, filename, **self._options))
         except RepositoryNotFoundError as error:
@@ -103,7 +110,8 @@ class _Hub(Source):
                 "(a private or gated one needs --token)"
             ) from error
         except LocalEntryNotFoundError as error:
-            if self.commit is not None and is_offline_mode():  # what has been downloaded is all there is
+            offline = is_offline_mode() or "local_files_only" in self._options
+            if self.commit is not None and offline:  # what has been downloaded is all there is
                 return None
             raise ConfigurationError(
                 f"{self.name!r} is no directory, and the hub can't be reached to look for a model of that name"
@@ -117,6 +125,21 @@ class _Hub(Source):
         if self.commit:  # all further files from the very same commit, even if the branch moves meanwhile
             self._options["revision"] = self.commit
         return path
+
+
+def _hub_is_there() -> bool:
+    """Whether anything answers where the hub is; behind a proxy nobody here can tell."""
+    place = urlsplit(constants.ENDPOINT)
+    if place.hostname is None or any(getproxies().get(name) for name in (place.scheme, "all")):
+        return True
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        connection = HTTPConnection(place.hostname, port, timeout=HUB_ANSWERS_S)
+        connection.connect()
+        connection.close()
+    except OSError:
+        return False
+    return True
 
 
 def find_source(name_or_path: str, *, revision: str | None, token: str | None, cache_dir: str | None) -> Source:

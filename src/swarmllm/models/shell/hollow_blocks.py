@@ -2,8 +2,8 @@
 
 peft finds its targets by walking modules, so the client's block list registers the real block classes, hollowed out by
 `hollow_modules`; their weights are no parameters, so that no optimizer, state dict or `.to()` ever meets them. What
-peft puts into the blocks is owned and trained here. Iterating or indexing the list gives the one proxy that runs all
-blocks. Made by `loading`; `stack_forward` asks `BlockAdapters.collect` at each forward what has to travel.
+peft puts into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that
+runs all blocks. Made by `loading`; `stack_forward` asks `BlockAdapters.collect` at each forward what has to travel.
 """
 
 import sys
@@ -22,7 +22,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.architecture import Stack, find_blocks
 from swarmllm.models.checkpoint.skeleton import on_meta
-from swarmllm.models.shell.blocks_proxy import current_call
+from swarmllm.models.shell.blocks_proxy import current_call, is_detoured
 from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children, hollow_out, refuse_change
 from swarmllm.models.shell.playback import playback
 
@@ -39,7 +39,7 @@ class _Frozen(nn.Parameter):
 
 
 class HollowBlocks(nn.ModuleList):
-    """Registers the blocks under their indices, and presents only the proxy."""
+    """Registers the blocks under their indices, and presents only the proxy to a forward."""
 
     hollow: dict[int, nn.Module]
     """Those that are on servers."""
@@ -73,8 +73,11 @@ class HollowBlocks(nn.ModuleList):
 
     @property
     def _shown(self) -> Sequence[nn.Module]:
-        """The proxy alone; to a forward that wants to see what passes between blocks, a stand-in for each."""
+        """The proxy alone; to a forward that wants to see what passes between blocks, a stand-in for each; and to all
+        others the blocks, whose weights are elsewhere."""
         call = current_call()
+        if call is None and not is_detoured():
+            return self.blocks()
         return (self.__dict__["proxy"],) if call is None or call.inner is None else self._played_back
 
     @cached_property
@@ -88,13 +91,7 @@ class HollowBlocks(nn.ModuleList):
         return super().named_children() if len(shown) == 1 else zip(map(str, count()), shown)  # noqa: B905
 
     def __getitem__(self, index: Any) -> Any:
-        if len(shown := self._shown) > 1:
-            return list(shown)[index]
-        if isinstance(index, int) and not -1 <= index <= 0:
-            raise ConfigurationError(
-                f"the list of blocks has one entry, which runs all: take model.remote_blocks[{index}]"
-            )
-        return [self.__dict__["proxy"]][index]
+        return list(self._shown)[index]
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         refuse_change(f"block {index}")

@@ -1,0 +1,104 @@
+"""How much memory models need, computed by what `swarmllm doctor` computes it with, from their published configs.
+
+`python .ci/model_memory.py` writes the tables of docs/real-model.md anew; a test compares them. The configs, cut
+down to what matters here, are in tests/numerics/data/published_configs.
+"""
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization import resolve_quantization
+from swarmllm.server.device.memory import COUNTED_TOKENS, FREE_SHARE, cache_bytes_per_token, num_blocks_that_fit
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "tests" / "numerics" / "data" / "published_configs"
+DOCUMENT = ROOT / "docs" / "real-model.md"
+QUANT_TYPES = ("none", "int8", "int4")
+GUIDE, MACHINES_GB = "Qwen3-32B", (12, 16, 24)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one model, in bytes."""
+
+    name: str
+    by_quant_type: dict[str, list[int]]
+    """Of each block."""
+    cache: int
+    """Of one block, for the tokens that a server counts with."""
+    ends: int
+    """Embeddings and head, which clients hold, in bfloat16."""
+
+    def fit(self, quant_type: str, gigabytes: float) -> int:
+        """Blocks that a server takes by itself on a device with so much free memory."""
+        usable = int(gigabytes * 1e9 * FREE_SHARE)
+        return num_blocks_that_fit(self.by_quant_type[quant_type], self.cache, usable)
+
+
+def needs(path: Path) -> Needs:
+    """What the model with this config needs."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(path.read_text())
+        checkpoint = open_checkpoint(directory)
+        config = checkpoint.config
+        by_quant_type = {
+            name: block_bytes(checkpoint, torch.bfloat16, resolve_quantization(name)) for name in QUANT_TYPES
+        }
+    cache = COUNTED_TOKENS * cache_bytes_per_token(config, torch.bfloat16)
+    ends = config.vocab_size * config.hidden_size * 2 * (1 if config.tie_word_embeddings else 2)
+    return Needs(path.stem, by_quant_type, cache, ends)
+
+
+def table_of_models(models: list[Needs]) -> list[str]:
+    """One line per model, the smallest first."""
+    names = (
+        "model",
+        "blocks",
+        "all blocks, bfloat16",
+        "int8 (default)",
+        "int4",
+        "one block, int8",
+        "its cache, 8192 tokens",
+    )
+    lines = [f"| {' | '.join(names)} | its cache, 8192 tokens | client |", "|---" * (len(names) + 2) + "|"]
+    for one in sorted(models, key=lambda one: sum(one.by_quant_type["none"])):
+        totals = " | ".join(f"{sum(one.by_quant_type[name]) / 1e9:.1f} GB" for name in QUANT_TYPES)
+        block = f"{max(one.by_quant_type['int8']) / 1e6:.0f} MB | {one.cache / 1e6:.0f} MB"
+        count = len(one.by_quant_type["int8"])
+        lines.append(f"| {one.name} | {count} | {totals} | {block} | {one.ends / 1e9:.1f} GB |")
+    return lines
+
+
+def table_of_machines(model: Needs) -> list[str]:
+    """How many blocks of the guide's model fit where."""
+    lines = ["| free memory | " + " | ".join(QUANT_TYPES) + " |", "|---|---|---|---|"]
+    fits = {name: [model.fit(name, gigabytes) for gigabytes in MACHINES_GB] for name in QUANT_TYPES}
+    for place, gigabytes in enumerate(MACHINES_GB):
+        lines.append(f"| {gigabytes} GB | " + " | ".join(f"{fits[name][place]} blocks" for name in QUANT_TYPES) + " |")
+    total = len(model.by_quant_type["none"])
+    lines.append(f"| together, of {total} | " + " | ".join(f"{sum(fits[name])} blocks" for name in QUANT_TYPES) + " |")
+    return lines
+
+
+def filled(text: str) -> str:
+    """The document with the tables as they are now."""
+    models = [needs(path) for path in sorted(CONFIGS.glob("*.json"))]
+    guide = next(one for one in models if one.name == GUIDE)
+    for name, lines in (("machines", table_of_machines(guide)), ("models", table_of_models(models))):
+        body = "\n".join([f"<!-- {name} -->", "", *lines, "", f"<!-- end of {name} -->"])
+        text = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, body=body: body, text, flags=re.DOTALL)
+    return text
+
+
+if __name__ == "__main__":
+    written = DOCUMENT.read_text()
+    new = filled(written)
+    DOCUMENT.write_text(new)
+    sys.exit(new != written)

@@ -1,0 +1,103 @@
+"""What people try with a model of transformers: each is what it is there, or refused in one sentence."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
+from swarmllm.errors import ConfigurationError
+
+PATH = embedded_model_path()
+SPANS = [(0, 4), (4, 8)]
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[LocalSwarm]:
+    with LocalSwarm(PATH, spans=SPANS) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(swarm: LocalSwarm) -> Iterator[Any]:
+    with AutoDistributedModel.from_pretrained(PATH, initial_peers=swarm.initial_peers) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def local() -> Any:
+    return AutoModelForCausalLM.from_pretrained(PATH)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_what_would_need_the_blocks(model: Any, copied: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"because its blocks are on servers: keep what is"):
+        copied(model)
+
+
+def test_it_is_counted_as_a_whole(model: Any, local: Any) -> None:
+    assert model.num_parameters() == local.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == local.num_parameters(exclude_embeddings=True)
+    layers, of_local = model.model.layers, local.model.layers
+    assert len(layers) == len(list(layers)) == model.config.num_hidden_layers == len(of_local)
+    for idx in (0, 3, -1):
+        assert isinstance(layers[idx], type(of_local[idx]))
+        assert layers[idx].self_attn.layer_idx == of_local[idx].self_attn.layer_idx
+        assert layers[idx].mlp.up_proj.weight.shape == of_local[idx].mlp.up_proj.weight.shape
+    assert [block.self_attn.layer_idx for block in layers[2:4]] == [2, 3]
+    with pytest.raises(IndexError):
+        layers[8]
+    hidden = torch.zeros(1, 2, model.config.hidden_size, dtype=model.dtype)
+    with pytest.raises(ConfigurationError, match=r"of block 3 is not here but on servers"):
+        layers[3](hidden)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4), model.generate(IDS, max_new_tokens=4))
+
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+def test_it_shows_its_swarm(model: Any, swarm: LocalSwarm) -> None:
+    lines = repr(model).splitlines()
+    first, second = (server.peer_id[-6:] for server in swarm.servers)
+    assert lines[0] == "LlamaForCausalLM("
+    assert lines[1] == f"  (swarm): embedded, 8 blocks, 2 servers: [0, 4) by {first}, [4, 8) by {second}"
+    assert "(0-7): 8 x LlamaDecoderLayer(" in repr(model)
+    assert repr(model.swarm) in lines[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config": AutoConfig.from_pretrained(PATH)},
+        {"load_in_8bit": True},
+        {"subfolder": "x"},
+        {"max_memory": {0: "10GB"}},
+        {"variant": "fp16"},
+        {"tp_plan": "auto"},
+        {"offload_folder": "x"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{next(iter(options))} can't be given here: ") as refused:
+        AutoDistributedModel.from_pretrained(PATH, initial_peers=["/ip4/127.0.0.1/tcp/1/p2p/Qm"], **options)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", torch.device("cpu"), {"": "cpu"}, "auto", None])
+def test_one_device(swarm: LocalSwarm, device_map: Any) -> None:
+    options = {"subfolder": "", "load_in_8bit": False, "max_memory": None}  # which ask for nothing
+    with AutoDistributedModel.from_pretrained(
+        PATH, initial_peers=swarm.initial_peers, device_map=device_map, **options
+    ) as model:
+        assert model.generate(IDS, max_new_tokens=2).shape == (1, 5)
+
+
+@pytest.mark.parametrize("device_map", ["cuda:99", {"model": "cpu", "lm_head": "disk"}, "nowhere", 99])
+def test_several_devices_or_none(swarm: LocalSwarm, device_map: Any) -> None:
+    with pytest.raises(ConfigurationError, match="device_map must be auto or one device of this machine"):
+        AutoDistributedModel.from_pretrained(PATH, initial_peers=swarm.initial_peers, device_map=device_map)

@@ -1,0 +1,44 @@
+"""docs/commands.md is what the parsers say, and docs/deployment.md names flags and metrics that there are."""
+
+import importlib.util
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from swarmllm.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
+REAL_MODEL = (ROOT / "docs" / "real-model.md").read_text()
+
+
+def test_the_reference_of_commands_is_what_the_parsers_say() -> None:
+    spec = importlib.util.spec_from_file_location("command_reference", ROOT / ".ci" / "command_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.DOCUMENT.read_text() == script.reference(), "run python .ci/command_reference.py"
+
+
+LINES = re.findall(r"^(?:ExecStart=\S*/)?swarmllm (.+)$", DEPLOYMENT + REAL_MODEL, re.MULTILINE)
+(ARGS,) = re.findall(r"args: \[(.+)\]", DEPLOYMENT)
+
+
+@pytest.mark.parametrize("line", [*LINES, "server " + ARGS.replace(",", "")])
+def test_command_lines_can_be_parsed(line: str) -> None:
+    name, *arguments = shlex.split(line)
+    import_module(COMMANDS[name].module).build_parser().parse_settings(arguments)
+
+
+def test_it_lists_all_metrics() -> None:
+    assert len(LINES) > 6
+    names = set()
+    for room in ("gateway", "server"):
+        text = (ROOT / "src" / "swarmllm" / room / "metrics.py").read_text()
+        names |= set(re.findall(r'"(swarmllm_\w+)"', text))
+        names |= {f"swarmllm_server_{name}" for name in re.findall(r'yield "(\w+)", "', text)}
+    assert set(re.findall(r"^\| `(\w+)` \|", DEPLOYMENT, re.MULTILINE)) == names
