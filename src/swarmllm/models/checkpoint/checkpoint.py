@@ -118,11 +118,18 @@ def open_checkpoint(
             f"(a GGUF file must be named: {source.name}/FILE.gguf)"
         )
     raw, config = _read_config(source.name, path)
-    form = stored_format(raw)
+    form = stored_format(raw) or stored_format(_described_beside(source))
     for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or transformers would look for its own quantizers
     return _checked(Checkpoint(source, config, ConfigAndWeights(source, form)))
+
+
+def _described_beside(source: Source) -> dict[str, Any]:
+    """What ModelOpt says of its weights; in config.json its earlier releases don't."""
+    path = source.path("hf_quant_config.json", required=False)
+    found = {} if path is None else json.loads(path.read_text()).get("quantization") or {}
+    return {"quantization_config": {**found, "quant_method": "modelopt"}} if found else {}
 
 
 def _read_config(name: str, path: Path) -> tuple[dict[str, Any], PreTrainedConfig]:
