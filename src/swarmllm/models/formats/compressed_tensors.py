@@ -94,11 +94,16 @@ class CompressedTensors(StoredFormat):
             return published.Published(codes, scale, dtype)
         return published.ZeroedBytes(codes, scale, dtype, zero.bfloat16())
 
-    def kept_bits(self) -> float:
+    def kept_bits(self) -> float | None:
+        if any(group["weights"].get("actorder") == "group" for group in self._groups()):
+            return None
+
         def bits(weights: Mapping[str, Any]) -> float:
             of_scale = 8 if weights.get("strategy") == "tensor_group" else 16
             of_zero = 0 if weights.get("symmetric", True) else 16
             of_codes = 4 if weights["num_bits"] <= 4 else 8
+            if block := weights.get("block_structure"):
+                return of_codes + 32 / float(block[1])
             return float(of_codes + (of_scale + of_zero) / (weights.get("group_size") or 128))
 
         return max((bits(group["weights"]) for group in self._groups()), default=8.0)
