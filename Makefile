@@ -27,7 +27,7 @@ PART :=
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench audit hashes base-image clean
+.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench wheel audit hashes base-image clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
@@ -36,6 +36,7 @@ help:
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
+	@echo "make wheel        dist/*.whl with the compiled kernels, for machines without a compiler"
 	@echo "make audit        known vulnerabilities of what constraints.txt pins"
 	@echo "make hashes       renews hashes/ after a change of constraints.txt; make base-image: the digest in the Dockerfile"
 	@echo "make clean        removes everything that the targets above made"
@@ -72,6 +73,10 @@ docs: $(DOCS_INSTALLED)
 
 bench: $(BENCH_INSTALLED)
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit; done
+
+# Another name for the platform than Linux's own would promise more than was tested: that other machines' libc is as new.
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
 
 audit:
 	@$(PYTHON) .ci/audit.py

@@ -1,10 +1,30 @@
-"""What setup.cfg can't say: the kernels for CPUs. Without a compiler the installation goes on, and these are slower."""
+"""What setup.cfg can't say: the kernels for CPUs. Without a compiler the installation goes on, and these are slower.
+
+They know nothing of Python, so a wheel with them is for every version of it: py3-none, and the platform.
+"""
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 HERE = "src/swarmllm/models/quantization"
 
+
+class BuildKernels(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols  # no module's function to begin with
+
+
+class AnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(
             "swarmllm.models.quantization._kernels",
@@ -13,5 +33,5 @@ setup(
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-g0"],
             optional=True,
         )
-    ]
+    ],
 )

@@ -101,8 +101,11 @@ def require_model_place(model: str) -> None:
 
     For commands: importing torch, to open it, would take seconds.
     """
-    if not model.endswith(".gguf"):  # which may be a part of one
-        require_directory_or_hub_id(model)
+    if model.endswith(".gguf"):  # which may be a part of one
+        return
+    place, colon, kind = model.rpartition(":")
+    names_a_kind = colon and "/" not in kind and not Path(model).expanduser().exists()  # of a GGUF file
+    require_directory_or_hub_id(place if names_a_kind else model)
 
 
 FROM_STDIN = "-"

@@ -1,9 +1,11 @@
 """Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others. Skipped without CUDA."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -11,20 +13,35 @@ from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import Quantization
+from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight
+from swarmllm.models.quantization.check import check_matrix
+from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS
+from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.whole import Whole
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 
+sys.path.append(str(Path(__file__).parents[1] / "numerics"))
+from gguf_writer import BLOCKS
+from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
+from test_published_weights import KEPT_BITS, kept
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
 SPAN = Span(0, 4)
 LENGTHS = (5, 17, 40)
+DEVICE = "cuda"
 TOLERANCE = {"none": 2e-2, "int8": 6e-2, "nf4": 2e-1}
 """Relative error of bf16, and of weights rounded to 8 and 4 bits, through four blocks. Assumed: not yet measured."""
+SAME_WEIGHTS = dict.fromkeys(QUANT_TYPES, 3e-2) | {"int8": 6e-2}
+"""The same where both sides have the weights of the same few bits; with int8, CUDA rounds the inputs as well."""
+FLOAT32 = 1e-3
+"""Of float32 through three blocks. Assumed: CUDA may multiply by TF32 only where a user asks for it."""
+GGUF_KINDS = {KINDS[kind][0]: kind for kind in sorted(KINDS)}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +96,82 @@ def test_gradients_as_on_the_cpu(directory: Path, quant_type: str) -> None:
         assert given.hidden_states.grad is not None
         gradients.append(given.hidden_states.grad.float().cpu())
     assert relative_error(gradients[1], gradients[0]) < 2 * TOLERANCE[quant_type]
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_few_bits_are_the_same_weights_as_on_the_cpu(directory: Path, quant_type: str) -> None:
+    """Outputs and gradients with each number of bits, few tokens and many."""
+    there, here = (load(directory, device, torch.bfloat16, quant_type) for device in (DEVICE, "cpu"))
+    for name, module in here.slots.named_modules():
+        if isinstance(module, QuantizedWeight) and not isinstance(module.packed, Whole):
+            assert torch.equal(there.slots.get_submodule(name).dequantize().cpu(), module.dequantize()), name
+    for tokens in (1, 5, 40):
+        results = []
+        for blocks, device in ((there, DEVICE), (here, "cpu")):
+            given = inputs(tokens, torch.bfloat16, device)
+            given.hidden_states.requires_grad_(True)
+            output = blocks.forward(given)
+            output.float().square().sum().backward()
+            assert given.hidden_states.grad is not None
+            results.append((output.detach().float().cpu(), given.hidden_states.grad.float().cpu()))
+        for found, expected in zip(*results, strict=True):
+            assert relative_error(found, expected) < SAME_WEIGHTS[quant_type]
+
+
+def _moved(packed: Packed) -> Packed:
+    """One matrix on the GPU, as `model.to` moves its buffers."""
+    tensors = {name: tensor.to(DEVICE) for name, tensor in packed.tensors().items()}
+    return type(packed)(**tensors, dtype=packed.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
+def test_published_weights(name: str, dtype: torch.dtype) -> None:
+    """To the last bit what they are on the CPU, and products and gradients with them."""
+    packed = kept(name, dtype)
+    moved = _moved(packed)
+    assert torch.equal(moved.dequantize().cpu(), packed.dequantize())
+    for tokens in (1, 16, 40):
+        check_matrix(moved, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GGUF_KINDS)
+def test_blocks_of_gguf(name: str, dtype: torch.dtype) -> None:
+    kind = GGUF_KINDS[name]
+    with safe_open(BLOCKS, framework="pt") as file:
+        packed = FORMS[kind](file.get_tensor(str(kind)), dtype)
+    moved = _moved(packed)
+    assert torch.equal(moved.dequantize().cpu(), packed.dequantize())
+    for tokens in (1, 16, 40):
+        check_matrix(moved, tokens)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_published_checkpoints(kind: str, tmp_path: Path) -> None:
+    """Loaded onto the GPU they stay packed, and compute what they compute on the CPU."""
+    checkpoint = open_checkpoint(str(save_published(kind, tmp_path)[0]))
+    span = Span(1, NUM_BLOCKS)
+    there, here = (
+        load_block_span(checkpoint, span, dtype=torch.float32, device=device, progress=False)
+        for device in (DEVICE, "cpu")
+    )
+    names = [
+        {name for name, one in blocks.slots.named_modules() if isinstance(one, QuantizedWeight)}
+        for blocks in (there, here)
+    ]
+    assert names[0] == names[1]
+    results = []
+    for blocks, device in ((there, DEVICE), (here, "cpu")):
+        hidden = torch.randn(2, 12, checkpoint.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
+        leaf = hidden.requires_grad_()
+        output = blocks.forward(BlockInputs(hidden_states=leaf, batch_size=2, seq_len=12))
+        (grad,) = torch.autograd.grad(output.square().sum(), leaf)
+        results.append((output.detach().cpu(), grad.cpu()))
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < FLOAT32
 
 
 @pytest.mark.parametrize("num_offloaded", [2, 4])

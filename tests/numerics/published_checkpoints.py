@@ -1,14 +1,32 @@
 """Tiny checkpoints in the layouts in which models are published, and beside each the same weights stored as ever."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf_writer import F32, Q4_0, Q4_K, Q6_K, save_gguf
+from published_stores import (
+    Store,
+    awq,
+    bitsandbytes_4bit,
+    bitsandbytes_int8,
+    fp8,
+    fp8_by_rows,
+    fp8_of_one_scale,
+    gptq,
+    hqq,
+    int4,
+    int4_in_order_of_use,
+    int8_by_rows,
+    mxfp4,
+    mxfp4_in_rows,
+    nvfp4,
+    torchao,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -25,8 +43,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-Stored = tuple[dict[str, Tensor], Tensor]
-"""What a format stores for a weight: suffix (in place of ".weight") → tensor; and the weight that it stands for."""
 NUM_BLOCKS = 4
 _SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": NUM_BLOCKS,
@@ -38,142 +54,6 @@ _EXPERTS: dict[str, Any] = {
     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64,
     "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
 }  # fmt: skip
-
-
-def fp8(weight: Tensor) -> Stored:
-    """Blocks of 64×64, the last of which may be parts."""
-    size, (rows, columns) = 64, weight.shape
-    scale = torch.empty(math.ceil(rows / size), math.ceil(columns / size)).fill_(weight.abs().max() / 448)
-    scale *= 1 + torch.arange(scale.numel()).view_as(scale) / 7
-    whole = scale.repeat_interleave(size, 0)[:rows].repeat_interleave(size, 1)[:, :columns]
-    codes = (weight / whole).to(torch.float8_e4m3fn)
-    return {".weight": codes, ".weight_scale_inv": scale}, codes.float() * whole
-
-
-def _groups(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[out, in]` of 4 bits, scales and zeros `[out, groups]`."""
-    groups = weight.unflatten(1, (-1, size))
-    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    scale = ((high - low) / 15).half()
-    zero = (-low / scale.float()).round().clamp(1, 15)
-    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
-    return codes.flatten(1).int(), scale, zero.int()
-
-
-def _whole(codes: Tensor, scale: Tensor, zero: Tensor | int) -> Tensor:
-    size = codes.shape[1] // scale.shape[1]
-    zeros = zero.repeat_interleave(size, 1) if isinstance(zero, Tensor) else zero
-    return (codes - zeros) * scale.float().repeat_interleave(size, 1)
-
-
-def _words(codes: Tensor, dim: int) -> Tensor:
-    """Codes of 4 bits, eight to a word of 32, the first lowest."""
-    packed = (codes.movedim(dim, -1).long().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int().movedim(-1, dim).contiguous()
-
-
-def int4(weight: Tensor) -> Stored:
-    groups = weight.unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(-1) / 7).bfloat16()
-    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).flatten(1).int()
-    parts = {
-        ".weight_packed": _words(codes + 8, 1),
-        ".weight_scale": scale,
-        ".weight_shape": torch.tensor(weight.shape),
-    }
-    return parts, _whole(codes, scale, 0)
-
-
-def awq(weight: Tensor) -> Stored:
-    codes, scale, zero = _groups(weight, 32)
-
-    def packed(values: Tensor) -> Tensor:
-        return _words(values.T.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 1)
-
-    parts = {".qweight": packed(codes), ".qzeros": packed(zero), ".scales": scale.T.contiguous()}
-    return parts, _whole(codes, scale, zero)
-
-
-def gptq(weight: Tensor) -> Stored:
-    codes, scale, zero = _groups(weight, 32)
-    group = (torch.arange(weight.shape[1]) // 32).int()
-    parts = {".qweight": _words(codes.T, 0), ".qzeros": _words(zero.T - 1, 1), ".scales": scale.T.contiguous()}
-    return {**parts, ".g_idx": group}, _whole(codes, scale, zero)
-
-
-def nf4(weight: Tensor) -> Stored:
-    from bitsandbytes import functional
-
-    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    parts = {f".weight.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
-    return {".weight": codes, **parts}, functional.dequantize_4bit(codes, state)
-
-
-def hqq(weight: Tensor) -> Stored:
-    """As hqq 0.2.8 saves it (`HQQLinear.state_dict`): 4 bits, groups of 32 in a row, which may lie across bytes."""
-    groups = weight.view(-1, 32)
-    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    scale = ((high - low) / 15).half()
-    zero = (-low / scale.float()).half()
-    codes = (groups / scale.float() + zero.float()).round().clamp(0, 15).to(torch.uint8)
-    half = len(codes) // 2
-    numbers = {"nbits": 4, "group_size": 32, "axis": 1}
-    flags = {"channel_wise": 1, "optimize": 1, "round_zero": 0, "view_as_float": 0, "quant_scale": 0, "quant_zero": 0}
-    flags |= {"encoded_state_dict": 1, "stores_quant_config": 1, "offload_meta": 0}
-    texts = {"packing": "4bit_u8", "unpack_view_dtype": "torch.uint8", "compute_dtype": "torch.float16"}
-    parts = {
-        ".W_q": codes[:half] << 4 | codes[half:],
-        ".scale": scale,
-        ".zero": zero,
-        ".shape": torch.tensor(weight.shape),
-    }
-    parts |= {f".{name}": torch.tensor(number, dtype=torch.int32) for name, number in numbers.items()}
-    parts |= {f".{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in flags.items()}
-    parts |= {f".{name}": torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
-    return parts, ((codes - zero.float()) * scale.float()).view(weight.shape)
-
-
-def torchao(weight: Tensor) -> Stored:
-    """torchao 0.18's `Int4Tensor`: bytes of two neighbours in two's complement, the rest `[groups, out]`."""
-    groups = weight.unflatten(1, (-1, 32))
-    low, high = groups.amin(-1), groups.amax(-1)
-    scale = ((high - low) / 15).bfloat16()
-    added = (low + 8 * scale.float()).bfloat16()
-    codes = ((groups - added.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7)
-    packed = codes.flatten(1).to(torch.int8)
-    parts = {
-        "._weight_qdata": (packed[:, 0::2] & 15) | (packed[:, 1::2] << 4),
-        "._weight_scale": scale.T.contiguous(),
-        "._weight_zero_point": added.T.contiguous(),
-    }
-    return parts, (codes * scale.float()[..., None] + added.float()[..., None]).flatten(1)
-
-
-def _torchao_header(weights: dict[str, Tensor], is_stored: Callable[[str], bool]) -> dict[str, str]:
-    """What the header of the file says of each weight."""
-
-    def about(name: str, weight: Tensor) -> dict[str, Any]:
-        if not is_stored(name):
-            return {"_type": "Tensor"}
-        data = {"activation_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "block_size": [1, 32]}
-        parts = ["qdata", "scale", "zero_point"]
-        return {"_type": "Int4Tensor", "_data": data | {"shape": list(weight.shape)}, "_tensor_data_names": parts}
-
-    notes = {name: json.dumps(about(name, weight)) for name, weight in weights.items()}
-    return {**notes, "tensor_names": json.dumps(list(weights))}
-
-
-def mxfp4(weight: Tensor) -> Stored:
-    """Of experts `[experts, in, out]`; they are stored the other way round."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values])
-    groups = weight.mT.unflatten(-1, (-1, 32))
-    exponents = groups.abs().amax(-1).log2().floor() - 2
-    scale = torch.exp2(exponents)[..., None]
-    codes = ((groups / scale)[..., None] - values).abs().argmin(-1).to(torch.uint8)
-    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    parts = {"_blocks": blocks.contiguous(), "_scales": (exponents + 127).to(torch.uint8)}
-    return parts, (values[codes.long()] * scale).flatten(-2).mT.contiguous()
 
 
 def _model(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
@@ -194,12 +74,45 @@ def _experts(name: str) -> bool:
     return ".experts." in name and name.endswith(("proj.weight", "_proj"))
 
 
-Kind = tuple[Callable[[], PreTrainedModel], Callable[[Tensor], Stored], Callable[[str], bool], dict[str, Any]]
+Kind = tuple[Callable[[], PreTrainedModel], Store, Callable[[str], bool], dict[str, Any]]
+
+
+def _llama() -> PreTrainedModel:
+    return _model(LlamaForCausalLM, LlamaConfig(**_SIZES))
+
+
+def _qwen(**sizes: Any) -> PreTrainedModel:
+    return _model(Qwen3ForCausalLM, Qwen3Config(**{**_SIZES, **sizes}))
+
+
+def _gptq(bits: int = 4, **settings: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False, **settings}
+
+
+def _hqq(bits: int) -> Kind:
+    weights = {"nbits": bits, "axis": 1, "group_size": 32, "channel_wise": True, "optimize": True}
+    found = {"offload_meta": False, "scale_quant_params": None, "zero_quant_params": None}
+    found |= {"weight_quant_params": weights | {"round_zero": False, "view_as_float": False}}
+    settings = {"quant_method": "hqq", "skip_modules": ["lm_head"], "quant_config": found}
+    return _llama, partial(hqq, bits=bits), _linear, settings
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    quant_type = {"default": {"_type": kind, "_version": 2, "_data": data}}
+    return {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": quant_type}
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+_PER_ROW = {"granularity": {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 KINDS: dict[str, Kind] = {
-    "fp8": (
-        lambda: _model(Qwen3ForCausalLM, Qwen3Config(**_SIZES)), fp8, _linear,
-        {"quant_method": "fp8", "weight_block_size": [64, 64]},
-    ),
+    "fp8": (_qwen, fp8, _linear, {"quant_method": "fp8", "weight_block_size": [64, 64]}),
+    "fp8_tensor": (_llama, fp8_of_one_scale, _linear, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fbgemm": (_llama, fp8_by_rows, _linear, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
     "mxfp4": (
         lambda: _model(GptOssForCausalLM, GptOssConfig(
             **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
@@ -208,37 +121,87 @@ KINDS: dict[str, Kind] = {
     ),
     "int4": (
         lambda: _model(DeepseekV3ForCausalLM, DeepseekV3Config(**_EXPERTS)), int4, _experts,
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
-            "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}}},
+        _compressed("pack-quantized", **_INT4),
     ),
-    "awq": (
-        lambda: _model(LlamaForCausalLM, LlamaConfig(**_SIZES)), awq, _linear,
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    "ct_int4_ordered": (
+        _llama, int4_in_order_of_use, _linear, _compressed("pack-quantized", **_INT4, actorder="group")
     ),
-    "gptq": (
-        lambda: _model(LlamaForCausalLM, LlamaConfig(**_SIZES)), gptq, _linear,
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+    "ct_int8": (_qwen, int8_by_rows, _linear, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "ct_fp8": (
+        _llama, fp8_by_rows, _linear, _compressed("float-quantized", num_bits=8, type="float", strategy="channel")
     ),
+    "ct_fp8_blocks": (
+        _qwen, partial(fp8, name=".weight_scale"), _linear, _compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 64]),
+    ),
+    "ct_nvfp4": (
+        _llama, partial(nvfp4, divides=True), _linear, _compressed(
+            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "ct_mxfp4": (
+        _llama, mxfp4_in_rows, _linear, _compressed(
+            "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    ),
+    "modelopt_fp8": (
+        _llama, fp8_of_one_scale, _linear, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    ),
+    "modelopt_nvfp4": (
+        _qwen, partial(nvfp4, divides=False), _linear,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
+    "awq": (_llama, awq, _linear, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "gptq": (_llama, gptq, _linear, _gptq()),
+    "gptq_v2": (_llama, partial(gptq, version=2), _linear, _gptq(checkpoint_format="gptq_v2")),
+    "gptq_ordered": (_llama, partial(gptq, in_order=False), _linear, _gptq(desc_act=True)),
+    "gptq_2_bits": (_llama, partial(gptq, bits=2), _linear, _gptq(2)),
+    "gptq_8_bits": (_llama, partial(gptq, bits=8), _linear, _gptq(8)),
     "nf4": (
-        lambda: _model(Qwen3ForCausalLM, Qwen3Config(**{**_SIZES, "intermediate_size": 192})), nf4, _linear,
+        partial(_qwen, intermediate_size=192), partial(bitsandbytes_4bit, kind="nf4"), _linear,
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
     ),
-    "hqq": (
-        lambda: _model(LlamaForCausalLM, LlamaConfig(**_SIZES)), hqq, _linear,
-        {"quant_method": "hqq", "skip_modules": ["lm_head"], "quant_config": {
-            "offload_meta": False, "scale_quant_params": None, "zero_quant_params": None, "weight_quant_params": {
-                "nbits": 4, "axis": 1, "group_size": 32, "channel_wise": True, "optimize": True, "round_zero": False,
-                "view_as_float": False}}},
+    "nf4_nested": (
+        partial(_qwen, intermediate_size=192), partial(bitsandbytes_4bit, kind="nf4", nested=True), _linear,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
     ),
+    "fp4": (
+        partial(_qwen, intermediate_size=192), partial(bitsandbytes_4bit, kind="fp4"), _linear,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
+    "bnb_int8": (_llama, bitsandbytes_int8, _linear, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "hqq": _hqq(4),
+    "hqq_2_bits": _hqq(2),
+    "hqq_3_bits": _hqq(3),
+    "hqq_8_bits": _hqq(8),
     "torchao": (
-        lambda: _model(Qwen3ForCausalLM, Qwen3Config(**_SIZES)), torchao, _linear,
-        {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": {"default": {
-            "_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {
-                "group_size": 32, "set_inductor_config": True, "int4_packing_format": {
-                    "_type": "Int4PackingFormat", "_data": "PLAIN"}}}}},
+        _qwen, torchao, _linear, _torchao("Int4WeightOnlyConfig", group_size=32, set_inductor_config=True,
+            int4_packing_format={"_type": "Int4PackingFormat", "_data": "PLAIN"}),
+    ),
+    "ao_int8": (
+        _qwen, partial(int8_by_rows, prefix="._weight_qdata", scale_name="._weight_scale"), _linear,
+        _torchao("Int8WeightOnlyConfig", **_PER_ROW),
+    ),
+    "ao_float8": (
+        _llama, partial(fp8_by_rows, prefix="._weight_qdata", scale_name="._weight_scale"), _linear,
+        _torchao("Float8WeightOnlyConfig", **_PER_ROW),
     ),
 }  # fmt: skip
 """Name → (model, format of a weight, which weights are in it, `quantization_config`)."""
+_AO_CLASSES = {"torchao": "Int4Tensor", "ao_int8": "Int8Tensor", "ao_float8": "Float8Tensor"}
+
+
+def _torchao_header(kind: str, weights: dict[str, Tensor], is_stored: Callable[[str], bool]) -> dict[str, str]:
+    """What the header of the file says of each weight."""
+
+    def about(name: str, weight: Tensor) -> dict[str, Any]:
+        if not is_stored(name):
+            return {"_type": "Tensor"}
+        parts, size = ["qdata", "scale"], 32 if kind == "torchao" else weight.shape[1]
+        data = {"activation_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "block_size": [1, size]}
+        parts += ["zero_point"] if kind == "torchao" else []
+        return {"_type": _AO_CLASSES[kind], "_data": data | {"shape": list(weight.shape)}, "_tensor_data_names": parts}
+
+    notes = {name: json.dumps(about(name, weight)) for name, weight in weights.items()}
+    return {**notes, "tensor_names": json.dumps(list(weights))}
 
 
 def _four_or_six_bits(name: str) -> int:
@@ -284,7 +247,7 @@ def save_published(kind: str, directory: Path) -> tuple[Path, Path]:
         {name: weight.contiguous() for name, weight in weights.items()}, plain / "model.safetensors", {"format": "pt"}
     )
     shutil.copytree(plain, published)
-    header = _torchao_header(weights, is_stored) if kind == "torchao" else {}
+    header = _torchao_header(kind, weights, is_stored) if kind in _AO_CLASSES else {}
     save_file(stored, published / "model.safetensors", {"format": "pt", **header})
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     if kind == "int4":

@@ -1,5 +1,6 @@
 """Blocks of checkpoints in published formats compute what blocks of the same weights do that are stored as ever."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,18 @@ from swarmllm.models.quantization.whole import Whole
 from swarmllm.models.span.loading import load_block_span
 
 MOST_OF_BFLOAT16 = {
-    "fp8": 0.57, "mxfp4": 0.6, "int4": 0.65, "awq": 0.35, "gptq": 0.35, "nf4": 0.35, "gguf_q4_0": 0.3,
-    "gguf_q4_k": 0.35, "gguf_experts": 0.35, "hqq": 0.35, "torchao": 0.35,
+    "fp8": 0.57, "fp8_tensor": 0.55, "fbgemm": 0.57, "mxfp4": 0.6, "int4": 0.65, "ct_int4_ordered": 1.01,
+    "ct_int8": 0.57, "ct_fp8": 0.57, "ct_fp8_blocks": 0.57, "ct_nvfp4": 0.35, "ct_mxfp4": 0.35, "modelopt_fp8": 0.55,
+    "modelopt_nvfp4": 0.35, "awq": 0.35, "gptq": 0.35, "gptq_v2": 0.35, "gptq_ordered": 1.01, "gptq_2_bits": 0.35,
+    "gptq_8_bits": 0.6, "nf4": 0.35, "nf4_nested": 0.35, "fp4": 0.35, "bnb_int8": 0.57, "gguf_q4_0": 0.3,
+    "gguf_q4_k": 0.35, "gguf_experts": 0.35, "hqq": 0.35, "hqq_2_bits": 0.35, "hqq_3_bits": 0.35, "hqq_8_bits": 0.6,
+    "torchao": 0.35, "ao_int8": 0.57, "ao_float8": 0.57,
 }  # fmt: skip
-"""Memory of the blocks. Where only the experts are in few bits, these tiny models are mostly something else."""
+"""Memory of the blocks. Where only the experts are in few bits, these tiny models are mostly something else;
+where groups are ordered, weights don't stay packed."""
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_blocks(kind: str, tmp_path: Path) -> None:
     published, plain = (open_checkpoint(str(path)) for path in save_published(kind, tmp_path))
@@ -32,9 +39,11 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
     span = Span(1, NUM_BLOCKS)
     kept, whole = (load_block_span(one, span, dtype=torch.float32, progress=False) for one in (published, plain))
     weights = {name: part for name, part in kept.slots.named_modules() if isinstance(part, QuantizedWeight)}
-    assert weights
+    assert bool(weights) == (MOST_OF_BFLOAT16[kind] < 1)
     for name, weight in weights.items():
-        assert torch.equal(weight.dequantize(), whole.slots.get_parameter(name)), name
+        # bitsandbytes multiplies codes by two numbers, one after the other; here their product is kept.
+        tolerance = 2e-7 if kind == "bnb_int8" else 0
+        torch.testing.assert_close(weight.dequantize(), whole.slots.get_parameter(name), rtol=tolerance, atol=0)
     for tokens in (1, 5, 40):
         hidden = torch.randn(2, tokens, plain.config.hidden_size, generator=torch.Generator().manual_seed(tokens))
         results = []
@@ -61,14 +70,16 @@ def test_biases_that_the_model_has_no_place_for(value: float, tmp_path: Path) ->
         load_block_span(checkpoint, Span(1, 2), dtype=torch.float32, progress=False)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_memory(kind: str, tmp_path: Path) -> None:
     published, plain = (open_checkpoint(str(path)) for path in save_published(kind, tmp_path))
     span = Span(1, NUM_BLOCKS)
     kept = load_block_span(published, span, dtype=torch.bfloat16, progress=False)
-    assert kept.num_bytes < MOST_OF_BFLOAT16[kind] * sum(block_bytes(plain, torch.bfloat16)[1:])
+    assert kept.num_bytes <= MOST_OF_BFLOAT16[kind] * sum(block_bytes(plain, torch.bfloat16)[1:])
     planned = sum(block_bytes(published, torch.bfloat16)[1:])
-    assert 0.97 * kept.num_bytes < planned < 1.1 * kept.num_bytes
+    # Rows are so short here that one number for each of them (NVFP4's factor) is 5 %.
+    assert 0.94 * kept.num_bytes < planned < 1.1 * kept.num_bytes
     rest_in_int8 = load_block_span(
         published, span, dtype=torch.bfloat16, quantization=Quantization("int8", smallest=1), progress=False
     )
@@ -83,3 +94,19 @@ def test_memory(kind: str, tmp_path: Path) -> None:
         for blocks in (kept, rest_in_int8)
     ]
     assert forms[0].items() <= forms[1].items(), "what is stored in few bits stays as it is"
+
+
+def test_a_config_of_model_opt_beside_that_of_transformers(tmp_path: Path) -> None:
+    path = save_published("modelopt_nvfp4", tmp_path)[0]
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (path / "hf_quant_config.json").write_text(json.dumps(beside))
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.kept_bits("model.layers.0.mlp.down_proj.weight") == 4.5
+    assert checkpoint.weight_map().keys() == open_checkpoint(str(tmp_path / "plain")).weight_map().keys()
+    beside["quantization"]["quant_algo"] = "W4A16_AWQ"
+    (path / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(UnsupportedModelError, match="ModelOpt's W4A16_AWQ"):
+        open_checkpoint(str(path))

@@ -47,6 +47,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
         constants = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HUGGINGFACE_CO_URL_TEMPLATE": template}
         for name, value in constants.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)  # it took the one of its import
         hub.repositories["me/quantized"] = Repository(
             {"tiny/llama-Q4.gguf": FILE.read_bytes(), "b.gguf": FILE.read_bytes()}
         )
@@ -64,7 +65,33 @@ def test_a_file_on_the_hub(hub: HubStub, tmp_path: Path) -> None:
     assert fingerprint(open_checkpoint(str(local))) == fingerprint(checkpoint)
     assert open_checkpoint(str(local)).public_name == name
     assert load_tokenizer(name, cache_dir=cache).vocab_size == checkpoint.config.vocab_size
-    with pytest.raises(ConfigurationError, match=r"GGUF file must be named: me/quantized/FILE\.gguf"):
+    listed = r"holds 2 GGUF files: name one of them, such as me/quantized/b\.gguf \(b\.gguf, tiny/llama-Q4\.gguf\)"
+    with pytest.raises(ConfigurationError, match=listed):
         open_checkpoint("me/quantized", cache_dir=cache)
+    with pytest.raises(ConfigurationError, match="me/quantized holds no GGUF files of Q5"):
+        open_checkpoint("me/quantized:Q5", cache_dir=cache)
+    assert open_checkpoint("me/quantized:q4", cache_dir=cache).name == name
     with pytest.raises(BlockWeightsNotFoundError, match=r"lacks c\.gguf"):
         open_checkpoint("me/quantized/c.gguf", cache_dir=cache)
+
+
+def test_the_one_file_of_a_repository(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is a config.json beside it, and once more without a connection."""
+    cache = str(tmp_path)
+    for name, beside in (("me/one", {}), ("me/other", {"config.json": b"{}", "mmproj-F16.gguf": b""})):
+        hub.repositories[name] = Repository({"a-Q4_0.gguf": FILE.read_bytes(), **beside})
+        assert open_checkpoint(name, cache_dir=cache).public_name == f"{name}/a-Q4_0.gguf"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("me/one", "me/one:q4_0", "me/other:Q4_0"):
+        assert fingerprint(open_checkpoint(name, cache_dir=cache))
+    with pytest.raises(ConfigurationError, match="'me/none'"):
+        open_checkpoint("me/none:Q4_0", cache_dir=cache)
+
+
+def test_commands_take_a_kind(tmp_path: Path) -> None:
+    for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(FILE.read_bytes())
+    looked = command("doctor", "--model", f"{tmp_path}:q8_0", "--device", "cpu")
+    assert f"{tmp_path}/a-Q8_0.gguf: 2 blocks" in looked.stdout
+    ended = command("server", "--model", f"{tmp_path}:Q9", "--new_swarm")
+    assert "holds no GGUF files of Q9" in sentence(ended.stderr)

@@ -5,6 +5,7 @@ refused_architectures  which of them can't be run by a swarm, and why
 block_slots            a block list of which only some blocks are here
 first_block            what only the first block has, and does for all others
 free_memory            memory that has been freed, given back to the system
+stages                 what a starting server tells of itself
 checkpoint/            what is on disk
 formats/               how weights of few bits are stored
 quantization/          how weights are kept in memory

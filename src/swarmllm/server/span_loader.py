@@ -20,6 +20,7 @@ from swarmllm.models.span.loading import load_block_span, span_tensor_names
 from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.stages import stage
 from swarmllm.server.adapters.served_adapters import ServedAdapters
 from swarmllm.server.device.accelerator import accelerator_of
 from swarmllm.server.device.device import resolve_device
@@ -50,6 +51,8 @@ from swarmllm.swarm.placement import choose_span
 
 logger = logging.getLogger(__name__)
 
+PROBES = "swarmllm_probes"
+"""Folder of the cache with what probes have found."""
 LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
 """What loading blocks may raise; torch says by a RuntimeError that memory is out."""
 
@@ -163,6 +166,7 @@ class SpanLoader:
     def _load(self, span: Span) -> Loaded:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
+        own_files = Path(self._config.cache_dir or own_cache_dir())
         *others, blocks = [
             load_block_span(
                 self._checkpoint,
@@ -172,7 +176,8 @@ class SpanLoader:
                 quantization=self.quantization,
                 progress=sys.stderr.isatty(),
                 num_offloaded=num_offloaded,
-                offload_dir=Path(self._config.cache_dir or own_cache_dir()),
+                offload_dir=own_files,
+                probes_dir=own_files / PROBES,
             )
             for part in parts_of(self._checkpoint.config, span)
         ]
@@ -201,7 +206,8 @@ class SpanLoader:
             packer = Packer(blocks, last.ways)
             packer.use(last.way)
             return packer, last.throughput
-        packer = Packer(blocks, right_ways(blocks))
+        with stage("trying how sessions can be computed together"):
+            packer = Packer(blocks, right_ways(blocks))
         throughput = measure_throughput(packer, choose_threads=self._config.num_threads is None)
         self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
         return packer, throughput

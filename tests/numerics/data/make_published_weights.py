@@ -2,13 +2,14 @@
 
     python tests/numerics/data/make_published_weights.py [fp8 mxfp4 compressed_tensors … hqq torchao]
 
-Makes those anew, and leaves the others. All together need the packages bitsandbytes, compressed-tensors, autoawq, hqq
-(last: 0.2.8.post1) and torchao (0.18.0).
+Makes those anew, and leaves the others. All together need the packages bitsandbytes, compressed-tensors (last: 0.20.0;
+`ordered` an old one, 0.12.2, as newer ones don't order groups), autoawq, auto-round (0.16.1, which reads GPTQ),
+nvidia-modelopt (0.47.0), hqq (0.2.8.post1) and torchao (0.18.0).
 
 The file's metadata has, for each weight, its `quantization_config` and the SHA-256 of what that package makes of the
-packed weight again, as float32. Where there is no such package (FP8 by blocks, MXFP4, GPTQ, torchao's int4, which needs
-CUDA), the reference is what the weight was made from. Frozen, so that tests need none of the packages, and a later
-release of one can't change them.
+packed weight again, as float32. Where there is no such package (FP8 by blocks and MXFP4, which transformers reads in
+`test_published_readers.py`, and torchao's int4, which needs CUDA), the reference is what the weight was made from.
+Frozen, so that tests need none of the packages, and a later release of one can't change them.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -73,17 +75,21 @@ def compressed_tensors() -> None:
         args = QuantizationArgs(**options)
         scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
         compressor = BaseCompressor.get_value_from_registry(form)
-        weight = random()
+        weight = random(48, 192) if "block_structure" in options else random()  # the last blocks are parts of one
         state = {"weight": weight}
         if args.strategy == "tensor_group":
             factor = 448 * 6 / weight.float().abs().max()
             groups = weight.float().view(len(weight), -1, 16).abs().amax(-1)
             state |= {"weight_scale": (groups / 6 * factor).to(F8).float(), "weight_global_scale": factor.reshape(1)}
+        elif args.strategy == "block":
+            tiles = F.pad(weight.float(), (0, 64, 0, 16)).unflatten(1, (-1, 128)).unflatten(0, (-1, 32)).abs()
+            state |= {"weight_scale": (tiles.amax((1, 3)) / 448).bfloat16()}
         else:
             shape = {"group": (len(weight), -1, args.group_size), "channel": (len(weight), 1, -1), "tensor": (1, 1, -1)}
             groups = weight.float().view(shape[args.strategy])
             scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
             scale = scale.reshape(1) if args.strategy == "tensor" else scale
+            scale = torch.exp2(scale.float().log2().ceil()) if form.startswith("mx") else scale
             state |= {"weight_scale": scale.bfloat16()} | ({} if args.symmetric else {"weight_zero_point": zero})
         packed = compressor.compress(dict(state), scheme)
         back = compressor.decompress(dict(packed), scheme)["weight"]
@@ -95,6 +101,20 @@ def compressed_tensors() -> None:
     one("ct_int4", "pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
     one("ct_int4_zeros", "pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=128)
     one("ct_int8_packed", "pack-quantized", num_bits=8, type="int", symmetric=True, strategy="group", group_size=64)
+    one("ct_int2", "pack-quantized", num_bits=2, type="int", symmetric=True, strategy="group", group_size=32)
+    one("ct_int8_zeros", "pack-quantized", num_bits=8, type="int", symmetric=False, strategy="group", group_size=64)
+    one(
+        "ct_fp8_blocks",
+        "float-quantized",
+        num_bits=8,
+        type="float",
+        symmetric=True,
+        strategy="block",
+        block_structure=[32, 128],
+    )
+    for bits, form in ((4, "mxfp4-pack-quantized"), (8, "mxfp8-quantized")):
+        options = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+        one(f"ct_mxfp{bits}", form, num_bits=bits, scale_dtype=torch.uint8, **options)
     one("ct_int8", "int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
     one("ct_fp8_rows", "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
     one("ct_fp8", "float-quantized", num_bits=8, type="float", symmetric=True, strategy="tensor")
@@ -107,6 +127,48 @@ def compressed_tensors() -> None:
         strategy="tensor_group",
         group_size=16,
     )
+
+
+def ordered() -> None:
+    """A group's inputs lie anywhere (`actorder`)."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=64, actorder="group")
+    weight = random()
+    group = torch.arange(256)[torch.randperm(256, generator=torch.Generator().manual_seed(3))] // 64
+    scale = torch.stack([weight[:, group == one].abs().amax(1) for one in range(4)], 1) / 7
+    state = {"weight_scale": scale, "weight_g_idx": group.int()}
+    compressor = PackedQuantizationCompressor()
+    packed = compressor.compress_weight(weight, scale, g_idx=group.int(), quantization_args=args) | state
+    back = compressor.decompress_weight(dict(packed), args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    settings = QuantizationConfig(
+        config_groups={"group_0": scheme}, quant_method="compressed-tensors", format="pack-quantized"
+    ).model_dump(mode="json")
+    add("ct_int4_ordered", settings, {f".{part}": tensor for part, tensor in packed.items()}, back.bfloat16())
+
+
+def modelopt() -> None:
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    def settings(algorithm: str) -> dict:
+        return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+
+    packed, scale, whole = NVFP4QTensor.quantize(random().float(), 16)
+    back = packed.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
+    parts = {".weight": packed._quantized_data, ".weight_scale": scale, ".weight_scale_2": whole}
+    add("modelopt_nvfp4", settings("NVFP4"), parts | {".input_scale": torch.tensor(0.1)}, back)
+    smoothed = torch.rand(256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    inputs = torch.diag(smoothed.float())  # modelopt multiplies inputs by it: of each input alone, that is this
+    add("modelopt_smoothed", settings("NVFP4_AWQ"), parts | {".pre_quant_scale": smoothed}, (inputs @ back.T).T)
+    for name, algorithm, axis in (
+        ("modelopt_fp8", "FP8", None),
+        ("modelopt_fp8_rows", "FP8_PER_CHANNEL_PER_TOKEN", 0),
+    ):
+        packed, scale = FP8QTensor.quantize(random().float(), axis=axis)
+        parts = {".weight": packed._quantized_data, ".weight_scale": scale.flatten() if axis == 0 else scale.squeeze()}
+        add(name, settings(algorithm), parts, packed.dequantize(torch.float32, scale=scale))
 
 
 def bitsandbytes() -> None:
@@ -151,11 +213,14 @@ def awq() -> None:
 
 
 def gptq() -> None:
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
     for name, bits, act_order, version in (
         ("gptq", 4, False, "gptq"),
         ("gptq_act_order", 4, True, "gptq"),
         ("gptq_v2", 4, False, "gptq_v2"),
         ("gptq_8_bits", 8, False, "gptq"),
+        ("gptq_2_bits", 2, False, "gptq"),
     ):
         weight = random()
         columns = weight.shape[1]
@@ -173,8 +238,12 @@ def gptq() -> None:
             ".g_idx": group,
         }
         settings = {"quant_method": "gptq", "bits": bits, "group_size": 128, "desc_act": act_order}
-        expected = (codes - zero[group.long()]) * scale.float()[group.long()]
-        add(name, {**settings, "checkpoint_format": version}, parts, expected.T)
+        # auto-round has a class for each version; it multiplies, so a unit matrix gives the weight.
+        reader = (qlinear_torch if version == "gptq_v2" else qlinear_torch_zp).QuantLinear
+        linear = reader(bits, 128, columns, len(weight), bias=False, g_idx=True)
+        for part, tensor in parts.items():
+            setattr(linear, part[1:], tensor.float() if part == ".scales" else tensor)
+        add(name, {**settings, "checkpoint_format": version}, parts, linear(torch.eye(columns)).T)
 
 
 def hqq() -> None:
@@ -266,7 +335,7 @@ if __name__ == "__main__":
     tensors |= load_file(path)
     with safe_open(path, framework="pt") as file:
         about |= file.metadata()
-    makers = (fp8, mxfp4, compressed_tensors, bitsandbytes, awq, gptq, hqq, torchao)
+    makers = (fp8, mxfp4, compressed_tensors, ordered, modelopt, bitsandbytes, awq, gptq, hqq, torchao)
     for make in makers:
         if make.__name__ in (sys.argv[1:] or [one.__name__ for one in makers]):
             make()

@@ -20,7 +20,8 @@ from swarmllm.errors import (
 )
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.gguf_files import split_name
+from swarmllm.models.checkpoint.gguf_names import _only_one, _split
+from swarmllm.models.checkpoint.sources import Source
 from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 from swarmllm.models.formats.gguf.header import read_header
 from swarmllm.models.span.loading import load_block_span
@@ -86,21 +87,75 @@ def test_another_name_is_the_same_model_and_other_weights_are_not(file: Path) ->
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("owner/model", ("owner/model", None)),
-        ("owner/model/file.gguf", ("owner/model", "file.gguf")),
-        ("owner/model/Q4/file-00001-of-00002.gguf", ("owner/model", "Q4/file-00001-of-00002.gguf")),
-        ("/no/such/file.gguf", ("/no/such", "file.gguf")),
-        ("./file.gguf", (".", "file.gguf")),
+        ("owner/model", ("owner/model", None, None)),
+        ("owner/model:Q4_K_M", ("owner/model", None, "Q4_K_M")),
+        ("./directory:Q4_K_M", ("./directory", None, "Q4_K_M")),
+        ("owner/model/file.gguf", ("owner/model", "file.gguf", None)),
+        ("owner/model/Q4/file-00001-of-00002.gguf", ("owner/model", "Q4/file-00001-of-00002.gguf", None)),
+        ("/no/such/file.gguf", ("/no/such", "file.gguf", None)),
+        ("./file.gguf", (".", "file.gguf", None)),
     ],
 )
-def test_names(name: str, expected: tuple[str, str | None]) -> None:
-    assert split_name(name) == expected
+def test_names(name: str, expected: tuple[str, str | None, str | None]) -> None:
+    assert _split(name) == expected
+
+
+def test_a_directory_whose_name_has_a_colon(file: Path) -> None:
+    directory = file.parent.rename(file.parent.with_name("a:Q8_0"))
+    assert open_checkpoint(str(directory)).name == f"{directory}/model.gguf"
+
+
+class _Listed(Source):
+    name = "owner/model"
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def filenames(self, suffix: str) -> list[str]:
+        return [name for name in self._names if name.endswith(suffix)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("Q4_K_M", "M-Q4_K_M.gguf"),
+        ("q4_k_m", "M-Q4_K_M.gguf"),
+        ("Q8_0", "Q8_0/M-Q8_0-00001-of-00002.gguf"),
+        ("Q4_K_XL", "M-UD-Q4_K_XL.gguf"),
+        ("UD-Q4_K_XL", "M-UD-Q4_K_XL.gguf"),
+        ("f16", None),
+        ("Q4_K", None),
+        ("Q", None),
+    ],
+)
+def test_one_of_several_files_by_its_kind(kind: str, expected: str | None) -> None:
+    parts = [f"Q8_0/M-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
+    source = _Listed("M-Q4_K_M.gguf", "M-Q4_K_S.gguf", "M-UD-Q4_K_XL.gguf", *parts, "mmproj-f16.gguf", "README.md")
+    if expected is not None:
+        assert _only_one(source, kind) == expected
+        return
+    with pytest.raises(
+        ConfigurationError, match=rf"owner/model holds no GGUF files of {kind}: name one of them"
+    ) as caught:
+        _only_one(source, kind)
+    assert "(M-Q4_K_M.gguf, M-Q4_K_S.gguf, M-UD-Q4_K_XL.gguf, Q8_0/M-Q8_0-00001-of-00002.gguf)" in str(caught.value)
+
+
+def test_the_one_file_of_a_place() -> None:
+    assert _only_one(_Listed("M-Q4_0.gguf", "mmproj-M.gguf", "imatrix.gguf"), None) == "M-Q4_0.gguf"
+    assert _only_one(_Listed("README.md", "mmproj-M.gguf"), None) is None
+    many = _Listed(*(f"M-{number:02}.gguf" for number in range(20)))
+    with pytest.raises(ConfigurationError, match=r"holds 20 GGUF files: .*M-11\.gguf and 8 more\)$"):
+        _only_one(many, None)
+    with pytest.raises(ConfigurationError, match="holds no GGUF files, so none of Q4_0"):
+        _only_one(_Listed("README.md"), "Q4_0")
 
 
 def test_several_files(file: Path) -> None:
     file.with_name("other.gguf").write_bytes(file.read_bytes())
     with pytest.raises(ConfigurationError, match=r"holds 2 GGUF files: name one of them, such as .*/model\.gguf"):
         open_checkpoint(str(file.parent))
+    assert open_checkpoint(f"{file.parent}:other").name == str(file.with_name("other.gguf"))
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ checkpoint     config, index, single tensors
 sources        a directory, or the hub
 stored_files   config.json and weights in shards
 gguf_files     both in one file
+gguf_names     which of them a name means
 weight_files   safetensors, and pickles read safely
 opened_files   samples of the files, and whether they are still as they were
 tokenizer      of a directory, the hub or a GGUF file

@@ -15,9 +15,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
 from swarmllm.models.architecture import check_supported, num_blocks
-from swarmllm.models.checkpoint.gguf_files import GgufFiles, split_name
+from swarmllm.models.checkpoint.gguf_files import GgufFiles
+from swarmllm.models.checkpoint.gguf_names import locate
 from swarmllm.models.checkpoint.opened_files import OpenedFiles
-from swarmllm.models.checkpoint.sources import Source, find_source, first_line
+from swarmllm.models.checkpoint.sources import Source, first_line
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
 from swarmllm.models.formats.choice import stored_format
 
@@ -99,30 +100,35 @@ class Checkpoint:
 def open_checkpoint(
     name_or_path: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of the hub or of a local directory, or a GGUF file of one; reads its config only.
+    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`gguf_names`); reads its config only.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or it can't be reached.
         WeightsError: a GGUF file is missing or damaged.
         UnsupportedModelError: transformers or swarmllm can't run this architecture.
     """
-    place, gguf_file = split_name(str(name_or_path))
-    source = find_source(place, revision=revision, token=token, cache_dir=cache_dir)
+    source, gguf_file = locate(str(name_or_path), revision=revision, token=token, cache_dir=cache_dir)
     if gguf_file is not None:
         files = GgufFiles(source, gguf_file)
         return _checked(Checkpoint(source, files.config, files, gguf_file))
     path = source.path(CONFIG, required=False)
     if path is None:
         raise ConfigurationError(
-            f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers "
-            f"(a GGUF file must be named: {source.name}/FILE.gguf)"
+            f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers, and there is no GGUF file"
         )
     raw, config = _read_config(source.name, path)
-    form = stored_format(raw)
+    form = stored_format(raw) or stored_format(_described_beside(source))
     for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or transformers would look for its own quantizers
     return _checked(Checkpoint(source, config, ConfigAndWeights(source, form)))
+
+
+def _described_beside(source: Source) -> dict[str, Any]:
+    """What ModelOpt says of its weights; in config.json its earlier releases don't."""
+    path = source.path("hf_quant_config.json", required=False)
+    found = {} if path is None else json.loads(path.read_text()).get("quantization") or {}
+    return {"quantization_config": {**found, "quant_method": "modelopt"}} if found else {}
 
 
 def _read_config(name: str, path: Path) -> tuple[dict[str, Any], PreTrainedConfig]:

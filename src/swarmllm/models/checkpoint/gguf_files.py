@@ -1,10 +1,8 @@
 """A checkpoint in GGUF: one file, or several parts of one, with config and weights.
 
-Which file, its name says: `path/to/file.gguf`, `owner/repository/file.gguf` on the hub, or a directory that holds one.
-Used by `checkpoint`.
+Which file, `gguf_names` says. Used by `checkpoint`.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,39 +11,13 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
+from swarmllm.models.checkpoint.gguf_names import PART
 from swarmllm.models.checkpoint.sources import Source, first_line
-from swarmllm.models.checkpoint.stored_files import LAYOUTS, OnRead, StoredFiles
+from swarmllm.models.checkpoint.stored_files import OnRead, StoredFiles
 from swarmllm.models.checkpoint.weight_files import StoredPlace
 from swarmllm.models.formats.gguf.config import architecture_of, config_of
 from swarmllm.models.formats.gguf.header import Header, read_header
 from swarmllm.models.formats.gguf.weights import ROPE_FACTORS, GgufView, GgufWeight
-
-SUFFIX = ".gguf"
-_PART = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")
-
-
-def split_name(name_or_path: str) -> tuple[str, str | None]:
-    """(directory or repository, GGUF file in it or None).
-
-    Raises:
-        ConfigurationError: a directory holds several, and nothing else.
-    """
-    path = Path(name_or_path).expanduser()
-    if name_or_path.endswith(SUFFIX) and not path.is_dir():
-        if path.is_file() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") < 2:
-            return str(path.parent), path.name
-        owner, repository, filename = name_or_path.split("/", 2)
-        return f"{owner}/{repository}", filename
-    if not path.is_dir() or any((path / filename).is_file() for filename, _ in LAYOUTS):
-        return name_or_path, None
-    found = sorted(
-        one.name for one in path.glob(f"*{SUFFIX}") if not (part := _PART.search(one.name)) or part[1] == "00001"
-    )
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"{name_or_path} holds {len(found)} GGUF files: name one of them, such as {path / found[0]}"
-        )
-    return name_or_path, found[0] if found else None
 
 
 class GgufFiles(StoredFiles):
@@ -116,7 +88,7 @@ class GgufFiles(StoredFiles):
 
 def _parts(filename: str) -> list[str]:
     """Names of all parts of the file that this one begins."""
-    part = _PART.search(filename)
+    part = PART.search(filename)
     if part is None:
         return [filename]
     if part[1] != "00001":

@@ -10,8 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants, hf_hub_download, is_offline_mode
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
@@ -27,6 +33,7 @@ class Source:
     name: str
     public_name: str
     commit: str | None = None
+    is_local: bool
     folder: str = ""
     """Where in a repository it is, with a slash at the end; of directories in the hub's cache."""
 
@@ -41,6 +48,14 @@ class Source:
         """The file if it is here; on the hub: if it has been downloaded by now."""
         raise NotImplementedError
 
+    def filenames(self, suffix: str) -> list[str]:
+        """All files that end so, those in folders of a repository too; without a connection, those that are here.
+
+        Raises:
+            ConfigurationError: the hub answers something else.
+        """
+        raise NotImplementedError
+
     def file(self, filename: str) -> Path:
         """A local path of the file, downloaded if needed.
 
@@ -53,6 +68,8 @@ class Source:
 
 
 class _Directory(Source):
+    is_local = True
+
     def __init__(self, directory: Path) -> None:
         self.name = str(directory)
         self._directory = directory
@@ -77,8 +94,13 @@ class _Directory(Source):
     def local(self, filename: str) -> Path | None:
         return self.path(filename, required=False)
 
+    def filenames(self, suffix: str) -> list[str]:
+        return [path.name for path in self._directory.glob(f"*{suffix}") if path.is_file()]
+
 
 class _Hub(Source):
+    is_local = False
+
     def __init__(self, repo_id: str, revision: str | None, token: str | None, cache_dir: str | None) -> None:
         self.name = self.public_name = repo_id
         self._options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
@@ -99,6 +121,24 @@ class _Hub(Source):
         path = self._known.get(filename)
         return path if path is not None and path.is_file() else None
 
+    def filenames(self, suffix: str) -> list[str]:
+        try:
+            about = HfApi(token=self._options["token"]).model_info(self.name, revision=self._options["revision"])
+            return [one.rfilename for one in about.siblings or () if one.rfilename.endswith(suffix)]
+        except (HTTPError, OSError, ValueError) as error:  # of being offline, too
+            here = self._snapshot()
+            if here is None:
+                raise ConfigurationError(f"the files of {self.name!r} can't be listed: {first_line(error)}") from error
+            return [path.relative_to(here).as_posix() for path in here.rglob(f"*{suffix}")]
+
+    def _snapshot(self) -> Path | None:
+        """Where what has been downloaded is."""
+        where = {"revision": self._options["revision"], "cache_dir": self._options["cache_dir"]}
+        try:
+            return Path(snapshot_download(self.name, local_files_only=True, **where))
+        except (LocalEntryNotFoundError, ValueError):
+            return None
+
     def _download(self, filename: str) -> Path | None:
         if not self._known and not is_offline_mode() and not _hub_is_there():
             self._options["local_files_only"] = True  # else the hub's library tries for half a minute, file by file
@@ -111,7 +151,7 @@ class _Hub(Source):
             ) from error
         except LocalEntryNotFoundError as error:
             offline = is_offline_mode() or "local_files_only" in self._options
-            if self.commit is not None and offline:  # what has been downloaded is all there is
+            if offline and (self.commit or self._snapshot()):  # what has been downloaded is all there is
                 return None
             raise ConfigurationError(
                 f"{self.name!r} is no directory, and the hub can't be reached to look for a model of that name"

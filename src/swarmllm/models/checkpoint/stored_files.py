@@ -101,8 +101,7 @@ class ConfigAndWeights(StoredFiles):
                     )
                 return filename, is_index
         raise BlockWeightsNotFoundError(
-            f"{self._source.name} has no weights: neither {' nor '.join(f for f, _ in LAYOUTS)} "
-            f"(a GGUF file must be named: {self._source.name}/FILE.gguf)"
+            f"{self._source.name} has no weights: neither {', '.join(name for name, _ in LAYOUTS)} nor a GGUF file"
         )
 
     @cached_property

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint.gguf_files import split_name
+from swarmllm.models.checkpoint.gguf_names import locate
 from swarmllm.models.checkpoint.sources import first_line
 
 
@@ -16,11 +16,11 @@ def load_tokenizer(name_or_path: str, **options: Any) -> Any:
         ConfigurationError: there is none that transformers can load.
     """
     try:
-        place, gguf_file = split_name(name_or_path)
+        source, gguf_file = locate(name_or_path, **options)
         if gguf_file is None:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False, **options)
         # Not by AutoTokenizer, which would want the package gguf for the config of most architectures.
-        return PreTrainedTokenizerFast.from_pretrained(place, gguf_file=gguf_file, **options)
+        return PreTrainedTokenizerFast.from_pretrained(source.name, gguf_file=gguf_file, **options)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigurationError(
             f"{name_or_path} has no tokenizer that transformers can load: {first_line(error)}"

@@ -18,6 +18,10 @@ class Awq(StoredFormat):
     parts = (".qweight", ".qzeros", ".scales")
     main = (".qweight",)
 
+    def unread(self) -> str | None:
+        bits, version = self.settings.get("bits", 4), self.settings.get("version", "gemm")
+        return None if bits == 4 and version.lower() == "gemm" else f"AWQ of version {version!r} with {bits} bits"
+
     def dequantize(self, parts: Parts) -> Tensor:
         return scaled(*_unpacked(parts))
 

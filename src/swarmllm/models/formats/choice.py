@@ -13,7 +13,7 @@ from swarmllm.models.formats.hqq import Hqq
 from swarmllm.models.formats.modelopt import ModelOpt
 from swarmllm.models.formats.mxfp4 import Mxfp4
 from swarmllm.models.formats.stored_format import StoredFormat
-from swarmllm.models.formats.torchao import TorchAo, unknown
+from swarmllm.models.formats.torchao import TorchAo
 
 FORMATS: dict[str, type[StoredFormat]] = {
     "awq": Awq,
@@ -42,18 +42,12 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     if not settings:
         return None
     method = _method(settings)
-    form = FORMATS.get(method)
-    if form is None:
+    if method not in FORMATS:
         raise _refused(f"the format {method!r}")
-    if form is Awq and (settings.get("bits", 4) != 4 or settings.get("version", "gemm").lower() != "gemm"):
-        raise _refused(f"AWQ of version {settings.get('version')!r} with {settings.get('bits')} bits")
-    if form is Gptq and settings.get("bits") not in (2, 4, 8):
-        raise _refused(f"GPTQ with {settings.get('bits')} bits")
-    if form is TorchAo and (what := unknown(settings)):
-        raise _refused(f"torchao's {what}")
-    if (sparsity := settings.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":
-        raise _refused(f"sparse weights ({sparsity.get('format')})")
-    return form(settings)
+    form = FORMATS[method](settings)
+    if what := form.unread():
+        raise _refused(what)
+    return form
 
 
 def _method(settings: Mapping[str, Any]) -> str:

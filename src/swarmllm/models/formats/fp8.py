@@ -49,9 +49,12 @@ class Fp8(StoredFormat):
         scale = parts.get(".weight_scale_inv", parts.get(".weight_scale"))
         if scale is None:
             return None
-        if scale.dtype == torch.uint8:
-            scale = torch.exp2(scale.float() - E8M0_BIAS)
-        return by_row(scale.float(), parts[".weight"].shape, self.settings.get("weight_block_size"))
+        return by_row(as_numbers(scale).float(), parts[".weight"].shape, self.settings.get("weight_block_size"))
+
+
+def as_numbers(scale: Tensor) -> Tensor:
+    """Scales as they are, but those that are stored as bytes, which are powers of two."""
+    return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale
 
 
 def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = None) -> Tensor:
@@ -59,7 +62,8 @@ def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = No
     than blocks where the last block of a row is a part of one.
 
     The size of blocks must be known: it doesn't follow from the number of scales where the last one is a part.
-    transformers 5.23 takes it from there, and so computes other weights.
+    transformers 5.23 takes it from there, and so computes other weights. Nor does the number say what the scales are
+    for: there may be as many blocks as rows (DeepSeek-V3's o_proj, of 7168×16384).
 
     Raises:
         CorruptWeightsError: there are more or fewer scales than such a matrix has.
@@ -67,10 +71,12 @@ def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = No
     rows, columns = shape
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(rows, 1).contiguous()
-    if scale.numel() == rows:
-        return scale.reshape(rows, 1)
-    height, width = block or (0, 0)
-    if not block or scale.shape != (-(-rows // height), -(-columns // width)):
+    if block:
+        height, width = block
+        if scale.shape == (-(-rows // height), -(-columns // width)):
+            group = math.gcd(columns, width)
+            by_group = scale.repeat_interleave(width // group, 1)[:, : columns // group]
+            return by_group.repeat_interleave(height, 0)[:rows]
+    if scale.shape not in ((rows,), (rows, 1)):
         raise CorruptWeightsError(f"a weight of {rows}×{columns} has scales of the shape {tuple(scale.shape)}")
-    group = math.gcd(columns, width)
-    return scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width // group, 1)[:, : columns // group]
+    return scale.reshape(rows, 1)

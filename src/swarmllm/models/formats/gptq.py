@@ -6,7 +6,7 @@ from torch import Tensor
 from swarmllm.models.formats.stored_format import Parts, StoredFormat
 from swarmllm.models.quantization.codes import pairs, words
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.models.quantization.published import Uint4
+from swarmllm.models.quantization.published import Uint4, ZeroedBytes
 
 
 class Gptq(StoredFormat):
@@ -19,6 +19,10 @@ class Gptq(StoredFormat):
     parts = (".qweight", ".qzeros", ".scales", ".g_idx")
     main = (".qweight",)
 
+    def unread(self) -> str | None:
+        bits = self.settings.get("bits")
+        return None if bits in (2, 4, 8) else f"GPTQ with {bits} bits"
+
     def dequantize(self, parts: Parts) -> Tensor:
         codes, scale, zero = self._unpacked(parts)
         group = self._groups(parts, codes.shape[1], scale.shape[1])
@@ -28,14 +32,19 @@ class Gptq(StoredFormat):
         codes, scale, zero = self._unpacked(parts)
         num_inputs, num_groups = codes.shape[1], scale.shape[1]
         in_order = torch.arange(num_inputs) * num_groups // num_inputs
-        if self.settings["bits"] != 4 or not torch.equal(self._groups(parts, num_inputs, num_groups), in_order):
+        if not torch.equal(self._groups(parts, num_inputs, num_groups), in_order):
             return None
+        if self.settings["bits"] == 8:
+            return ZeroedBytes(codes.to(torch.uint8), scale, dtype, zero.bfloat16())
         return Uint4(pairs(codes), scale, dtype, zero.to(torch.uint8))
 
     def kept_bits(self) -> float | None:
+        """The codes of 2 bits are kept in 4."""
+        if self.settings.get("desc_act"):
+            return None
+        codes, zero = (8, 16) if self.settings["bits"] == 8 else (4, 8)
         group = self.settings.get("group_size", 128)
-        kept = self.settings["bits"] == 4 and not self.settings.get("desc_act")
-        return 4 + (16 + 8) / group if kept and group > 0 else 4.0 if kept else None
+        return codes + (16 + zero) / group if group > 0 else float(codes)
 
     def _unpacked(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
         """Codes `[out, in]`, scales and zeros `[out, groups]`."""

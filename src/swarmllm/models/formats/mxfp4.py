@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from swarmllm.models.formats.fp8 import E8M0_BIAS
+from swarmllm.models.formats.fp8 import as_numbers
 from swarmllm.models.formats.stored_format import Parts, StoredFormat
 from swarmllm.models.quantization.codes import E2M1, scaled, values_of_pairs
 from swarmllm.models.quantization.packed import Packed
@@ -19,14 +19,10 @@ class Mxfp4(StoredFormat):
     transposed = True
 
     def dequantize(self, parts: Parts) -> Tensor:
-        return scaled(values_of_pairs(parts["_blocks"].flatten(-2), E2M1), _scale(parts))
+        return scaled(values_of_pairs(parts["_blocks"].flatten(-2), E2M1), as_numbers(parts["_scales"]))
 
     def keep(self, parts: Parts, dtype: torch.dtype) -> Packed:
-        return Mxfp4Pairs(parts["_blocks"].flatten(-2), _scale(parts).bfloat16(), dtype)
+        return Mxfp4Pairs(parts["_blocks"].flatten(-2), as_numbers(parts["_scales"]).bfloat16(), dtype)
 
     def kept_bits(self) -> float:
         return 4 + 16 / 32
-
-
-def _scale(parts: Parts) -> Tensor:
-    return torch.exp2(parts["_scales"].float() - E8M0_BIAS)

@@ -36,6 +36,10 @@ class StoredFormat(ABC):
         """The config's `quantization_config`."""
         self._said = False
 
+    def unread(self) -> str | None:
+        """What these settings name that isn't read here; None if there is no such thing."""
+        return None
+
     def split(self, name: str) -> tuple[str, str]:
         """Name of a stored tensor → (name of the weight that it belongs to, its part); "" is no part of any."""
         for suffix in self.parts:

@@ -57,6 +57,16 @@ class TorchAo(StoredFormat):
     main = ("qdata",)
     _name = re.compile(rf"(.*\.)_(\w+?)_({'|'.join(sorted(parts, key=len, reverse=True))})")
 
+    def unread(self) -> str | None:
+        for kind, data in configs(self.settings):
+            if kind not in CONFIGS:
+                return f"torchao's {kind}"
+            packing = data.get("int4_packing_format") or data.get("intx_packing_format") or "plain"
+            packing = packing.get("_data") if isinstance(packing, Mapping) else packing
+            if str(packing).lower() not in PACKINGS:
+                return f"torchao's {kind} packed as {packing}"
+        return None
+
     def split(self, name: str) -> tuple[str, str]:
         found = self._name.fullmatch(name)
         return (found[1] + found[2], found[3]) if found else (name, "")
@@ -101,18 +111,6 @@ def configs(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
     quant_type = settings.get("quant_type")
     return found(quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type or "no quant_type")
-
-
-def unknown(settings: Mapping[str, Any]) -> str | None:
-    """What of these settings isn't read here; None if all is."""
-    for kind, data in configs(settings):
-        if kind not in CONFIGS:
-            return kind
-        packing = data.get("int4_packing_format") or data.get("intx_packing_format") or "plain"
-        packing = packing.get("_data") if isinstance(packing, Mapping) else packing
-        if str(packing).lower() not in PACKINGS:
-            return f"{kind} packed as {packing}"
-    return None
 
 
 def _kept_bits(kind: str, data: Mapping[str, Any]) -> float:

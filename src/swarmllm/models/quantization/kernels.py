@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import os
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class _Weight(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled `kernels.c`; None where there is none."""
-    path = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
+    path = Path(__file__).with_name("_kernels.so")
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:

@@ -39,8 +39,9 @@ class Nf4(Packed):
         flat_codes, flat_scale = codes.view(-1, codes.shape[-1]), scale.view(-1, scale.shape[-1])
         for start, end, part in row_slices(weight):
             groups = part.reshape(-1, GROUP)
-            largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
-            steps = (groups / largest).add_(1).mul_(STEPS / 2).round_().clamp_(0, STEPS).to(torch.int32)
+            largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
+            largest = largest.clamp_min_(torch.finfo(torch.float32).tiny).to(scale.dtype)
+            steps = groups.div_(largest).add_(1).mul_(STEPS / 2).round_().clamp_(0, STEPS).to(torch.int32)
             nearest = _nearest().index_select(0, steps.flatten()).view(end - start, -1, 2)
             pairs = (nearest[..., 0] << 4) | nearest[..., 1]
             flat_codes[start:end] = _tile(pairs) if tiled else pairs

@@ -29,7 +29,9 @@ from swarmllm.models.quantization.loading import LoadingConfig
 from swarmllm.models.quantization.whole import hold_whole
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
+from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
+from swarmllm.models.stages import stage
 
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
@@ -49,11 +51,12 @@ def load_block_span(
     progress: bool = True,
     num_offloaded: int = 0,
     offload_dir: Path | None = None,
+    probes_dir: Path | None = None,
 ) -> BlockSpan:
     """Read the blocks of `span`, all of one stack, and nothing else of weight; dtype None = as the config says.
 
     `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
-    in `offload_dir`, or where temporary files are.
+    in `offload_dir`, or where temporary files are. In `probes_dir` is kept what probes find, for the next time.
 
     Raises:
         ConfigurationError: the model has no such blocks, it can't quantize them that way, or there is no room for those
@@ -72,9 +75,11 @@ def load_block_span(
 
     def read(part: Span, unused: Collection[str], digests: BlockDigests, *, progress: bool) -> PreTrainedModel:
         cls = pruned(blocks_class(checkpoint.config), prune_to_span(part, unused))
-        model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
+        with stage(f"reading blocks {part}" + (" and quantizing them" if options else "")):
+            model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
         hold_whole(model)
-        check_quantized(model.modules())
+        with stage("comparing products of quantized weights with exact ones"):
+            check_quantized(model.modules())
         return model
 
     def load(unused: Collection[str]) -> BlockSpan:
@@ -88,9 +93,14 @@ def load_block_span(
             else:
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded)
-            probe(blocks)
+            if known is None or not known.restore(blocks):
+                with stage(f"looking at what blocks {span} need and can do"):
+                    probe(blocks)
+                if known is not None:
+                    known.keep(blocks)
             return blocks
 
+    known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization)
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
         return load(unused)

@@ -1,0 +1,106 @@
+"""What probes have found out, kept on disk: at the next start of a server they would find the same.
+
+Called by `loading`. A result counts for the same blocks of the same config, in the same format, computed by the same
+code on the same kind of processor; weights make no difference to what blocks need and can do.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict
+
+from swarmllm.data_structures import BlockTraits
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.quantization import Quantization, kernels
+from swarmllm.models.span.block_span import BlockSpan
+
+Shape = tuple[int, int]
+
+
+class _Result(BaseModel):
+    """What `probes` leaves in a span."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    traits: BlockTraits
+    key_value_shapes: dict[int, tuple[Shape, Shape]]
+    cache_bytes_per_token: int
+    cache_bytes_per_session: int
+
+
+class ProbeResults:
+    """The result for one way of loading some blocks, if it is known."""
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint, quantization: Quantization) -> None:
+        self._directory, self._config, self._quantization = directory, checkpoint.raw_config(), quantization
+
+    def restore(self, blocks: BlockSpan) -> bool:
+        """Put a result that is known into the blocks; whether there is one."""
+        try:
+            written = self._path(blocks).read_text()
+            found = _Result.model_validate_json(written)
+        except (OSError, ValueError):
+            return False
+        if found.model_dump_json() != written:  # traits have defaults, and so would be complete without some of them
+            return False
+        blocks.traits, blocks.slots.block_output = found.traits, found.traits.block_output
+        blocks.key_value_shapes = found.key_value_shapes
+        blocks.cache_bytes_per_token = found.cache_bytes_per_token
+        blocks.cache_bytes_per_session = found.cache_bytes_per_session
+        return True
+
+    def keep(self, blocks: BlockSpan) -> None:
+        """Note what has been found. Where that can't be written, the next start looks again."""
+        found = _Result(
+            traits=blocks.traits,
+            key_value_shapes=dict(blocks.key_value_shapes),
+            cache_bytes_per_token=blocks.cache_bytes_per_token,
+            cache_bytes_per_session=blocks.cache_bytes_per_session,
+        )
+        path = self._path(blocks)
+        beside = path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(found.model_dump_json())
+            beside.replace(path)
+
+    def _path(self, blocks: BlockSpan) -> Path:
+        about = {
+            "config": self._config,
+            "span": [blocks.span.start, blocks.span.end],
+            "dtype": str(blocks.dtype),
+            "quantization": [self._quantization.quant_type, self._quantization.smallest],
+            "offloaded": blocks.offloaded is not None,
+            "device": _device(blocks.device),
+            "code": _code(),
+        }
+        return self._directory / f"{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}.json"
+
+
+def _device(device: torch.device) -> list[Any]:
+    """The kind of processor: kernels differ."""
+    if device.type == "cuda":
+        return [device.type, torch.cuda.get_device_name(device)]
+    names: set[str] = set()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = {line for line in lines if line.startswith(("model name", "CPU part"))}
+    capability = torch.backends.cpu.get_cpu_capability()
+    return [device.type, platform.machine(), sorted(names), capability, kernels.library() is not None]
+
+
+@cache
+def _code() -> list[str]:
+    """Versions, and a digest of all that is here, which changes without one while somebody works on it."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return [sys.version, torch.__version__, transformers.__version__, digest.hexdigest()]
