@@ -21,11 +21,8 @@ from swarmllm.gateway.unknown_fields import ANYTHING, Body, Harmless
 class Options(Body):
     harmless: ClassVar[Harmless] = {
         **dict.fromkeys(("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "use_mmap", "use_mlock"), ANYTHING),
-        **dict.fromkeys(("num_thread", "num_keep", "logits_all", "mirostat_tau", "mirostat_eta"), ANYTHING),
+        **dict.fromkeys(("num_thread", "num_keep", "logits_all"), ANYTHING),
         **dict.fromkeys(("vocab_only", "embedding_only"), (False,)),
-        "tfs_z": (1,),
-        "typical_p": (1,),
-        "mirostat": (0,),
         "repeat_last_n": (-1,),
         "penalize_newline": (True,),
     }
@@ -35,6 +32,11 @@ class Options(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: int | None = None
     stop: StopString | list[StopString] | None = None
     repeat_penalty: float | None = None
@@ -66,9 +68,16 @@ class OllamaRequest(Body):
         given = self.options or Options.model_validate({})
         if (given.num_ctx or 0) > model.max_length:
             raise ApiError(400, f"num_ctx can be at most {model.max_length} here", param="options.num_ctx")
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        names = ["temperature", "top_p", "top_k", "min_p", "typical_p", "tfs_z", "seed", "stop"]
+        names += ["presence_penalty", "frequency_penalty"]
         found = {"model": model.name, **{name: getattr(given, name) for name in names}}
         found["repetition_penalty"] = given.repeat_penalty
+        if given.mirostat:  # clients send its settings also where it is off
+            found |= {
+                "mirostat_mode": given.mirostat,
+                "mirostat_tau": given.mirostat_tau,
+                "mirostat_eta": given.mirostat_eta,
+            }
         if given.num_predict is not None and given.num_predict >= 0:
             found["max_tokens"] = given.num_predict
         return found

@@ -34,6 +34,7 @@ class _Result(BaseModel):
     key_value_shapes: dict[int, tuple[Shape, Shape]]
     cache_bytes_per_token: int
     cache_bytes_per_session: int
+    cross_bytes_per_token: int
 
 
 class ProbeResults:
@@ -55,6 +56,7 @@ class ProbeResults:
         blocks.key_value_shapes = found.key_value_shapes
         blocks.cache_bytes_per_token = found.cache_bytes_per_token
         blocks.cache_bytes_per_session = found.cache_bytes_per_session
+        blocks.cross_bytes_per_token = found.cross_bytes_per_token
         return True
 
     def keep(self, blocks: BlockSpan) -> None:
@@ -64,6 +66,7 @@ class ProbeResults:
             key_value_shapes=dict(blocks.key_value_shapes),
             cache_bytes_per_token=blocks.cache_bytes_per_token,
             cache_bytes_per_session=blocks.cache_bytes_per_session,
+            cross_bytes_per_token=blocks.cross_bytes_per_token,
         )
         path = self._path(blocks)
         beside = path.with_suffix(f".{os.getpid()}")
