@@ -21,8 +21,10 @@ from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner
 from swarmllm.models.shell.client_shell import ClientShell
-from swarmllm.models.shell.hollow_blocks import BlockAdapters, hollow_blocks
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
+from swarmllm.models.shell.hollow_blocks import hollow_blocks
 from swarmllm.models.shell.hollow_modules import ModulePlace, fix_children
+from swarmllm.models.shell.read_blocks import BlockReader
 from swarmllm.models.shell.read_positions import adopt_head
 from swarmllm.models.shell.stack_forward import adopt_stack
 from swarmllm.models.shell.training_notices import TrainingNotices
@@ -65,7 +67,7 @@ def load_client_shell(
     model.name_or_path = checkpoint.name  # peft writes it into its adapters
     if "generation_config" not in hf_kwargs and (generation_config := checkpoint.generation_config()) is not None:
         model.generation_config = generation_config
-    _hollow_out(model, model_class, here)
+    _hollow_out(model, model_class, here, None if checkpoint.comes_packed else BlockReader(checkpoint, dtype))
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
@@ -81,12 +83,15 @@ def _put_proxy(runner: BlocksRunner, traits: BlockTraits, model: PreTrainedModel
     getattr(found.owner, found.attribute).append(BlocksProxy(found.blocks[0], runner, traits))
 
 
-def _hollow_out(model: PreTrainedModel, model_class: type[PreTrainedModel], here: Mapping[int, nn.Module]) -> None:
+def _hollow_out(
+    model: PreTrainedModel, model_class: type[PreTrainedModel], here: Mapping[int, nn.Module], read: BlockReader | None
+) -> None:
     """Show the blocks, without the weights of those that aren't here, to whoever looks for modules to adapt."""
     name, proxy = next((name, part) for name, part in model.named_modules() if isinstance(part, BlocksProxy))
     path = name.rpartition(".")[0]
     owner, _, attribute = path.rpartition(".")
-    blocks = hollow_blocks(model_class, model, proxy, {idx: block.to(model.device) for idx, block in here.items()})
+    at_hand = {idx: block.to(model.device) for idx, block in here.items()}
+    blocks = hollow_blocks(model_class, model, proxy, at_hand, read)
     setattr(model.get_submodule(owner), attribute, blocks)
     fix_children(model.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))

@@ -21,7 +21,7 @@ from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
 from swarmllm.models.shell.call_cache import cache_of_call, note_spent
-from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache, text_mask
@@ -100,6 +100,11 @@ def _described(
     adapter, trained = _adapter(shell, stack, cache, prefix)
     if adapter is not None and adapter.has_dropout:
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
+    if adapter is not None and adapter.has_numbers:
+        numbers = shell.swarm_adapters.numbers(*given.shape[:2])
+        if numbers is None:
+            raise ConfigurationError("this text began with adapter_names=[…], so it can't go on without them")
+        tensors["adapter_numbers"] = numbers
     return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
 
 
