@@ -220,14 +220,16 @@ class Patch(PeerModel):
     block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
     path: Annotated[str, Field(max_length=128)]
     """Of the module inside its block."""
-    kind: Literal["lora", "ia3_in", "ia3_out", "loha", "prompt", "prefix"]
-    shapes: Annotated[
-        tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(min_length=1, max_length=4)
+    kind: Literal[
+        "lora", "dora", "ia3_in", "ia3_out", "loha", "kron", "rotate", "tensor", "dropout", "prompt", "prefix"
     ]
+    shapes: Annotated[tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(max_length=4)]
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     """Share of a LoRA's inputs that is left out. Calls come with a seed for each token then, from which it follows
     which."""
+    number: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
+    """Above 0: it is for those tokens alone for which calls say this number (`adapter_numbers`)."""
 
 
 class ModelRecord(PeerModel):

@@ -83,18 +83,15 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     "a hook on the first block": (lambda m: m.model.layers[0].register_forward_hook(print), HOOK),
     "a hook inside the first block": (lambda m: m.model.layers[0].mlp.register_forward_hook(print), HOOK),
     "filling a weight": (lambda m: weight(m).fill_(1), WEIGHT),
+    "a view of it": (lambda m: weight(m).T[0].fill_(1), WEIGHT),
+    "its memory": (lambda m: weight(m).numpy(), WEIGHT),
     "its data": (lambda m: weight(m).data.zero_(), WEIGHT),
     "other data": (lambda m: setattr(weight(m), "data", torch.ones(64, 64)), WEIGHT),
     "copying into it": (lambda m: weight(m).copy_(torch.ones(64, 64)), WEIGHT),
     "a part of it": (lambda m: weight(m).__setitem__(0, 1), WEIGHT),
     "initializing it": (lambda m: nn.init.normal_(weight(m)), WEIGHT),
-    "its norm": (lambda m: weight(m).norm(), WEIGHT),
-    "a sum of norms": (lambda m: torch.stack([weight(m), weight(m)]).sum(), WEIGHT),
-    "a penalty": (lambda m: 1 - weight(m), WEIGHT),
-    "its numbers": (lambda m: weight(m).tolist(), WEIGHT),
-    "calling a part": (lambda m: block(m).mlp(torch.ones(1, 1, 64)), WEIGHT),
     "an optimizer": (lambda m: torch.optim.SGD([weight(m)], lr=0.1), WEIGHT),
-    "pruning": (lambda m: prune.l1_unstructured(block(m).self_attn.q_proj, "weight", 0.5), WEIGHT),  # type: ignore[no-untyped-call]
+    "pruning": (lambda m: prune.l1_unstructured(block(m).self_attn.q_proj, "weight", 0.5), CHANGE),  # type: ignore[no-untyped-call]
     "gradients of a weight": (lambda m: weight(m).requires_grad_(), WEIGHT),
     "gradients by attribute": (lambda m: setattr(weight(m), "requires_grad", True), WEIGHT),
     "gradients of a block": (lambda m: block(m).requires_grad_(True), CHANGE),
@@ -103,7 +100,7 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
         f"self_attn.q_proj.weight of block 1 {CHANGE}",
     ),
     "another tensor": (lambda m: setattr(block(m).mlp.up_proj, "weight", torch.ones(128, 64)), CHANGE),
-    "one parameter more": (lambda m: block(m).register_parameter("scale", nn.Parameter(torch.ones(1))), "a tensor"),
+    "one parameter more": (lambda m: block(m).register_parameter("scale", nn.Parameter(torch.ones(1))), CHANGE),
     "one buffer more": (lambda m: block(m).register_buffer("scale", torch.ones(1)), "a tensor"),
     "another module": (lambda m: setattr(block(m), "mlp", nn.Identity()), f"mlp of block 1 {CHANGE}"),
     "a wrapped module": (lambda m: setattr(block(m), "mlp", nn.Sequential(block(m).mlp, nn.ReLU())), CHANGE),
@@ -140,6 +137,20 @@ def test_what_cannot_reach_the_servers(name: str, shared: Any, expected: Tensor)
     assert "\n" not in str(caught.value)
     assert [name for name, _ in shared.named_modules()] == names
     assert torch.equal(shared(IDS, use_cache=False).logits, expected)
+
+
+def test_weights_can_be_read(llama: Path, shared: Any) -> None:
+    local = weight_of(load_local(llama))
+    for look in (torch.norm, lambda w: 1 - w, lambda w: w.data.T @ w, lambda w: torch.stack([w, w])):
+        assert torch.equal(look(weight(shared)), look(local))
+    assert weight(shared).tolist() == local.tolist()
+    ones = torch.ones(1, 1, 64)
+    assert torch.equal(block(shared).mlp(ones), load_local(llama).model.layers[1].mlp(ones))
+
+
+def weight_of(local: Any) -> Tensor:
+    found: Tensor = local.model.layers[1].self_attn.q_proj.weight
+    return found
 
 
 HARMLESS: dict[str, Operation] = {
@@ -232,6 +243,21 @@ EQUAL: dict[str, peft.PeftConfig] = {
         task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
     "LoHa": peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    "biases of adapters": lora(lora_bias=True),
+    "DoRA": lora(use_dora=True),
+    "VeRA": peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+    "LoKr": peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"]),
+    "LoKr, decomposed": peft.LoKrConfig(
+        task_type="CAUSAL_LM", r=2, decompose_both=True, decompose_factor=8, target_modules=["q_proj", "down_proj"]
+    ),
+    "AdaLoRA": peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10),
+    "OFT": peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], oft_block_size=8),
+    "OFT of one matrix": peft.OFTConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], oft_block_size=8, block_share=True, use_cayley_neumann=False
+    ),
+    "norms": peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm", "norm"]),
+    "a whole norm": lora(modules_to_save=["input_layernorm"]),
+    "a whole part": lora(modules_to_save=["mlp"], target_modules=["q_proj"]),
     "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "a prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
@@ -240,6 +266,7 @@ EQUAL: dict[str, peft.PeftConfig] = {
 def tuned(model: Any, config: peft.PeftConfig, adapter: str = "default", seed: int = 7) -> Any:
     """With an adapter of random values, the same for the same config and seed."""
     config = copy.deepcopy(config)
+    torch.manual_seed(seed)
     if adapter == "default":
         model = peft.get_peft_model(model, config)
     else:
@@ -248,6 +275,9 @@ def tuned(model: Any, config: peft.PeftConfig, adapter: str = "default", seed: i
         if adapter in name and any(part in name for part in ("lora_", "ia3", "hada", "prompt")):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + ("ia3" in name)
+        elif parameter.requires_grad and any(part in name for part in ("vera", "oft", "lokr", "ln_tuning", ".bias")):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.03
     return model
 
 
@@ -275,27 +305,36 @@ def test_configs_that_are_the_local_ones(name: str, llama: Path) -> None:
     assert_same(results(remote.train()), wanted)
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("model_type", ["qwen2", "opt"])
+def test_biases_of_blocks(model_type: str, bias: Any, tmp_path: Path) -> None:
+    """Trained, saved, loaded, and left in the model when the adapter goes, as peft does."""
+    save_tiny(model_type, tmp_path / "base")
+    client, local = InProcessSwarm(tmp_path / "base").client, load_local(tmp_path / "base")
+    config = lora(bias=bias, target_modules=["q_proj", "v_proj"])
+    remote_one, local_one = tuned(client, config), tuned(local, config)
+    wanted = results(local_one)
+    assert sum(".bias" in name and "layers" in name for name in wanted) >= 8
+    assert_same(results(remote_one), wanted)
+    remote_one.save_pretrained(tmp_path / "adapter")
+    expected = local_one(input_ids=IDS).logits.detach()
+    for base in (InProcessSwarm(tmp_path / "base").client, load_local(tmp_path / "base")):
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        torch.testing.assert_close(loaded(input_ids=IDS).logits.detach(), expected)
+    left: Any = remote_one.unload()
+    torch.testing.assert_close(left(input_ids=IDS).logits.detach(), local_one.unload()(input_ids=IDS).logits.detach())
+
+
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "PiSSA": (lora(init_lora_weights="pissa"), "PiSSA"),
     "PiSSA, quickly": (lora(init_lora_weights="pissa_niter_4"), "PiSSA"),
     "OLoRA": (lora(init_lora_weights="olora"), "OLoRA"),
     "EVA": (lora(init_lora_weights="eva", eva_config=peft.EvaConfig()), "init_lora_weights='eva' reads base weights"),
-    "DoRA": (lora(use_dora=True), "DoRA"),
-    "activated LoRA": (lora(alora_invocation_tokens=[3]), "variants of LoRA"),
-    "a bias of its own": (lora(lora_bias=True), "lora_bias"),
-    "all biases": (lora(bias="all"), "bias='all' trains biases of blocks"),
-    "biases of targets": (lora(bias="lora_only"), "bias='lora_only' trains biases of blocks"),
+    "activated LoRA": (lora(alora_invocation_tokens=[3]), "a variant of LoRA"),
     "parameters": (lora(target_parameters=["mlp.up_proj.weight"]), r"target_parameters=\['mlp.up_proj.weight'\]"),
-    "a whole norm": (lora(modules_to_save=["input_layernorm"]), "modules_to_save"),
-    "a whole part": (lora(modules_to_save=["mlp"], target_modules=["q_proj"]), "modules_to_save"),
     "blocks twice": (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication"),
-    "VeRA": (peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), "can't run on servers"),
-    "LoKr": (peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), "can't run on servers"),
-    "AdaLoRA": (
-        peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10),
-        "can't run on servers",
-    ),
-    "norms": (peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]), "trained whole"),
+    "BOFT": (peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), "can't run on servers"),
+    "FourierFT": (peft.FourierFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), "can't run on servers"),
 }
 
 
@@ -374,21 +413,15 @@ def test_adapters_by_transformers_alone(llama: Path) -> None:
         model.add_adapter(lora(init_lora_weights=False))
         logits.append(model(IDS, use_cache=False).logits.detach())
     torch.testing.assert_close(*logits)
-    with pytest.raises(ConfigurationError, match="bias='all'"):
-        InProcessSwarm(llama).client.add_adapter(lora(bias="all"))
-
-
-def two_rows(model: Any) -> dict[str, Any]:
-    return {"input_ids": IDS, "adapter_names": ["default", "__base__", "default"]}
+    with pytest.raises(ConfigurationError, match="target_parameters"):
+        InProcessSwarm(llama).client.add_adapter(lora(target_parameters=["mlp.up_proj.weight"]))
 
 
 REFUSED_AFTER: dict[str, tuple[Operation, str]] = {
-    "merging": (lambda m: m.merge_and_unload(), "neither merge it"),
-    "merging safely": (lambda m: m.merge_and_unload(safe_merge=True), "neither merge it"),
-    "merging for a while": (lambda m: m.merge_adapter(), "neither merge it"),
-    "merging for a while, safely": (lambda m: m.merge_adapter(safe_merge=True), "neither merge it"),
-    "an adapter for each row": (lambda m: m(**two_rows(m)), "adapter_names"),
-    "an adapter for each text": (lambda m: m.generate(**two_rows(m), max_new_tokens=2), "adapter_names"),
+    "merging": (lambda m: m.merge_and_unload(), "adapters merge"),
+    "merging safely": (lambda m: m.merge_and_unload(safe_merge=True), "adapters merge"),
+    "merging for a while": (lambda m: m.merge_adapter(), "adapters merge"),
+    "merging for a while, safely": (lambda m: m.merge_adapter(safe_merge=True), "adapters merge"),
     "a hook on an adapter": (lambda m: block(m.base_model.model).self_attn.q_proj.register_forward_hook(print), HOOK),
     "a hook inside an adapter": (
         lambda m: block(m.base_model.model).self_attn.q_proj.lora_A["default"].register_forward_hook(print),
@@ -445,14 +478,13 @@ def test_training_differs_from_local_training_once_in_the_log(tmp_path: Path, ca
     (tmp_path / "config.json").write_text(json.dumps(settings))
     whole: Any = InProcessSwarm(tmp_path).client
     assert not told(whole.eval(), caplog)
-    dropout, tensors = told(whole.train(), caplog)
-    assert "without their dropout (attn_dropout=0.1, dropout=0.1, resid_dropout=0.1)" in dropout
+    (tensors,) = told(whole.train(), caplog)
     assert f"this trains 4 of {num_tensors} tensors" in tensors
     head: Any = InProcessSwarm(tmp_path).client.requires_grad_(False)
     head.transformer.ln_f.requires_grad_(True)
-    assert len(told(head.train(), caplog)) == 1
+    assert not told(head.train(), caplog)
     adapted = peft.get_peft_model(InProcessSwarm(tmp_path).client, lora(target_modules=["c_attn"]))
-    assert len(told(adapted.train(), caplog)) == 1
+    assert not told(adapted.train(), caplog)
 
 
 def test_layers_are_not_dropped_all_at_once(tmp_path: Path) -> None:

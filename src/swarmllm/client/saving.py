@@ -26,7 +26,7 @@ from swarmllm.models.architecture import TASK_TAGS, Task
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.sources import find_source
-from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.version import __version__
 
 OWN_TENSORS = "swarmllm_client.safetensors"

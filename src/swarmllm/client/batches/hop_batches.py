@@ -111,7 +111,10 @@ class HopBatches:
         part = None if inputs.adapter is None else inputs.adapter.part(span)
         if inputs.adapter is None or part is None:
             return grads
-        found, like = answer.tensors().get("adapter"), part.flat()
+        like = part.flat()
+        if not len(like):
+            return grads
+        found = answer.tensors().get("adapter")
         if found is None or found.shape != like.shape or not found.is_floating_point():
             raise CorruptActivationsError("the gradient of the adapter is missing or has another shape", answer.peer_id)
         of_adapter = zip(inputs.adapter.indices(span), part.unflatten(found), strict=True)

@@ -1,6 +1,8 @@
 """Small trained tensors that change blocks for one client's calls.
 
 block_adapter   what travels to servers, and how they apply it
+patch_forms     how linear modules are changed
 seeded_dropout  what of an adapter's inputs is left out, in train mode
+blocks_dropout  what blocks leave out themselves, in train mode
 adapter_files   adapters as peft stores them
 """

@@ -5,11 +5,11 @@ some blocks with their values. The client makes one from what peft has put into 
 travels as one flat tensor and a list of patches, never as code; the server checks it against its blocks (`checked`) and
 applies it by hooks while a call runs (`applied`). Gradients with respect to the values come back the same way.
 
-    kind       tensors                        what the module computes            (x its input, y its output)
-    lora       A [r, in], B [out, r]          y + B(A(x)) · scale, perhaps with dropout of x (`seeded_dropout`)
-    ia3_in     l [in]                         the module on x · l
-    ia3_out    l [out]                        y · l
-    loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
+    kind       tensors                        what is computed
+    lora …     as `patch_forms` says          a linear module, changed
+    tensor     any                            a module with this in the place of a parameter, whose path is the patch's
+    dropout    none                           a block in train mode (`blocks_dropout`), or one of its Dropouts, whose
+                                              path is the patch's, with another rate
     prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
     prefix     k, v [heads, prefix, head]     a whole block with these keys and values before those of a text
 
@@ -20,7 +20,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,10 +32,11 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.adapters.blocks_dropout import training
+from swarmllm.models.adapters.patch_forms import Inputs, check_shapes, put_in_place
 from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out
 from swarmllm.models.block_slots import BlockSlots
 
-MAX_RANK = 1024
 MAX_PROMPTS = 1024
 """Positions of deep prompts, or of a prefix. Assumed: papers use up to some hundreds."""
 
@@ -58,7 +59,12 @@ class BlockAdapter:
     @cached_property
     def has_dropout(self) -> bool:
         """Whether each call with it needs seeds."""
-        return any(patch.dropout for patch in self.patches)
+        return any(patch.dropout or patch.kind == "dropout" for patch in self.patches)
+
+    @cached_property
+    def has_numbers(self) -> bool:
+        """Whether each call with it says which tokens are for which patches."""
+        return any(patch.number for patch in self.patches)
 
     @cached_property
     def num_prompts(self) -> int:
@@ -100,7 +106,7 @@ class BlockAdapter:
 
     def flat(self) -> Tensor:
         """All values in one dimension, as they travel."""
-        return torch.cat([tensor.detach().flatten() for tensor in self.tensors()])
+        return torch.cat([torch.empty(0), *(tensor.detach().flatten() for tensor in self.tensors())])
 
     def unflatten(self, flat: Tensor) -> list[Tensor]:
         """The inverse of `flat`, for gradients."""
@@ -149,6 +155,8 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
     where = f"{patch.kind} for {patch.path or 'the whole'} of block {patch.block}"
     if patch.block not in slots.hosted:
         raise RemoteProtocolError(f"{where}: this server holds blocks {slots.hosted}")
+    if patch.number and patch.kind != "lora":
+        raise RemoteProtocolError(f"{where}: only those of LoRA can be for some tokens")
     if patch.kind == "prompt":
         num_prompts = patch.shapes[0][0] if patch.shapes else 0
         if patch.path or patch.shapes != ((num_prompts, hidden_size),) or num_prompts > MAX_PROMPTS:
@@ -158,30 +166,28 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
         return
     if patch.kind == "prefix":
         return  # `_check_prefix` has
+    path, _, name = patch.path.rpartition(".") if patch.kind == "tensor" else (patch.path, "", "")
     try:
-        module = slots.block(patch.block).get_submodule(patch.path)
+        module = slots.block(patch.block).get_submodule(path)
     except AttributeError:
         raise RemoteProtocolError(f"{where}: this model has no such module") from None
-    features = in_and_out_features(module)
-    if features is None:
-        raise RemoteProtocolError(f"{where}: it is a {type(module).__name__}, not a linear module")
-    fan_in, fan_out = features
-    rank = patch.shapes[0][0] if patch.kind == "lora" else patch.shapes[0][-1]
-    wanted: tuple[tuple[int, ...], ...] = {
-        "lora": ((rank, fan_in), (fan_out, rank)),
-        "ia3_in": ((fan_in,),),
-        "ia3_out": ((fan_out,),),
-        "loha": ((fan_out, rank), (rank, fan_in)) * 2,
-    }[patch.kind]
-    if patch.shapes != wanted or (patch.kind in ("lora", "loha") and rank > MAX_RANK):
-        raise RemoteProtocolError(f"{where}: its shapes {patch.shapes} don't fit a module {fan_in} → {fan_out}")
+    if patch.kind == "tensor":
+        current = module._parameters.get(name)
+        if current is None or patch.shapes != (tuple(current.shape),):
+            raise RemoteProtocolError(f"{where}: there is no parameter of this shape, or it is quantized")
+    elif patch.kind == "dropout":
+        if patch.shapes or (patch.path and not isinstance(module, nn.Dropout)):
+            raise RemoteProtocolError(f"{where}: there is no dropout")
+    else:
+        check_shapes(patch, module, where)
 
 
 def _check_prefix(patches: Sequence[Patch], shapes: KeyValueShapes) -> None:
     """One for each block, and as long for all."""
     if not patches:
         return
-    num_prefix = patches[0].shapes[0][1] if len(patches[0].shapes[0]) == 3 else 0
+    first = patches[0].shapes
+    num_prefix = first[0][1] if first and len(first[0]) == 3 else 0
     if num_prefix > MAX_PROMPTS:
         raise RemoteProtocolError(f"a prefix may have {MAX_PROMPTS} positions, not {num_prefix}")
     for patch in patches:
@@ -196,90 +202,77 @@ def _check_prefix(patches: Sequence[Patch], shapes: KeyValueShapes) -> None:
         raise RemoteProtocolError("a block can have one prefix only")
 
 
-def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
-    """(features in, features out) of a linear module; None if it is something else (GPT-2's Conv1D is linear)."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D":
-        weight = getattr(module, "weight", None)
-        return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else None
-    return None
-
-
 @contextmanager
 def applied(
-    adapter: BlockAdapter, slots: BlockSlots, span: Span, past: int = 0, seeds: Tensor | None = None
+    adapter: BlockAdapter,
+    slots: BlockSlots,
+    span: Span,
+    past: int | None = None,
+    seeds: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> Iterator[None]:
-    """Within, the blocks of `span` compute with the adapter, on positions from `past` on.
+    """Within, the blocks of `span` compute with the adapter.
 
     Args:
-        seeds: `[batch, seq]`, for its dropout.
+        past: positions that a cache has; None = there is no cache.
+        seeds: `[batch, seq]`, for dropout.
+        numbers: `[batch, seq]`, those of the patches for each token.
 
     Raises:
-        RemoteProtocolError: it has dropout, but there are no seeds.
+        RemoteProtocolError: it has dropout, but there are no seeds, or is for some tokens, but nobody says for which.
     """
-    if seeds is None and adapter.has_dropout:
-        raise RemoteProtocolError("an adapter with dropout needs dropout_seeds with every call")
+    if (seeds is None and adapter.has_dropout) or (numbers is None and adapter.has_numbers):
+        missing = "dropout_seeds" if seeds is None and adapter.has_dropout else "adapter_numbers"
+        raise RemoteProtocolError(f"this adapter needs {missing} with every call")
     met = Counter[tuple[int, str]]()
+    in_training: dict[int, nn.Module] = {}
+    rates: dict[nn.Module, float] = {}
     with ExitStack() as hooks:
         for patch, values in zip(adapter.patches, adapter.values, strict=True):
             if patch.block not in span or patch.kind == "prefix":
                 continue
-            module = slots.block(patch.block).get_submodule(patch.path)
-            if patch.kind == "prompt":
-                if past < len(values[0]):
-                    hooks.callback(_prompt(module, values[0][past:], slots).remove)
-                continue
-            if patch.kind == "lora":
+            block = slots.block(patch.block)
+            if patch.kind == "tensor":
+                hooks.enter_context(_in_the_place_of(block, patch.path, values[0]))
+            elif patch.kind == "dropout":
+                if patch.path:
+                    rates[block.get_submodule(patch.path)] = patch.dropout
+                else:
+                    in_training[patch.block] = block
+            elif patch.kind == "prompt":
+                if (past or 0) < len(values[0]):
+                    hooks.callback(_prompt(block, values[0][past or 0 :], slots).remove)
+            else:
                 key = dropout_key(patch.block, patch.path, met[patch.block, patch.path])
                 met[patch.block, patch.path] += 1
-                drop = None
+                drop, chosen = None, None
                 if patch.dropout and seeds is not None:
                     drop = partial(drop_out, seeds=seeds, key=key, probability=patch.dropout)
-                hooks.callback(_lora(module, values, patch.scale, drop).remove)
-                continue
-            hooks.callback(_HOOKS[patch.kind](module, values, patch.scale).remove)
+                if patch.number and numbers is not None:
+                    chosen = numbers == patch.number
+                module = block.get_submodule(patch.path)
+                hooks.callback(put_in_place(module, values, patch, Inputs(drop, chosen)).remove)
+        if in_training and seeds is not None:
+            hooks.enter_context(training(in_training, rates, seeds, cached=past is not None))
         yield
+
+
+@contextmanager
+def _in_the_place_of(block: nn.Module, path: str, value: Tensor) -> Iterator[None]:
+    """Within, the value is used instead of this parameter."""
+    owner, _, name = path.rpartition(".")
+    parameters: dict[str, Any] = block.get_submodule(owner)._parameters
+    before = parameters[name]
+    parameters[name] = value.to(before)
+    try:
+        yield
+    finally:
+        parameters[name] = before
 
 
 def dropout_key(block_idx: int, path: str, number: int) -> int:
     """Of the adapter of that number on a module: what makes its dropout differ from that of others."""
     return zlib.crc32(f"{block_idx}.{path}#{number}".encode()) % SEEDS
-
-
-def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float, drop: Callable[..., Tensor] | None) -> Any:
-    down, up = values
-
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        inputs = args[0].to(down.dtype)
-        inner = functional.linear(functional.linear(inputs if drop is None else drop(inputs), down), up)
-        return (output + inner * scale).to(output.dtype)
-
-    return module.register_forward_hook(hook)
-
-
-def _ia3_in(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
-    (factors,) = values
-
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return ((args[0].to(factors.dtype) * factors).to(args[0].dtype), *args[1:])
-
-    return module.register_forward_pre_hook(hook)
-
-
-def _ia3_out(module: nn.Module, values: tuple[Tensor, ...], _scale: float) -> Any:
-    (factors,) = values
-    return module.register_forward_hook(lambda _, __, output: (output * factors).to(output.dtype))
-
-
-def _loha(module: nn.Module, values: tuple[Tensor, ...], scale: float) -> Any:
-    a1, b1, a2, b2 = values
-
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        delta = (a1 @ b1) * (a2 @ b2) * scale
-        return (output + functional.linear(args[0].to(delta.dtype), delta)).to(output.dtype)
-
-    return module.register_forward_hook(hook)
 
 
 def _prompt(block: nn.Module, values: Tensor, slots: BlockSlots) -> Any:
@@ -290,10 +283,3 @@ def _prompt(block: nn.Module, values: Tensor, slots: BlockSlots) -> Any:
         return slots.with_hidden(args, kwargs, (hidden + added).to(hidden.dtype))
 
     return block.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-_HOOKS: dict[str, Callable[..., Any]] = {
-    "ia3_in": _ia3_in,
-    "ia3_out": _ia3_out,
-    "loha": _loha,
-}

@@ -1,7 +1,8 @@
 """Dropout that can be computed anew: what is left out follows from a seed of each token.
 
 The client draws the seeds, which travel like other inputs and stay with their tokens wherever rows and columns of the
-batch are cut. So a replay, another server and the backward all leave out the same. Used by `block_adapter`.
+batch are cut. So a replay, another server and the backward all leave out the same. Used by
+`block_adapter` and `blocks_dropout`.
 """
 
 import torch
@@ -46,6 +47,15 @@ def keep_mask(seeds: Tensor, num_features: int, key: int, probability: float) ->
     of_tokens = _mixed(seeds.to(torch.int32) ^ key)
     of_features = _mixed(torch.arange(num_features, dtype=torch.int32, device=seeds.device))
     bits = _mixed(of_tokens[..., None] ^ of_features) & (SEEDS - 1)
+    return bits >= int(probability * SEEDS)
+
+
+def keep_mask_of_pairs(seeds: Tensor, others: Tensor, num_heads: int, key: int, probability: float) -> Tensor:
+    """`[batch, heads, seq, keys]`, for tokens of these seeds `[batch, seq]` that look at `others` `[batch, keys]`."""
+    of_tokens = _mixed(seeds.to(torch.int32) ^ key)
+    of_heads = _mixed(torch.arange(num_heads, dtype=torch.int32, device=seeds.device))
+    of_others = _mixed(_mixed(others.to(torch.int32, copy=True))[:, None] ^ of_heads[:, None])
+    bits = _mixed(of_tokens[:, None, :, None] ^ of_others[:, :, None]) & (SEEDS - 1)
     return bits >= int(probability * SEEDS)
 
 

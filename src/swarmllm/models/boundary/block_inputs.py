@@ -21,6 +21,7 @@ AXES = {
     "input_ids": (0, 1),
     "inputs_embeds": (0, 1),
     "dropout_seeds": (0, 1),
+    "adapter_numbers": (0, 1),
 }
 """Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
 
@@ -54,7 +55,9 @@ class BlockInputs:
     encoder_attention_mask: Tensor | None = None
     """`[batch, source]`."""
     dropout_seeds: Tensor | None = None
-    """`[batch, seq]`; only if the adapter has dropout (`adapters/seeded_dropout`)."""
+    """`[batch, seq]`; only if there is dropout (`adapters/seeded_dropout`)."""
+    adapter_numbers: Tensor | None = None
+    """`[batch, seq]`; only if the adapter has patches for some tokens (`Patch.number`)."""
     adapter: BlockAdapter | None = None
     """What the blocks shall compute with besides their weights; travels apart, by handle."""
     trained: tuple[Tensor, ...] = ()

@@ -12,6 +12,9 @@ call_cache        which cache a call runs with
 remote_cache      a cache whose keys and values are on servers
 hollow_blocks     the blocks as others see them: names and shapes
 hollow_modules    what they refuse, because it couldn't reach the servers
+hollow_adapters   what is in them at a forward, for servers to compute with
+tuner_layers      what a layer of peft does, in the forms that servers know
+read_blocks       their weights, where somebody looks at them
 tuned_prompts     trained vectors before the text
 tuned_prefix      trained keys and values before the text
 training_notices  what somebody who trains is told once

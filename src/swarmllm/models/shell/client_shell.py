@@ -19,7 +19,7 @@ from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, detour
 from swarmllm.models.shell.call_cache import note_prepared
-from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.shell.training_notices import TrainingNotices
 from swarmllm.models.shell.tuned_prompts import TunedPrompts

@@ -5,15 +5,17 @@ hooks, no attributes, and no children but what peft wraps around them. Each refu
 Made by `hollow_blocks`; knows neither adapters nor the network.
 """
 
+import copy
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
 
 from swarmllm.errors import ConfigurationError
 
@@ -28,6 +30,8 @@ _ABOUT_A_TENSOR: Any = {  # not is_leaf, by which an optimizer asks whether it c
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
+MAX_WHOLE = 16 << 20
+"""Numbers of a module that is trained as a whole, at most; they travel after each step. Assumed."""
 _FREEZING: Any = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -45,9 +49,16 @@ class ModulePlace(NamedTuple):
 
 
 class HollowTensor(Tensor):
-    """A weight of a block as far as it is known here: where it is, its shape and its dtype."""
+    """A weight of a block as far as it is known here: where it is, its shape and its dtype.
+
+    Who reads it gets its values, from the checkpoint; nobody can change it.
+    """
 
     place: ModulePlace
+    is_parameter = True
+    read: Callable[[], Tensor] | None = None
+    take: Callable[[], None] | None = None
+    """Has it be a parameter here, to be trained in the place of the servers'; None: it is too large for that."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,16 +69,65 @@ class HollowTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _FREEZING and [*args[1:], *kwargs.values()] == [False]:
             return args[0]
+        if func == _FREEZING[1] and args[1:] == (True,) and args[0].take is not None:
+            return args[0].take()
         given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
+        if _only_reads(func, kwargs) and all(one.read for one in given if isinstance(one, cls)):
+            return _of_values(func, args, kwargs)
         where = next((tensor.place for tensor in given if isinstance(tensor, cls)), "a weight of a block")
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         raise ConfigurationError(
             f"{where} is not here but on servers, which keep it as it is, so {name} can't work on it: train an adapter "
-            "of peft, and neither merge it nor choose one that reads base weights (DoRA, PiSSA, OLoRA, LoftQ)"
+            "of peft, and neither merge it here (`swarmllm adapters merge` does it) nor choose one that changes base "
+            "weights (PiSSA, OLoRA, LoftQ)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.place}, {list(self.shape)} of {self.dtype}, on servers>"
+
+
+def _only_reads(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether it neither changes a tensor nor gives away its memory."""
+    name = func.__name__
+    if name == "__get__":  # an attribute
+        return func.__self__ in _READ
+    changes = (
+        name in ("__set__", "__setitem__", "__delitem__") or name.startswith("__i") or kwargs.get("out") is not None
+    )
+    return not changes and not (name.endswith("_") and not name.endswith("__")) and name not in _MEMORY
+
+
+_READ: Any = (Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real)  # type: ignore[misc]
+_MEMORY = {
+    *("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "backward", "register_hook"),
+    *("retain_grad", "__reduce_ex__", "__deepcopy__", "__cuda_array_interface__", "share_memory"),
+}
+
+
+def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The function of the values; what shares memory with one of them can be changed as little as that one."""
+    places: dict[int, HollowTensor] = {}
+
+    def value_of(one: Any) -> Any:
+        if not isinstance(one, HollowTensor):
+            return one
+        assert one.read is not None
+        value = one.read()
+        places[value.untyped_storage().data_ptr()] = one
+        return value
+
+    args, kwargs = tree_map(value_of, (tuple(args), dict(kwargs)))
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+
+    def closed(one: Any) -> Any:
+        if not isinstance(one, Tensor) or (source := places.get(one.untyped_storage().data_ptr())) is None:
+            return one
+        view = hollow_tensor(one, one.dtype, source.place)
+        view.read = lambda: one
+        return view
+
+    return tree_map(closed, result)
 
 
 def _flat(value: Any) -> Collection[Any]:
@@ -88,14 +148,23 @@ class _Closed(OrderedDict[Any, Any]):
     refusal: str
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise ConfigurationError(self.refusal)
+        if not is_row_hook(value):
+            raise ConfigurationError(self.refusal)
+        super().__setitem__(key, value)
+
+
+def is_row_hook(hook: Any) -> bool:
+    """Whether it is peft's, by which a layer gets to know the adapter of each row: servers are told as well."""
+    return isinstance(hook, partial) and "adapter_names" in hook.keywords
 
 
 def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> _Closed:
-    if was:
+    if any(not is_row_hook(hook) for hook in was.values()):
         raise ConfigurationError(refusal)
     table = _Closed()
     table.refusal = refusal
+    for key, value in was.items():
+        table[key] = value
     return table
 
 
@@ -131,7 +200,7 @@ def fix_children(module: nn.Module, where: ModulePlace, names: Collection[str] |
 
 def _bare(module: nn.Module) -> nn.Module:
     """The module without what peft has put around it."""
-    bare: nn.Module = getattr(module, "get_base_layer", lambda: module)()
+    bare: nn.Module = getattr(module, "get_base_layer", lambda: getattr(module, "original_module", module))()
     return bare
 
 
@@ -145,8 +214,8 @@ def close_hooks(module: nn.Module, where: ModulePlace) -> None:
         for name in _HOOKS:
             if not isinstance(hooks := part.__dict__[name], _Closed):
                 part.__dict__[name] = _closed(
-                    f"no hook can run in {where / path}, because servers run the blocks (adapter_names=[…] of peft "
-                    "needs such hooks, too): what passes between blocks is seen between slices of model.remote_blocks",
+                    f"no hook can run in {where / path}, because servers run the blocks: what passes between blocks is "
+                    "seen between slices of model.remote_blocks",
                     hooks,
                 )
 
@@ -167,6 +236,8 @@ class HollowModule(nn.Module):
     """Mixed into the class of each module of a hollow block."""
 
     swarm_where: ModulePlace
+    swarm_read: Callable[[], nn.Module] | None
+    """Reads its block."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
@@ -186,12 +257,29 @@ class HollowModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         refuse_change(self.swarm_where / name)
 
-    def __deepcopy__(self, _memo: Any) -> Never:
-        raise ConfigurationError(
-            f"{self.swarm_where} can't be copied, nor trained whole, because its weights are on servers "
-            "(modules_to_save and layer_replication of peft do so): train modules outside the blocks, or adapters "
-            "of linear modules inside"
-        )
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Nothing new can reach the servers."""
+        refuse_change(self.swarm_where / name)
+
+    def hollow_tensors(self) -> dict[str, HollowTensor]:
+        """Its own weights, by name."""
+        return {name: value for name, value in self.__dict__.items() if isinstance(value, HollowTensor)}
+
+    def __deepcopy__(self, _memo: Any) -> nn.Module:
+        """A real module with these weights, for peft to train as a whole."""
+        sizes = [
+            weight.numel()
+            for part in self.modules()
+            if isinstance(part, HollowModule)
+            for weight in part.hollow_tensors().values()
+        ]
+        if not self.swarm_where.path or self.swarm_read is None or sum(sizes) > MAX_WHOLE:
+            raise ConfigurationError(
+                f"{self.swarm_where} can't be copied, nor trained whole, because its weights are on servers "
+                "(modules_to_save and layer_replication of peft do so): train modules outside the blocks, norms, or "
+                "adapters of linear modules inside"
+            )
+        return copy.deepcopy(self.swarm_read().get_submodule(self.swarm_where.path))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Blocks are frozen as it is."""
@@ -211,18 +299,46 @@ def _hollow_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (HollowModule, cls), {"__module__": cls.__module__})
 
 
-def hollow_out(block: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Turn a block, whose weights may be on the meta device, into a hollow one; `name` is for errors."""
+def own_parameter(module: Any, name: str, trained: bool) -> None:
+    """Have this weight of the module as a parameter here, with its values, in the place of the servers'.
+
+    Raises:
+        ConfigurationError: there is nothing that it could be read from.
+    """
+    weight: HollowTensor = module.hollow_tensors()[name]
+    if weight.read is None:
+        refuse_change(weight.place)
+    parameter = nn.Parameter(weight.read().clone(), requires_grad=trained)
+    del module.__dict__[name]
+    OrderedDict.__setitem__(module._parameters, name, parameter)
+
+
+def hollow_out(block: nn.Module, name: str, dtype: torch.dtype, read: Callable[[], nn.Module] | None = None) -> None:
+    """Turn a block, whose weights may be on the meta device, into a hollow one; `name` is for errors.
+
+    `read` gives the block with its weights.
+    """
     close_hooks(block, ModulePlace(name))
     for path, module in list(block.named_modules()):
         where = ModulePlace(name, path)
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 module.__dict__[key] = None if tensor is None else hollow_tensor(tensor, dtype, where / key)
+                if tensor is not None:
+                    module.__dict__[key].is_parameter = tensors is module._parameters
+                if tensor is not None and read is not None:
+                    module.__dict__[key].read = partial(_value, read, path, key)
+                    if tensor.ndim == 1 and tensors is module._parameters:
+                        module.__dict__[key].take = partial(own_parameter, module, key, True)
         for table in ("_parameters", "_buffers"):
             nothing_new = f"{where} can't be given a tensor, because servers keep the blocks as they are"
             module.__dict__[table] = _closed(nothing_new)
         fix_children(module, where)
-        module.__dict__["swarm_where"] = where
+        module.__dict__["swarm_where"], module.__dict__["swarm_read"] = where, read
         cls: Any = type(module)
         module.__class__ = _hollow_class(cls)
+
+
+def _value(read: Callable[[], nn.Module], path: str, name: str) -> Tensor:
+    value: Tensor = getattr(read().get_submodule(path), name)
+    return value.detach()

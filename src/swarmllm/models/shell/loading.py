@@ -22,8 +22,10 @@ from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner
 from swarmllm.models.shell.client_shell import ClientShell, ShellStack
-from swarmllm.models.shell.hollow_blocks import BlockAdapters, hollow_blocks
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
+from swarmllm.models.shell.hollow_blocks import hollow_blocks
 from swarmllm.models.shell.hollow_modules import ModulePlace, fix_children
+from swarmllm.models.shell.read_blocks import BlockReader
 from swarmllm.models.shell.read_positions import adopt_head
 from swarmllm.models.shell.stack_forward import adopt_stack
 from swarmllm.models.shell.training_notices import TrainingNotices
@@ -70,9 +72,10 @@ def load_client_shell(
     model.name_or_path = checkpoint.name  # peft writes it into its adapters
     if "generation_config" not in hf_kwargs and (generation_config := checkpoint.generation_config()) is not None:
         model.generation_config = generation_config
-    model.swarm_stacks = [_hollow_out(model, model_class, stack, here) for stack in of_stacks]
+    read = None if checkpoint.comes_packed or encoder is not None else BlockReader(checkpoint, dtype)
+    model.swarm_stacks = [_hollow_out(model, model_class, stack, here, read) for stack in of_stacks]
     model.swarm_adapters = model.swarm_stacks[-1].adapters
-    model.swarm_notices = TrainingNotices(model.swarm_adapters.blocks)
+    model.swarm_notices = TrainingNotices(model.swarm_adapters)
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
@@ -93,19 +96,25 @@ def _put_proxies(of_stacks: Mapping[Stack, tuple[BlocksRunner, BlockTraits]], mo
 
 
 def _hollow_out(
-    model: PreTrainedModel, model_class: type[PreTrainedModel], stack: Stack, here: Mapping[int, nn.Module]
+    model: PreTrainedModel,
+    model_class: type[PreTrainedModel],
+    stack: Stack,
+    here: Mapping[int, nn.Module],
+    read: BlockReader | None,
 ) -> ShellStack:
     """Show the blocks, without the weights of those that aren't here, to whoever looks for modules to adapt."""
     root = stack_module(model, stack) if stack.role else model
     name, proxy = next((name, part) for name, part in root.named_modules() if isinstance(part, BlocksProxy))
     path = name.rpartition(".")[0]
     owner, _, attribute = path.rpartition(".")
-    moved = {idx: block.to(model.device) for idx, block in here.items()}
-    blocks = hollow_blocks(model_class, model, proxy, moved, stack)
+    at_hand = {idx: block.to(model.device) for idx, block in here.items()}
+    blocks = hollow_blocks(model_class, model, proxy, at_hand, stack, read)
     setattr(root.get_submodule(owner), attribute, blocks)
     fix_children(root.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
-    return ShellStack(stack, stack_module(model, stack), proxy.traits, BlockAdapters(blocks))
+    return ShellStack(
+        stack, stack_module(model, stack), proxy.traits, BlockAdapters(blocks, own_dropout=not stack.role)
+    )
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:

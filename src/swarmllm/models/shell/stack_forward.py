@@ -111,6 +111,13 @@ def _described(
         if of_shell.stack.role:
             raise ConfigurationError("lora_dropout inside an encoder-decoder can't be computed by servers: set it to 0")
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
+    if adapter is not None and adapter.has_numbers:
+        if of_shell.stack.role:
+            raise ConfigurationError("adapter_names can't be used with an encoder-decoder: run each adapter by itself")
+        numbers = of_shell.adapters.numbers(*given.shape[:2])
+        if numbers is None:
+            raise ConfigurationError("this text began with adapter_names=[…], so it can't go on without them")
+        tensors["adapter_numbers"] = numbers
     return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
 
 

@@ -5,10 +5,9 @@ Called by `stack_forward` at each forward in train mode; knows the hollow blocks
 
 import logging
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from swarmllm.models.shell.hollow_blocks import HollowBlocks
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +15,9 @@ logger = logging.getLogger(__name__)
 class TrainingNotices:
     """One object per model."""
 
-    def __init__(self, blocks: HollowBlocks) -> None:
-        self._num_remote = blocks.num_tensors
-        self._dropout = _dropout(blocks)
+    def __init__(self, adapters: BlockAdapters) -> None:
+        self._num_remote = adapters.blocks.num_tensors
+        self._left_off = {} if adapters.own_dropout else adapters.rates
         self._told = False
 
     def tell(self, model: PreTrainedModel) -> None:
@@ -26,12 +25,11 @@ class TrainingNotices:
         if self._told:
             return
         self._told = True
-        if self._dropout:
-            rates = ", ".join(f"{name}={rate:g}" for name, rate in sorted(self._dropout.items()))
+        if self._left_off:
             logger.warning(
-                "the blocks compute without their dropout (%s) in training, too, because gradients are computed from "
-                "the inputs again; set it to 0 to train a local model alike",
-                rates,
+                "the blocks of an encoder-decoder compute without their dropout (%s) in training, too; set it to 0 to "
+                "train a local model alike",
+                ", ".join(f"{name}={rate:g}" for name, rate in sorted(self._left_off.items())),
             )
         own = [parameter for parameter in model.parameters() if parameter.numel()]
         if all(parameter.requires_grad for parameter in own):
@@ -41,13 +39,3 @@ class TrainingNotices:
                 len(own),
                 len(own) + self._num_remote,
             )
-
-
-def _dropout(blocks: HollowBlocks) -> dict[str, float]:
-    """The rates above 0, by the names of modules and attributes."""
-    found: dict[str, float] = {}
-    for path, module in blocks.named_modules():
-        if isinstance(module, nn.Dropout):
-            found[path.rpartition(".")[2]] = module.p
-        found |= {name: rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)}
-    return {name: rate for name, rate in found.items() if rate > 0}

@@ -223,11 +223,11 @@ class BlockSpan:
             cache.advance(inputs.seq_len)
             return output
 
-    def adapted(self, inputs: BlockInputs, span: Span, past: int = 0) -> AbstractContextManager[None]:
+    def adapted(self, inputs: BlockInputs, span: Span, past: int | None = None) -> AbstractContextManager[None]:
         """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
         if inputs.adapter is None:
             return nullcontext()
-        return applied(inputs.adapter, self.slots, span, past, inputs.dropout_seeds)
+        return applied(inputs.adapter, self.slots, span, past, inputs.dropout_seeds, inputs.adapter_numbers)
 
     def _saved_for_backward(self) -> AbstractContextManager[None]:
         if self.offloaded is None or not torch.is_grad_enabled():

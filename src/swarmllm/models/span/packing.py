@@ -109,8 +109,8 @@ class Packer:
             return False  # `BlockSpan.forward` records it
         if inputs.adapter is not None and inputs.adapter.num_prompts > call.cache.position:
             return False
-        if inputs.dropout_seeds is not None:
-            return False  # an adapter is applied to a whole forward with one call's seeds
+        if inputs.dropout_seeds is not None or inputs.adapter_numbers is not None:
+            return False  # an adapter is applied to a whole forward with one call's
         if inputs.num_prefix != call.cache.num_prefix:
             return False  # alone, `BlockSpan.forward` begins with it
         if call.span not in self.blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):

@@ -27,6 +27,8 @@ from swarmllm.server.batches.pushes import Pushed
 T = TypeVar("T")
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+MAX_NUMBERS = 1 << 16
+"""As in `Patch`."""
 MAX_POSITION_KINDS = 8
 """Kinds of `position_ids`: 3 or 4 in today's models with several."""
 
@@ -75,6 +77,7 @@ class InputChecks:
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
         _check_ids("dropout_seeds", inputs.dropout_seeds, batch, seq, SEEDS)
+        _check_ids("adapter_numbers", inputs.adapter_numbers, batch, seq, MAX_NUMBERS)
         _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
         return inputs, grad_outputs
 

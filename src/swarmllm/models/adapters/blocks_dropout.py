@@ -1,0 +1,139 @@
+"""The blocks' own dropout in training: what is left out follows from the seeds of tokens, as in `seeded_dropout`.
+
+Within `training`, blocks are in train mode, and each dropout that their code asks torch for, attention's included, is
+computed from the seeds. Which one it is follows from its block and from how many came before it there. Any other
+randomness is refused, because it couldn't be computed again. Used by `block_adapter`.
+"""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from swarmllm.errors import RemoteProtocolError
+from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out, keep_mask_of_pairs
+
+_UNSEEDED: Any = {
+    *(torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.bernoulli, torch.dropout),
+    *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.bernoulli),
+    *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout),
+}
+
+
+@contextmanager
+def training(
+    blocks: Mapping[int, nn.Module], rates: Mapping[nn.Module, float], seeds: Tensor, *, cached: bool
+) -> Iterator[None]:
+    """Within, these blocks drop out what the seeds say.
+
+    Args:
+        rates: dropout modules that shall have another rate than their own.
+        seeds: `[batch, seq]`, of the tokens of the call.
+        cached: whether there is a KV cache, from which earlier tokens may be seen, whose seeds aren't known: keys are
+            told apart by their places then, and by their seeds otherwise, which padding can't move.
+    """
+    mode = _Seeded(seeds, cached)
+    parts = [part for block in blocks.values() for part in block.modules()]
+    with ExitStack() as undone:
+        for block_idx, block in blocks.items():
+            undone.callback(block.register_forward_pre_hook(mode.entering(block_idx)).remove)
+        for module, rate in rates.items():
+            undone.callback(setattr, module, "p", module.p)
+            module.p = rate  # type: ignore[assignment]
+        for part in parts:
+            undone.callback(setattr, part, "training", part.training)
+            part.training = not isinstance(part, nn.modules.batchnorm._BatchNorm)  # nobody may change its statistics
+        undone.enter_context(mode)
+        yield
+
+
+class _Seeded(TorchFunctionMode):
+    """Takes the place of torch's own dropout."""
+
+    def __init__(self, seeds: Tensor, cached: bool) -> None:
+        super().__init__()
+        self._seeds, self._cached = seeds, cached
+        self._block_idx = 0
+        self._met = Counter[int]()
+
+    def entering(self, block_idx: int) -> Callable[..., None]:
+        """A hook that says which block is run."""
+
+        def hook(*_: Any) -> None:
+            self._block_idx = block_idx
+
+        return hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
+            return self._attention(*args, **kwargs)
+        if func in _UNSEEDED:
+            raise RemoteProtocolError(
+                f"block {self._block_idx} of this model draws random numbers in training, which no seeds can bring "
+                "back: call eval() on the blocks, model.get_decoder().layers.blocks()"
+            )
+        return func(*args, **kwargs)
+
+    def _key(self) -> int:
+        self._met[self._block_idx] += 1
+        return zlib.crc32(f"{self._block_idx}~{self._met[self._block_idx]}".encode()) % SEEDS
+
+    def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not p:
+            return values
+        (batch, seq), shape = self._seeds.shape, tuple(values.shape)
+        if shape[:-1] in ((batch, seq), (batch * seq,)):
+            return drop_out(values, self._seeds, self._key(), p)
+        if len(shape) in (3, 4) and shape[-2] == seq and shape[0] % batch == 0:  # attention weights
+            by_head = values.view(batch, -1, *shape[-2:]) if len(shape) == 3 else values
+            return self._drop_weights(by_head, p).view(shape)
+        raise RemoteProtocolError(
+            f"dropout of {list(shape)} in block {self._block_idx} can't be told from the tokens {[batch, seq]}: call "
+            "eval() on the blocks, model.get_decoder().layers.blocks()"
+        )
+
+    def _drop_weights(self, weights: Tensor, p: float) -> Tensor:
+        """Attention weights `[batch, heads, seq, keys]`."""
+        batch, num_heads, seq, num_keys = weights.shape
+        places = torch.arange(num_keys).expand(batch, num_keys)
+        if not self._cached and num_keys >= seq:  # those before the text are a prefix's
+            places = torch.cat([places[:, : num_keys - seq], self._seeds.cpu()], dim=1)
+        keep = keep_mask_of_pairs(self._seeds.to(weights.device), places.to(weights.device), num_heads, self._key(), p)
+        return weights * keep.to(weights.dtype).div_(1 - p)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        if attn_mask is not None:  # rows that see nothing, as padding may be: torch gives zeros
+            weights = weights.nan_to_num(0.0)
+        return self._drop_weights(weights, dropout_p) @ value
