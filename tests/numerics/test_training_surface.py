@@ -333,7 +333,6 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "activated LoRA": (lora(alora_invocation_tokens=[3]), "a variant of LoRA"),
     "parameters": (lora(target_parameters=["mlp.up_proj.weight"]), r"target_parameters=\['mlp.up_proj.weight'\]"),
     "blocks twice": (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication"),
-    "BOFT": (peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), "can't run on servers"),
     "FourierFT": (peft.FourierFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), "can't run on servers"),
 }
 
@@ -418,10 +417,10 @@ def test_adapters_by_transformers_alone(llama: Path) -> None:
 
 
 REFUSED_AFTER: dict[str, tuple[Operation, str]] = {
-    "merging": (lambda m: m.merge_and_unload(), "adapters merge"),
-    "merging safely": (lambda m: m.merge_and_unload(safe_merge=True), "adapters merge"),
-    "merging for a while": (lambda m: m.merge_adapter(), "adapters merge"),
-    "merging for a while, safely": (lambda m: m.merge_adapter(safe_merge=True), "adapters merge"),
+    "merging": (lambda m: m.merge_and_unload(), "merge it into a local base"),
+    "merging safely": (lambda m: m.merge_and_unload(safe_merge=True), "merge it into a local base"),
+    "merging for a while": (lambda m: m.merge_adapter(), "merge it into a local base"),
+    "merging for a while, safely": (lambda m: m.merge_adapter(safe_merge=True), "merge it into a local base"),
     "a hook on an adapter": (lambda m: block(m.base_model.model).self_attn.q_proj.register_forward_hook(print), HOOK),
     "a hook inside an adapter": (
         lambda m: block(m.base_model.model).self_attn.q_proj.lora_A["default"].register_forward_hook(print),

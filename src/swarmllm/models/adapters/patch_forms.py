@@ -120,8 +120,8 @@ def _places(chosen: Tensor, output: Tensor) -> Tensor:
 def _dora(module: nn.Module, values: tuple[Tensor, ...], scale: float, how: Inputs) -> Any:
     down, up, magnitude = values
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        weight: Any = module.weight
+    def hook(module: Any, args: tuple[Any, ...], output: Tensor) -> Any:
+        weight = module.weight
         weight = weight.T if type(module).__name__ == "Conv1D" else weight
         weight = weight.dequantize() if hasattr(weight, "packed") else weight
         inputs = args[0].to(down.dtype)

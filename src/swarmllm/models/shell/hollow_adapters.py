@@ -90,7 +90,7 @@ class BlockAdapters:
 
     def row_names(self) -> list[str] | None:
         """The adapter of each row, while peft wants several in one batch."""
-        hooks = () if self._lora is None else reversed(self._lora._forward_pre_hooks.values())
+        hooks: Iterable[Any] = () if self._lora is None else reversed(self._lora._forward_pre_hooks.values())
         return next((list(hook.keywords["adapter_names"]) for hook in hooks if is_row_hook(hook)), None)  # the last
 
     def numbers(self, batch_size: int, seq_len: int) -> Tensor | None:

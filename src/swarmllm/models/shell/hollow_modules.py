@@ -57,7 +57,7 @@ class HollowTensor(Tensor):
     place: ModulePlace
     is_parameter = True
     read: Callable[[], Tensor] | None = None
-    take: Callable[[], None] | None = None
+    train_here: Callable[[], None] | None = None
     """Has it be a parameter here, to be trained in the place of the servers'; None: it is too large for that."""
 
     @classmethod
@@ -69,8 +69,8 @@ class HollowTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _FREEZING and [*args[1:], *kwargs.values()] == [False]:
             return args[0]
-        if func == _FREEZING[1] and args[1:] == (True,) and args[0].take is not None:
-            return args[0].take()
+        if func == _FREEZING[1] and args[1:] == (True,) and args[0].train_here is not None:
+            return args[0].train_here()
         given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
         if _only_reads(func, kwargs) and all(one.read for one in given if isinstance(one, cls)):
             return _of_values(func, args, kwargs)
@@ -78,8 +78,8 @@ class HollowTensor(Tensor):
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         raise ConfigurationError(
             f"{where} is not here but on servers, which keep it as it is, so {name} can't work on it: train an adapter "
-            "of peft, and neither merge it here (`swarmllm adapters merge` does it) nor choose one that changes base "
-            "weights (PiSSA, OLoRA, LoftQ)"
+            "of peft, and neither merge it here (save it, and merge it into a local base) nor choose one that changes "
+            "base weights (PiSSA, OLoRA, LoftQ)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -97,7 +97,7 @@ def _only_reads(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return not changes and not (name.endswith("_") and not name.endswith("__")) and name not in _MEMORY
 
 
-_READ: Any = (Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real)  # type: ignore[misc]
+_READ: Any = (Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real)
 _MEMORY = {
     *("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "backward", "register_hook"),
     *("retain_grad", "__reduce_ex__", "__deepcopy__", "__cuda_array_interface__", "share_memory"),
@@ -329,7 +329,7 @@ def hollow_out(block: nn.Module, name: str, dtype: torch.dtype, read: Callable[[
                 if tensor is not None and read is not None:
                     module.__dict__[key].read = partial(_value, read, path, key)
                     if tensor.ndim == 1 and tensors is module._parameters:
-                        module.__dict__[key].take = partial(own_parameter, module, key, True)
+                        module.__dict__[key].train_here = partial(own_parameter, module, key, True)
         for table in ("_parameters", "_buffers"):
             nothing_new = f"{where} can't be given a tensor, because servers keep the blocks as they are"
             module.__dict__[table] = _closed(nothing_new)

@@ -59,8 +59,8 @@ def patches_of(
     where = f"{path} of block {block_idx}"
     if module.merged:
         raise ConfigurationError(
-            f"the adapter of {where} was merged, but the weights are the servers': unmerge it, save it, and have "
-            "`swarmllm adapters merge` write a model of its own"
+            f"the adapter of {where} was merged, but the weights are the servers': unmerge it, save it, and merge it "
+            "into a local base"
         )
     if path.endswith(".base_layer"):
         raise ConfigurationError(
