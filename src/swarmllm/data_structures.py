@@ -221,7 +221,18 @@ class Patch(PeerModel):
     path: Annotated[str, Field(max_length=128)]
     """Of the module inside its block."""
     kind: Literal[
-        "lora", "dora", "ia3_in", "ia3_out", "loha", "kron", "rotate", "tensor", "dropout", "prompt", "prefix"
+        "lora",
+        "row_lora",
+        "dora",
+        "ia3_in",
+        "ia3_out",
+        "loha",
+        "kron",
+        "rotate",
+        "tensor",
+        "dropout",
+        "prompt",
+        "prefix",
     ]
     shapes: Annotated[tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(max_length=4)]
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
@@ -229,7 +240,8 @@ class Patch(PeerModel):
     """Share of a LoRA's inputs that is left out. Calls come with a seed for each token then, from which it follows
     which."""
     number: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    """Above 0: it is for those tokens alone for which calls say this number (`adapter_numbers`)."""
+    """Of `row_lora`: it is for those tokens alone for which calls say this number (`adapter_numbers`). Servers that
+    know no numbers refuse that kind."""
 
 
 class ModelRecord(PeerModel):

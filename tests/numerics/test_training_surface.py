@@ -116,7 +116,6 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     "one block less": (lambda m: m.model.layers.pop(3), f"block 3 {CHANGE}"),
     "the last block less": (lambda m: m.model.layers.pop(-1), CHANGE),
     "no third block": (lambda m: m.model.layers.__delitem__(3), CHANGE),
-    "a call of a block": (lambda m: m.model.layers[3](torch.zeros(1, 2, 64)), "block 3 is not here but on servers"),
     "fewer blocks": (
         lambda m: setattr(m.model, "layers", nn.ModuleList(m.model.layers[:2])),
         f"layers of the model {CHANGE}",

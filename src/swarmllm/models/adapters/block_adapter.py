@@ -155,8 +155,8 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
     where = f"{patch.kind} for {patch.path or 'the whole'} of block {patch.block}"
     if patch.block not in slots.hosted:
         raise RemoteProtocolError(f"{where}: this server holds blocks {slots.hosted}")
-    if patch.number and patch.kind != "lora":
-        raise RemoteProtocolError(f"{where}: only those of LoRA can be for some tokens")
+    if (patch.number > 0) != (patch.kind == "row_lora"):
+        raise RemoteProtocolError(f"{where}: row_lora has a number above 0, and others have none")
     if patch.kind == "prompt":
         num_prompts = patch.shapes[0][0] if patch.shapes else 0
         if patch.path or patch.shapes != ((num_prompts, hidden_size),) or num_prompts > MAX_PROMPTS:
@@ -248,7 +248,9 @@ def applied(
                 drop, chosen = None, None
                 if patch.dropout and seeds is not None:
                     drop = partial(drop_out, seeds=seeds, key=key, probability=patch.dropout)
-                if patch.number and numbers is not None:
+                if patch.number:
+                    if numbers is None:
+                        raise RemoteProtocolError(f"{patch.kind} of block {patch.block} needs adapter_numbers")
                     chosen = numbers == patch.number
                 module = block.get_submodule(patch.path)
                 hooks.callback(put_in_place(module, values, patch, Inputs(drop, chosen)).remove)

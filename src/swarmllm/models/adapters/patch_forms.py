@@ -64,11 +64,12 @@ def check_shapes(patch: Patch, module: nn.Module, where: str) -> None:
 
 
 def _fits(kind: str, shapes: Shapes, fan_in: int, fan_out: int) -> bool:
-    if kind in ("lora", "dora", "loha"):
+    if kind in ("lora", "row_lora", "dora", "loha"):
         rank = shapes[0][-1] if kind == "loha" else shapes[0][0]
         pair = ((rank, fan_in), (fan_out, rank))
         wanted = {
             "lora": (pair, (*pair, (fan_out,))),
+            "row_lora": (pair, (*pair, (fan_out,))),
             "dora": ((*pair, (fan_out,)),),
             "loha": (((fan_out, rank), (rank, fan_in)) * 2,),
         }[kind]
@@ -185,6 +186,7 @@ def _rotate(module: nn.Module, values: tuple[Tensor, ...], _scale: float, _how: 
 
 _FORMS: dict[str, Callable[[nn.Module, tuple[Tensor, ...], float, Inputs], Any]] = {
     "lora": _lora,
+    "row_lora": _lora,
     "dora": _dora,
     "ia3_in": _ia3_in,
     "ia3_out": _ia3_out,

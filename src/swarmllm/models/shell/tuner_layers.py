@@ -71,7 +71,10 @@ def patches_of(
     for name in numbers or module.active_adapters:
         for change in _changes(module, name, begins, where):
             shapes = tuple((value.numel(),) if "ia3" in change.kind else tuple(value.shape) for value in change.values)
-            fields: dict[str, Any] = {"block": block_idx, "path": path, "kind": change.kind, "shapes": shapes}
+            if numbers and change.kind != "lora":
+                raise ConfigurationError(f"adapter_names works with LoRA alone, and {name} is another ({where})")
+            kind = "row_lora" if numbers else change.kind
+            fields: dict[str, Any] = {"block": block_idx, "path": path, "kind": kind, "shapes": shapes}
             drops = change.dropout is not None and change.dropout.training
             rate = getattr(change.dropout, "p", 0.0) if drops else 0.0
             yield Patch(**fields, scale=change.scale, dropout=rate, number=numbers.get(name, 0)), change.values
