@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.numerics.tiny_models import save_tiny
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
@@ -87,6 +88,23 @@ def test_what_can_not_be_read_or_written_is_no_failure(tmp_path: Path, probed: l
     assert len(probed) == 5
     load(model, file)  # which is no directory
     assert len(probed) == 6
+
+
+def test_a_part_that_probes_have_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed each time, whatever is known of the blocks with it."""
+    probe, tries = loading.probe, []
+
+    def needs_the_norm(span: BlockSpan) -> None:
+        tries.append(span)
+        if not isinstance(span.stack.norm, LlamaRMSNorm):
+            raise UnsupportedModelError("called a part that had been left out")
+        probe(span)
+
+    monkeypatch.setattr(loading, "probe", needs_the_norm)
+    model, kept = saved("llama", tmp_path)
+    for count in (2, 3):  # the second time only the norm is missed
+        assert isinstance(load(model, kept).stack.norm, LlamaRMSNorm)
+        assert len(tries) == count
 
 
 def test_a_refusal_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

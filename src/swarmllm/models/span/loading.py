@@ -84,6 +84,7 @@ def load_block_span(
 
     def load(unused: Collection[str]) -> BlockSpan:
         offloaded = None
+        known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization, unused)
         with separate_weights(), BlockDigests() as digests:
             if num_offloaded:
                 # One after the other: they may be more than fit into memory at once.
@@ -100,7 +101,6 @@ def load_block_span(
                     known.keep(blocks)
             return blocks
 
-    known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization)
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
         return load(unused)

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -40,8 +41,12 @@ class _Result(BaseModel):
 class ProbeResults:
     """The result for one way of loading some blocks, if it is known."""
 
-    def __init__(self, directory: Path, checkpoint: Checkpoint, quantization: Quantization) -> None:
+    def __init__(
+        self, directory: Path, checkpoint: Checkpoint, quantization: Quantization, left_out: Collection[str]
+    ) -> None:
+        """`left_out` are parts of the model that probes would miss if they were needed."""
         self._directory, self._config, self._quantization = directory, checkpoint.raw_config(), quantization
+        self._left_out = sorted(left_out)
 
     def restore(self, blocks: BlockSpan) -> bool:
         """Put a result that is known into the blocks; whether there is one."""
@@ -81,6 +86,7 @@ class ProbeResults:
             "span": [blocks.span.start, blocks.span.end],
             "dtype": str(blocks.dtype),
             "quantization": [self._quantization.quant_type, self._quantization.smallest],
+            "left out": self._left_out,
             "offloaded": blocks.offloaded is not None,
             "device": _device(blocks.device),
             "code": _code(),
