@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.parallel.group import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names
@@ -89,6 +92,8 @@ class SpanLoader:
         self._last: _Measured | None = None
         self.device = resolve_device(config.device[0])
         executor.thread.accelerator = accelerator_of(self.device)
+        self._num_threads = config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
+        """CPU threads of each process, if there are several."""
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
@@ -101,6 +106,8 @@ class SpanLoader:
             ConfigurationError: not even one fits.
         """
         sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)
+        if self.device.type != "cpu":  # processors of one machine have one memory
+            sizes = [-(-size // self._config.tensor_parallel) for size in sizes]
         wanted = self._config.num_blocks or self._num_blocks_that_fit(sizes)
         span = choose_span(others, wanted)
         logger.info("chose blocks %s, which the swarm lacks most (other servers: %d)", span, len(others.servers))
@@ -146,6 +153,7 @@ class SpanLoader:
     def _load(self, span: Span) -> Loaded:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
+        group = self._group()
         blocks = load_block_span(
             self._checkpoint,
             span,
@@ -155,6 +163,7 @@ class SpanLoader:
             progress=sys.stderr.isatty(),
             num_offloaded=num_offloaded,
             offload_dir=Path(self._config.cache_dir or own_cache_dir()),
+            group=group,
         )
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
@@ -170,6 +179,16 @@ class SpanLoader:
         )
         return Loaded(packer, inputs, throughput, room)
 
+    def _group(self) -> Group | None:
+        """The processes that share these blocks; they are gone when the blocks are."""
+        if self._config.tensor_parallel == 1:
+            return None
+        if self.device.type == "cpu":
+            torch.set_num_threads(self._num_threads)
+        devices = [resolve_device(name) for name in self._config.device]
+        logger.info("%d processes share the blocks: %s", len(devices), ", ".join(map(str, devices)))
+        return Group(devices, num_threads=self._num_threads)
+
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
         """How they are packed and how fast they are: measured, unless they were loaded before, too."""
         last = self._last
@@ -178,7 +197,8 @@ class SpanLoader:
             packer.use(last.way)
             return packer, last.throughput
         packer = Packer(blocks, right_ways(blocks))
-        throughput = measure_throughput(packer, choose_threads=self._config.num_threads is None)
+        choose_threads = self._config.num_threads is None and blocks.group is None
+        throughput = measure_throughput(packer, choose_threads=choose_threads)
         self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
         return packer, throughput
 
