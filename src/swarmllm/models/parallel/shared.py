@@ -147,20 +147,29 @@ def share(model: PreTrainedModel, group: Group) -> None:
 
 
 def _install(module: nn.Module, leaf: str, packed: Packed, group: Group, *, transposed: bool) -> None:
-    sizes = _sizes(packed, group.size)
-    if not all(sizes):
+    if not all(_sizes(packed, group.size)):
         return
     bias = module._parameters.get("bias") if isinstance(module, nn.Linear | Conv1D) else None
     if not isinstance(packed, Plain):
         bias = None  # it is added to the product, here as in one process
-    part = group.keep(packed, sizes, None if bias is None else bias.data)
-    own = packed.rows(0, sizes[0])
-    own = type(own)(**{name: own_copy(tensor) for name, tensor in own.tensors().items()}, dtype=own.dtype)
-    own_bias = None if bias is None else bias.data[: sizes[0]].clone()
-    matrix = SharedMatrix(packed.dtype, part, own, own_bias, sizes, bias, group)
+    matrix = spread(packed, bias, group)
     module._parameters.pop(leaf, None)
     module._modules.pop(leaf, None)
     module.add_module(leaf, SharedWeight(matrix, transposed=transposed))
+
+
+def spread(packed: Packed, bias: Tensor | None, group: Group) -> SharedMatrix:
+    """The same matrix, of which each process of the group has some rows.
+
+    Raises:
+        GroupLostError: a follower has gone.
+    """
+    sizes = _sizes(packed, group.size)
+    part = group.keep(packed, sizes, None if bias is None else bias.detach())
+    own = packed.rows(0, sizes[0])
+    own = type(own)(**{name: own_copy(tensor) for name, tensor in own.tensors().items()}, dtype=own.dtype)
+    own_bias = None if bias is None else bias.detach()[: sizes[0]].clone()
+    return SharedMatrix(packed.dtype, part, own, own_bias, sizes, bias, group)
 
 
 def _sizes(packed: Packed, num_processes: int) -> tuple[int, ...]:
