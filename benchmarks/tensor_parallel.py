@@ -1,7 +1,7 @@
 """Blocks spread over two processes beside the same blocks in one: a decode step, a step of 8 sessions, and a prompt.
 
-The blocks are of a llama with hidden size 2048, in this process and in memory alone: no network, no swarm. Each process has
-one thread. Runs alternate, so that what else the machine does meets all of them; medians and quartiles are printed.
+The blocks are of a llama with hidden size 2048, and called directly: no network, no swarm. Each process has one thread.
+Runs alternate, so that what else the machine does meets all of them; medians and quartiles are printed.
 """
 
 import argparse

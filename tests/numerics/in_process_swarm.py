@@ -260,9 +260,7 @@ class InProcessSwarm:
         for cut in sorted(allowed, key=lambda cut: abs(cut - blocks // 2)):
             try:
                 second = Span(cut, blocks)
-                return cut, load_block_span(
-                    self.checkpoint, second, dtype=dtype, progress=False, group=self._group
-                )
+                return cut, load_block_span(self.checkpoint, second, dtype=dtype, progress=False, group=self._group)
             except UnsupportedModelError:  # it needs more of the blocks before
                 continue
         raise AssertionError(f"no cut is possible: {first.traits}")

@@ -33,7 +33,7 @@ ADDS_UP_OTHERWISE = frozenset(
         *("gemma4_text", "gemma4_unified_text", "gemma4_shared_kv"),
     }
 )
-"""Products with few rows of a matrix take another way through the processor's library here, and are rounded otherwise."""
+"""Products with some of the rows take another way through the processor's library, and are rounded otherwise."""
 ROUNDING = 1e-5
 """Relative; measured: at most 3e-6."""
 
@@ -97,7 +97,7 @@ def test_a_matrix_in_three_parts() -> None:
 
 @torch.inference_mode()
 def test_inputs_that_change_in_place_are_other_inputs(group: Group) -> None:
-    """What is expected to be multiplied by the same inputs is asked for beforehand, and wrong guesses make no difference."""
+    """What may be multiplied by the same inputs is asked for beforehand; wrong guesses make no difference."""
     first, second = torch.randn(64, 32), torch.randn(64, 32)
     matrices = [spread(Plain(weight, torch.float32), None, group) for weight in (first, second)]
     inputs = torch.randn(3, 32)

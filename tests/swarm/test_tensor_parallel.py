@@ -56,7 +56,7 @@ def server(llama: Path, shelf: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.slow
 def test_same_tokens_and_gradients(llama: Path, local: PreTrainedModel, shelf: Path, server: Any) -> None:
-    """Of several sessions at once, with beams, with padding, and with an adapter of the server's and one of the client's."""
+    """Of several rows, with beams, with padding, with an adapter of the server's and with one of the client's."""
     with connected(llama, server[1]) as model:
         assert_same_tokens(model, local, prompt(3), max_new_tokens=10)
         assert_same_tokens(model, local, prompt(), max_new_tokens=10, num_beams=3)
@@ -101,7 +101,10 @@ def test_a_follower_that_goes(llama: Path, local: PreTrainedModel, tmp_path: Pat
         join = ("--initial_peers", *founder.maddrs(), *EXACT)
         with running(llama, tmp_path / "log", *join, *TWO, "--identity_path", tmp_path / "k", blocks=second) as server:
             said = server.lines_until_join()
-            with connected(llama, list(join[1:-4]), route_timeout_s=60) as model, model.inference_session(max_length=64):
+            with (
+                connected(llama, list(join[1:-4]), route_timeout_s=60) as model,
+                model.inference_session(max_length=64),
+            ):
                 begun = generate_seeded(model, prompt(), max_new_tokens=4)
                 with running(llama, tmp_path / "other", *join, blocks=second) as other:
                     other.lines_until_join()

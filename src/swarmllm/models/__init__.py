@@ -7,6 +7,7 @@ free_memory            memory that has been freed, given back to the system
 checkpoint/            what is on disk
 formats/               how weights of few bits are stored
 quantization/          how weights are kept in memory
+parallel/              one block's matrices over several devices
 adapters/              what changes blocks
 boundary/              what passes between blocks
 span/                  the server's half: some blocks, run

@@ -1,4 +1,4 @@
-"""Several devices of one machine: a server process for each, or for each group of them, watched and ended together.
+"""Several devices of one machine: a server process for each, or for each few, started, watched and ended together.
 
 Called by `server/__main__`; `one_device` is what runs in each process. They start one after the other, so that each
 chooses blocks, and counts free memory, when those before it have theirs.
@@ -67,7 +67,7 @@ def groups_of(devices: Sequence[str], together: int) -> list[tuple[str, ...]]:
 
 
 def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerConfig]:
-    """What the server of each device, or of each group of them, is told: an even share of the blocks, and an identity and ports of its own.
+    """What the server of each device, or of each few, is told: an even share of the blocks, own identity and own ports.
 
     Raises:
         ConfigurationError: there are too few blocks, or a setting can't be for several servers.

@@ -41,9 +41,9 @@ class BlocksConfig(ModelConfig):
     an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, everything else is for
     each, and ports count up."""
     tensor_parallel: int = 1
-    """Devices that compute each block together, with some rows of its matrices each. More than 1: `--device` names so many
-    for each server, or cpu once; each has a process of its own on this machine. It is for blocks that one device can't
-    hold, or reads too slowly; the first device runs all else, and has the KV cache."""
+    """Devices that compute each block together, with some rows of its matrices each. More than 1: `--device` names that
+    many for each server, or cpu once, and each has a process of its own. For blocks that one device can't hold, or
+    reads too slowly; the first device runs all else, and has the KV cache."""
     offload: int | None = 0
     """How many blocks to keep out of the device's memory but while they compute: in host memory if the device is a GPU,
     on disk if it is a CPU. auto = as many of those asked for as don't fit. Steps then wait for copies, so it is for
@@ -178,7 +178,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     def _require_tensor_parallel(self) -> None:
         """Raises ConfigurationError unless so many devices can share blocks."""
         if self.tensor_parallel > 1 and self.offload != 0:
-            raise ConfigurationError("give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet")
+            raise ConfigurationError(
+                "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"
+            )
         if self.tensor_parallel > 1 and len({name.partition(":")[0] for name in self.device}) > 1:
             raise ConfigurationError("devices that share blocks must be of one kind: name CPUs or GPUs, not both")
 

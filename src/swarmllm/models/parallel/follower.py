@@ -1,7 +1,7 @@
 """`python -m swarmllm.models.parallel.follower`: holds rows of matrices, and multiplies by them when it is told to.
 
-Started by `group`. Standard input brings commands, standard output takes reports; both are the server's ends of pipes, and
-when they close, or on Linux when whoever started it dies, it ends as well, so that none outlives its server.
+Started by `group`. Standard input brings commands, standard output takes reports: pipes to the server. When they close,
+or on Linux when whoever started it dies, it ends as well, so that none outlives its server.
 """
 
 import ctypes
@@ -65,9 +65,7 @@ class Follower:
     def _take_inputs(self, command: Command) -> tuple[int, ...]:
         matrices = [self._matrix(part) for part in command.parts]
         if command.is_new:
-            self._inputs = torch.empty(
-                command.rows, matrices[0].shape[1], dtype=command.dtype, device=self._device
-            )
+            self._inputs = torch.empty(command.rows, matrices[0].shape[1], dtype=command.dtype, device=self._device)
             self._group.broadcast(self._inputs.view(-1).view(torch.uint8), 0).wait()
         return command.rows, sum(matrix.shape[0] for matrix in matrices)
 

@@ -37,7 +37,6 @@ from swarmllm.models.parallel.wire import (
 )
 from swarmllm.models.quantization.packed import Packed
 
-
 T = TypeVar("T")
 
 
@@ -48,12 +47,19 @@ class GroupLostError(BlocksNotServedError):
 class Rows(Protocol):
     """A matrix of which each process has some rows."""
 
-    part: Part
-    own: Packed
-    """This process's rows."""
-    own_bias: Tensor | None
-    sizes: tuple[int, ...]
-    """Rows of each process."""
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def own(self) -> Packed:
+        """This process's rows."""
+
+    @property
+    def own_bias(self) -> Tensor | None: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each process."""
 
 
 class Group:
@@ -194,9 +200,7 @@ class Group:
             self._ready = {}
         self._sent = None if inputs is None else inputs.clone()
 
-    def _products(
-        self, matrices: Sequence[Rows], inputs: Tensor, *, is_new: bool, is_biased: bool
-    ) -> list[Tensor]:
+    def _products(self, matrices: Sequence[Rows], inputs: Tensor, *, is_new: bool, is_biased: bool) -> list[Tensor]:
         rows = len(inputs)
         with self._failures_translated():
             parts = tuple(matrix.part for matrix in matrices)
@@ -217,7 +221,7 @@ class Group:
     def _answers(
         self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, compute: Callable[[], T]
     ) -> tuple[T, list[Tensor]]:
-        """What this process computes beside them, and the answers of all followers, which are waited for in any case."""
+        """What this process computes meanwhile, and the answers of all followers, which are waited for in any case."""
         failures = []
         try:
             with torch.inference_mode(False), torch.no_grad():

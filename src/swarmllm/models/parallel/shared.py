@@ -1,5 +1,6 @@
-"""Matrices whose rows are spread over several processes, in the place of a block's weights. Called by `span/loading`."""
+"""Matrices whose rows are spread over processes, in the place of a block's weights. Called by `span/loading`."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,4 +182,4 @@ def _sizes(packed: Packed, num_processes: int) -> tuple[int, ...]:
 
 def _counts(units: int, num_processes: int, unit: int) -> Sequence[int]:
     ends = [rank * units // num_processes for rank in range(num_processes + 1)]
-    return [(end - start) * unit for start, end in zip(ends, ends[1:], strict=False)]
+    return [(end - start) * unit for start, end in itertools.pairwise(ends)]

@@ -1,8 +1,8 @@
 """What the server's process and its followers have to agree on: how they find each other, and how tensors pass.
 
 Commands go through a pipe and tensors through a process group of torch: gloo between processors, over the loopback
-interface alone, nccl between GPUs (which has never run). The group is its own, with a timeout of its own; torch's global
-one stays free.
+interface alone, nccl between GPUs (which has never run). The group has a timeout of its own, and torch's global one
+stays free.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from swarmllm.models.quantization.packed import Packed
 
@@ -61,16 +61,18 @@ def connected(rank: int, size: int, directory: str, device: torch.device, timeou
     Raises:
         RuntimeError: some of them don't come.
     """
-    store = dist.FileStore(f"{directory}/group", size)
+    store = torch._C._distributed_c10d.FileStore(f"{directory}/group", size)
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
+    backend: Any = distributed_c10d.ProcessGroupNCCL if device.type == "cuda" else distributed_c10d.ProcessGroupGloo
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        return dist.ProcessGroupNCCL(store, rank, size, timeout)
-    options = dist.ProcessGroupGloo._Options()
+        options = backend.Options()
+    else:
+        options = backend._Options()
+        options._devices = [backend.create_device(hostname=LOOPBACK)]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return backend(store, rank, size, options)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ def send_weight(group: Any, packed: Packed, bias: Tensor | None, to: int) -> Non
 
 def receive_weight(group: Any, recipe: Recipe, device: torch.device) -> tuple[Packed, Tensor | None]:
     """Receive what `send_weight` sends."""
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, shape, dtype, is_flipped in recipe.tensors:
         tensor = receive(group, shape, dtype, device, 0)
         tensors[name] = tensor.mT if is_flipped else tensor

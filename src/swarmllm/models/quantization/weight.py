@@ -146,7 +146,7 @@ def _dequantized(value: Any) -> Any:
 
 
 def _matmul(inputs: Any, weight: Any, bias: Any = None) -> Any:
-    """`inputs @ weight + bias`, where the weight of one of these, or of each of several, is transposed as it must be."""
+    """`inputs @ weight + bias`, where the weight of one of these, or of each of several, is transposed as needed."""
     if not isinstance(inputs, Tensor) or not isinstance(weight, PackedView) or not weight.transposed:
         return NotImplemented
     if weight.ndim == 2:

@@ -170,7 +170,8 @@ class BlockSpan:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         if self.offloaded is not None:
             storages |= self.offloaded.slots()
-        return sum(storages.values()) + self._shared_bytes
+        num_bytes: int = sum(storages.values()) + self._shared_bytes
+        return num_bytes
 
     @property
     def _shared_bytes(self) -> int:

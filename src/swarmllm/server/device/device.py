@@ -45,8 +45,9 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
 def lost_context(error: object) -> str | None:
     """What took with it all that this process can compute by: no call will go well any more.
 
-    That is a follower that has gone, or a failure of CUDA that ends the process's context; None if it is neither. An index outside its table does so, and a kernel that fails or a device that falls off its bus;
-    lack of memory doesn't. To be called in the device thread.
+    That is a follower that has gone, or a failure of CUDA that ends the process's context; None if it is neither. An
+    index outside its table does so, and a kernel that fails or a device that falls off its bus; lack of memory doesn't.
+    To be called in the device thread.
     """
     if isinstance(error, GroupLostError):
         return str(error)
