@@ -15,8 +15,9 @@ from tests.numerics.tiny_models import VARIANTS, save_tiny
 from tests.selection import sampled
 
 from swarmllm.data_structures import Span
+from swarmllm.errors import GroupLostError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.parallel.group import Group, GroupLostError
+from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.plain import Plain
 from swarmllm.models.parallel.shared import SharedWeight, spread
 from swarmllm.models.quantization import Quantization

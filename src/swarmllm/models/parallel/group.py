@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.errors import BlocksNotServedError
+from swarmllm.errors import GroupLostError
 from swarmllm.models.parallel.follower import multiplied
 from swarmllm.models.parallel.wire import (
     FAILED,
@@ -38,10 +38,6 @@ from swarmllm.models.parallel.wire import (
 from swarmllm.models.quantization.packed import Packed
 
 T = TypeVar("T")
-
-
-class GroupLostError(BlocksNotServedError):
-    """A process that holds a part of the matrices has gone, so this server can't compute any more."""
 
 
 class Rows(Protocol):

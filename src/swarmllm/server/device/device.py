@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from swarmllm.errors import ConfigurationError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
+from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.parallel.group import GroupLostError
 from swarmllm.models.span.block_span import BlockSpan
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
