@@ -16,6 +16,7 @@ peer is to blame. Foreign errors (hivemind, OS, transformers) are translated whe
           ServerOutOfMemoryError                     another peer, no blame
         CacheFullError                               another peer, no blame
         BlocksNotServedError                         refresh, no blame
+          GroupLostError                             refresh, no blame
         SessionLostError                             replay, no blame
         RemoteProtocolError                          another peer, blame
         CorruptActivationsError                      another peer, blame
@@ -128,6 +129,12 @@ class BlocksNotServedError(PeerError):
     """The server doesn't hold the blocks (any more)."""
 
     code = "blocks_not_served"
+
+
+class GroupLostError(BlocksNotServedError):
+    """A process that had a part of the server's blocks has gone, so it can't compute until it is started again."""
+
+    code = "group_lost"
 
 
 class SessionLostError(PeerError):

@@ -23,6 +23,7 @@ from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.parallel.group import Group
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.block_span import BlockSpan
@@ -227,14 +228,17 @@ class InProcessSwarm:
         task: Task = Task.CAUSAL_LM,
         user: type = SwarmUser,
         num_offloaded: int = 0,
+        group: Group | None = None,
     ) -> None:
-        """`num_offloaded` of the first server's blocks are in memory only while they compute."""
+        """`num_offloaded` of the first server's blocks are in memory only while they compute; `group` has the matrices
+        of both."""
         self.tolerance = tolerance
         """Relative, for comparisons that are exact for nearly all architectures."""
         self.checkpoint: Checkpoint = open_checkpoint(str(directory))
         blocks, dtype = self.checkpoint.num_blocks, self.checkpoint.stored_dtype()
+        self._group = group
         first = load_block_span(
-            self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False, num_offloaded=num_offloaded
+            self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False, num_offloaded=num_offloaded, group=group
         )
         self.cut, second = self._second_server(first, dtype)
         extras = sorted({*first.traits.extra_inputs, *second.traits.extra_inputs})
@@ -263,7 +267,8 @@ class InProcessSwarm:
         allowed = [cut for cut in range(1, blocks - 1) if cut not in first.traits.forbidden_cuts]
         for cut in sorted(allowed, key=lambda cut: abs(cut - blocks // 2)):
             try:
-                return cut, load_block_span(self.checkpoint, Span(cut, blocks), dtype=dtype, progress=False)
+                second = Span(cut, blocks)
+                return cut, load_block_span(self.checkpoint, second, dtype=dtype, progress=False, group=self._group)
             except UnsupportedModelError:  # it needs more of the blocks before
                 continue
         raise AssertionError(f"no cut is possible: {first.traits}")

@@ -9,6 +9,7 @@ stages                 what a starting server tells of itself
 checkpoint/            what is on disk
 formats/               how weights of few bits are stored
 quantization/          how weights are kept in memory
+parallel/              one block's matrices over several devices
 adapters/              what changes blocks
 boundary/              what passes between blocks
 span/                  the server's half: some blocks, run

@@ -61,7 +61,7 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
             config = replace(config, initial_peers=tuple(sys.stdin.readline().split()))
         from swarmllm.server.devices import all_devices, serve_devices
 
-        if len(devices := all_devices(config)) > 1:
+        if not config.machine and len(devices := all_devices(config)) > 1:
             await serve_devices(config, devices)
             return
         from swarmllm.server.server import serve  # after the flags: --help needs no torch

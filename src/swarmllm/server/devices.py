@@ -1,4 +1,4 @@
-"""Several devices of one machine: a server process for each, started, watched and ended together.
+"""Several devices of one machine: a server process for each, or for each few, started, watched and ended together.
 
 Called by `server/__main__`; `one_device` is what runs in each process. They start one after the other, so that each
 chooses blocks, and counts free memory, when those before it have theirs.
@@ -32,31 +32,56 @@ _JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def all_devices(config: ServerConfig) -> tuple[str, ...]:
-    """`auto` = all GPUs if there are several, but no more than blocks are asked for."""
+    """`auto` = all GPUs if there are several, but no more than blocks are asked for.
+
+    With `tensor_parallel`, the devices of each server come one after the other.
+
+    Raises:
+        ConfigurationError: they can't be divided into groups of so many.
+    """
+    together = config.tensor_parallel
+    if config.device == ("cpu",):
+        return config.device * together
     if config.device != ("auto",):
+        if len(config.device) % together:
+            raise ConfigurationError(
+                f"{len(config.device)} devices can't be divided into groups of {together}: name some for each "
+                "--tensor_parallel, or cpu once"
+            )
         return config.device
     import torch  # which who names devices doesn't need
 
-    start, end = config.block_indices or (0, config.num_blocks or torch.cuda.device_count())
-    count = min(torch.cuda.device_count(), end - start)
+    num_gpus = torch.cuda.device_count()
+    start, end = config.block_indices or (0, config.num_blocks or num_gpus)
+    count = min(num_gpus // together, end - start) * together
+    if together > 1 and not count:
+        if num_gpus:
+            raise ConfigurationError(f"--tensor_parallel {together} needs {together} GPUs, and here is {num_gpus}")
+        return ("cpu",) * together
     return config.device if count < 2 else tuple(f"cuda:{index}" for index in range(count))
 
 
+def groups_of(devices: Sequence[str], together: int) -> list[tuple[str, ...]]:
+    """The devices of each server."""
+    return [tuple(devices[start : start + together]) for start in range(0, len(devices), together)]
+
+
 def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerConfig]:
-    """What the server of each device is told: an even share of the blocks, and an identity and ports of its own.
+    """What the server of each device, or of each few, is told: an even share of the blocks, own identity and own ports.
 
     Raises:
         ConfigurationError: there are too few blocks, or a setting can't be for several servers.
     """
-    count = len(devices)
+    groups = groups_of(devices, config.tensor_parallel)
+    count = len(groups)
     start, end = config.block_indices or (0, config.num_blocks or count)
     if end - start < count:
         raise ConfigurationError(f"{end - start} blocks can't be split between {count} devices: name fewer")
-    if config.announce_maddrs:
+    if config.announce_maddrs and count > 1:
         raise ConfigurationError(
             "announce_maddrs can't be of several servers: name one --device, and start one for each"
         )
-    if not all(maddr.endswith(ANY_PORT) for maddr in config.host_maddrs):
+    if not all(maddr.endswith(ANY_PORT) for maddr in config.host_maddrs) and count > 1:
         raise ConfigurationError(
             f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
         )
@@ -65,7 +90,7 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
     return [
         replace(
             config,
-            device=(device,),
+            device=group,
             num_blocks=None if config.num_blocks is None else cuts[index + 1] - cuts[index],
             block_indices=None if config.block_indices is None else (cuts[index], cuts[index + 1]),
             port=config.port + index if config.port else config.port,
@@ -74,7 +99,7 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
             machine=machine,
             stop_on_stdin_eof=True,
         )
-        for index, device in enumerate(devices)
+        for index, group in enumerate(groups)
     ]
 
 
@@ -99,11 +124,12 @@ async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
         SwarmError: one can't start; all others have ended, too.
     """
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
-    names = [f"{device}#{index}" if devices.count(device) > 1 else device for index, device in enumerate(devices)]
+    groups = ["+".join(group) for group in groups_of(devices, config.tensor_parallel)]
+    names = [f"{name}#{index}" if groups.count(name) > 1 else name for index, name in enumerate(groups)]
     servers: list[_DeviceServer] = []
     for name, one in zip(names, of_each_device(config, devices), strict=True):
         servers.append(_DeviceServer(name, one, servers))
-    logger.info("%d devices, a server for each: %s", len(devices), ", ".join(names))
+    logger.info("%d devices, %d servers: %s", len(devices), len(names), ", ".join(names))
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -118,7 +144,7 @@ async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
 
 
 class _DeviceServer:
-    """The process of one device, again and again."""
+    """The process of one device, or of some that compute together, again and again."""
 
     def __init__(self, name: str, config: ServerConfig, servers: "Sequence[_DeviceServer]") -> None:
         """`servers` are those of all devices."""

@@ -40,6 +40,10 @@ class BlocksConfig(ModelConfig):
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several has a server process of its own, with
     an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, everything else is for
     each, and ports count up."""
+    tensor_parallel: int = 1
+    """Devices that compute each block together, with some rows of its matrices each. More than 1: `--device` names that
+    many for each server, or cpu once, and each has a process of its own. For blocks that one device can't hold, or
+    reads too slowly; the first device runs all else, and has the KV cache."""
     offload: int | None = 0
     """How many blocks to keep out of the device's memory but while they compute: in host memory if the device is a GPU,
     on disk if it is a CPU. auto = as many of those asked for as don't fit. Steps then wait for copies, so it is for
@@ -149,6 +153,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             "max_batch_sessions",
             "update_period",
             "num_threads",
+            "tensor_parallel",
         )
         if self.prefix_cache_tokens < 0:
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
@@ -165,9 +170,19 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
         if not self.device:
             raise ConfigurationError("name a device, or leave --device out")
+        self._require_tensor_parallel()
         self._require_offload()
         self._require_blocks_and_record()
         self._require_swarm()
+
+    def _require_tensor_parallel(self) -> None:
+        """Raises ConfigurationError unless so many devices can share blocks."""
+        if self.tensor_parallel > 1 and self.offload != 0:
+            raise ConfigurationError(
+                "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"
+            )
+        if self.tensor_parallel > 1 and len({name.partition(":")[0] for name in self.device}) > 1:
+            raise ConfigurationError("devices that share blocks must be of one kind: name CPUs or GPUs, not both")
 
     def _require_offload(self) -> None:
         """Raises ConfigurationError unless so many blocks can be offloaded."""

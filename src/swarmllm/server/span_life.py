@@ -148,6 +148,7 @@ class SpanLife:
             watching = [
                 tasks.create_task(self._watch_adapters(loaded), name="watch adapters"),
                 tasks.create_task(self._watch_weights(), name="watch weights"),
+                tasks.create_task(_watch_followers(loaded), name="watch followers"),
             ]
             target = await unless_stopped(stop, self._moved_or(self._idle(access.serving)))
             for task in watching:
@@ -252,6 +253,13 @@ class SpanLife:
                     describe_changed(self._config.model, changed),
                 )
             told = changed
+
+
+async def _watch_followers(loaded: Loaded) -> None:
+    """Raises GroupLostError when a process that shares the blocks has ended, also if nobody asks for anything."""
+    while (group := loaded.blocks.group) is not None:
+        group.check()
+        await asyncio.sleep(LOOK_S)
 
 
 async def at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
@@ -14,6 +16,7 @@ from swarmllm.models.architecture import parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.parallel.group import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names
@@ -103,12 +106,15 @@ class SpanLoader:
         self._last: _Measured | None = None
         self.device = resolve_device(config.device[0])
         executor.thread.accelerator = accelerator_of(self.device)
+        self._num_threads = config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
+        """CPU threads of each process, if there are several."""
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
-        if checkpoint.config.is_encoder_decoder and (config.adapters or config.offload):
+        alone = config.adapters or config.offload or config.tensor_parallel > 1
+        if checkpoint.config.is_encoder_decoder and alone:
             raise ConfigurationError(
-                "adapters and offload are for models without an encoder: leave them out for this encoder-decoder"
+                "adapters, offload and tensor_parallel are for models without an encoder: leave them out for this one"
             )
         self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
 
@@ -119,6 +125,8 @@ class SpanLoader:
             ConfigurationError: not even one fits.
         """
         sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)
+        if self.device.type != "cpu":  # processors of one machine have one memory
+            sizes = [-(-size // self._config.tensor_parallel) for size in sizes]
         wanted = self._config.num_blocks or self._num_blocks_that_fit(sizes)
         span = choose_span(others, wanted)
         logger.info("chose blocks %s, which the swarm lacks most (other servers: %d)", span, len(others.servers))
@@ -167,6 +175,7 @@ class SpanLoader:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
         own_files = Path(self._config.cache_dir or own_cache_dir())
+        group = self._group()
         *others, blocks = [
             load_block_span(
                 self._checkpoint,
@@ -177,7 +186,8 @@ class SpanLoader:
                 progress=sys.stderr.isatty(),
                 num_offloaded=num_offloaded,
                 offload_dir=own_files,
-                probes_dir=own_files / PROBES,
+                probes_dir=None if group else own_files / PROBES,
+                group=group,
             )
             for part in parts_of(self._checkpoint.config, span)
         ]
@@ -199,6 +209,16 @@ class SpanLoader:
         )
         return Loaded(packer, inputs, throughput, room, before)
 
+    def _group(self) -> Group | None:
+        """The processes that share these blocks; they are gone when the blocks are."""
+        if self._config.tensor_parallel == 1:
+            return None
+        if self.device.type == "cpu":
+            torch.set_num_threads(self._num_threads)
+        devices = [resolve_device(name) for name in self._config.device]
+        logger.info("%d processes share the blocks: %s", len(devices), ", ".join(map(str, devices)))
+        return Group(devices, num_threads=self._num_threads)
+
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
         """How they are packed and how fast they are: measured, unless they were loaded before, too."""
         last = self._last
@@ -208,7 +228,8 @@ class SpanLoader:
             return packer, last.throughput
         with stage("trying how sessions can be computed together"):
             packer = Packer(blocks, right_ways(blocks))
-        throughput = measure_throughput(packer, choose_threads=self._config.num_threads is None)
+        choose_threads = self._config.num_threads is None and blocks.group is None
+        throughput = measure_throughput(packer, choose_threads=choose_threads)
         self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
         return packer, throughput
 

@@ -85,6 +85,10 @@ def test_what_cannot_be_divided(settings: dict[str, Any], reason: str) -> None:
         (3, {"block_indices": (4, 5)}, ("auto",)),
         (3, {"device": "cuda"}, ("cuda",)),
         (0, {"device": ("cpu", "cpu")}, ("cpu", "cpu")),
+        (0, {"device": ("cpu",), "tensor_parallel": 3}, ("cpu", "cpu", "cpu")),
+        (0, {"tensor_parallel": 2}, ("cpu", "cpu")),
+        (5, {"tensor_parallel": 2}, ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        (5, {"tensor_parallel": 2, "num_blocks": 1}, ("cuda:0", "cuda:1")),
     ],
 )
 def test_auto_is_all_gpus(

@@ -88,6 +88,11 @@ class TiledNf4(Nf4):
         scale = self.scale.view(self.scale.shape[0], -1, rows).transpose(0, 1)
         return TiledNf4(codes, scale, self.dtype)
 
+    def rows(self, start: int, end: int) -> "TiledNf4":
+        """They have to be whole tiles."""
+        codes, scale = self.codes.narrow(-2, start, end - start), self.scale.narrow(-1, start, end - start)
+        return TiledNf4(codes, scale, self.dtype)
+
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         return self._dequantize_rows(_untile(self.codes[start:end]), self.scale[:, start:end].T, dtype)
 

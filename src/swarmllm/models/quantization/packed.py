@@ -60,17 +60,23 @@ class Packed:
         """A matrix as matrices of this many rows each: `[parts, rows, in]`."""
         return self._each(lambda tensor: tensor.view(-1, rows, *tensor.shape[1:]))
 
+    def rows(self, start: int, end: int) -> Self:
+        """Rows `[start, end)` of each matrix, in the same memory."""
+        axis = len(self.shape) - 2
+        return self._each(lambda tensor: tensor.narrow(axis, start, end - start))
+
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
-    def linear(self, inputs: Tensor) -> Tensor:
-        """`inputs @ weight.T`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
+    def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`inputs @ weight.T + bias`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled() and flat.requires_grad:
             outputs: Tensor = _Linear.apply(flat, self)  # type: ignore[no-untyped-call]
         else:
             outputs = self.multiply(flat)
-        return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+        outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+        return outputs if bias is None else outputs + bias
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype."""

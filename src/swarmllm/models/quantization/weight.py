@@ -145,12 +145,12 @@ def _dequantized(value: Any) -> Any:
     return value.dequantize() if isinstance(value, PackedView) else value
 
 
-def _matmul(inputs: Any, weight: Any) -> Any:
-    """`inputs @ weight`, where the weight of one of these, or of each of several, is transposed as it must be."""
+def _matmul(inputs: Any, weight: Any, bias: Any = None) -> Any:
+    """`inputs @ weight + bias`, where the weight of one of these, or of each of several, is transposed as needed."""
     if not isinstance(inputs, Tensor) or not isinstance(weight, PackedView) or not weight.transposed:
         return NotImplemented
     if weight.ndim == 2:
-        return weight.packed.linear(inputs)
+        return weight.packed.linear(inputs, bias)
     if inputs.ndim != 3 or weight.ndim != 3 or len(inputs) != len(weight):
         return NotImplemented
     return torch.stack([weight.packed[idx].linear(part) for idx, part in enumerate(inputs)])
@@ -159,13 +159,11 @@ def _matmul(inputs: Any, weight: Any) -> Any:
 def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, PackedView):
         return NotImplemented
-    outputs = _matmul(inputs, weight.mT)
-    return outputs if bias is None or outputs is NotImplemented else outputs + bias
+    return _matmul(inputs, weight.mT, bias)
 
 
 def _addmm(bias: Any, inputs: Any, weight: Any, **scales: Any) -> Any:
-    outputs = NotImplemented if scales else _matmul(inputs, weight)
-    return outputs if outputs is NotImplemented else outputs + bias
+    return NotImplemented if scales else _matmul(inputs, weight, bias)
 
 
 def _grouped_mm(inputs: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -193,10 +191,10 @@ def _joined(join: Callable[..., Tensor]) -> Callable[..., Any]:
         along_columns = join is torch.cat and dim % first.ndim == first.ndim - 1
         if along_columns or dim < 0 or len({(type(one), one.dtype, one.shape[-1]) for one in packed}) > 1:
             return NotImplemented
-        tensors = [one.tensors() for one in packed]
         try:
+            tensors = [one.tensors() for one in packed]
             return replace(packed[0], **{name: join([one[name] for one in tensors], dim) for name in tensors[0]})
-        except RuntimeError:  # groups of other sizes
+        except RuntimeError:  # groups of other sizes, or parts elsewhere
             return NotImplemented
 
     return lambda *args, **kwargs: _viewed(joined(*args, **kwargs))

@@ -32,8 +32,9 @@ from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.first_block import give
+from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import is_rounded
 from swarmllm.models.quantization import QuantizedWeight
-from swarmllm.models.quantization.whole import Whole
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
 from swarmllm.models.span.offload import OffloadedBlocks
@@ -48,12 +49,19 @@ class BlockSpan:
     """The hosted blocks `[span.start, span.end)` of one model."""
 
     def __init__(
-        self, model: PreTrainedModel, span: Span, digests: str, offloaded: OffloadedBlocks | None = None
+        self,
+        model: PreTrainedModel,
+        span: Span,
+        digests: str,
+        offloaded: OffloadedBlocks | None = None,
+        group: Group | None = None,
     ) -> None:
         """`model` has been pruned by `prune_to_span(span)`; `probes.probe` fills in what it finds."""
         self.span = span
         self.offloaded = offloaded
         """Those whose weights aren't in memory all the time; None if all are."""
+        self.group = group
+        """The processes that have the rows of matrices, this one among them; None if it has all."""
         hosted = hosted_stack(model)
         self.stack = stack_module(model, hosted)
         slots = find_blocks(model).blocks
@@ -101,7 +109,7 @@ class BlockSpan:
     @cached_property
     def is_quantized(self) -> bool:
         """Whether weights were made smaller when they were loaded."""
-        return any(isinstance(one, QuantizedWeight) and not isinstance(one.packed, Whole) for one in self._weights())
+        return any(isinstance(one, QuantizedWeight) and is_rounded(one.packed) for one in self._weights())
 
     @cached_property
     def shares_keys(self) -> bool:
@@ -177,7 +185,15 @@ class BlockSpan:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         if self.offloaded is not None:
             storages |= self.offloaded.slots()
-        return sum(storages.values())
+        num_bytes: int = sum(storages.values()) + self._shared_bytes
+        return num_bytes
+
+    @property
+    def _shared_bytes(self) -> int:
+        """What shared matrices take on this device: of a processor's memory, all of them."""
+        if self.group is None:
+            return 0
+        return sum(self.group.num_bytes) if self.device.type == "cpu" else self.group.num_bytes[0]
 
     def new_cache(self, span: Span | None = None, *, record_past: bool = False) -> SpanCache:
         """An empty cache for `span` (default: all hosted blocks); `record_past` for sessions that will roll back.

@@ -1,11 +1,12 @@
 """Blocks of a checkpoint: read, with no other large tensor. Called by the server, in its device thread."""
 
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
@@ -23,6 +24,8 @@ from swarmllm.models.checkpoint.skeleton import (
     unused_before_blocks,
 )
 from swarmllm.models.free_memory import separate_weights
+from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.quantization.check import check_quantized
 from swarmllm.models.quantization.loading import LoadingConfig
@@ -52,17 +55,20 @@ def load_block_span(
     num_offloaded: int = 0,
     offload_dir: Path | None = None,
     probes_dir: Path | None = None,
+    group: Group | None = None,
 ) -> BlockSpan:
     """Read the blocks of `span`, all of one stack, and nothing else of weight; dtype None = as the config says.
 
     `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
-    in `offload_dir`, or where temporary files are. In `probes_dir` is kept what probes find, for the next time.
+    in `offload_dir`, or where temporary files are. In `probes_dir` is kept what probes find, for the next time. Of all
+    matrices, each process of `group` gets some rows.
 
     Raises:
         ConfigurationError: the model has no such blocks, it can't quantize them that way, or there is no room for those
             that are to be offloaded.
         UnsupportedModelError: it can't be split, or not there.
         WeightsError: its files are missing, damaged or of another model.
+        GroupLostError: a process of the group has gone.
     """
     if span.end > checkpoint.num_blocks:
         raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
@@ -86,14 +92,17 @@ def load_block_span(
         offloaded = None
         known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization, unused)
         with separate_weights(), BlockDigests() as digests:
+            # One after the other where they may be more than fit into memory at once.
+            parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)
             if num_offloaded:
-                # One after the other: they may be more than fit into memory at once.
                 offloaded = OffloadedBlocks(torch.device(device), offload_dir or Path(tempfile.gettempdir()))
-                parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)
-                model = _joined(parts, span, offloaded, num_offloaded)
+                chosen = {span.start + place for place in spread(len(span), num_offloaded)}
+                model = _joined(parts, span, lambda idx, block: offloaded.take(idx, block) if idx in chosen else None)
+            elif group is not None:
+                model = _joined((_shared(part, group) for part in parts), span)
             else:
                 model = read(span, unused, digests, progress=progress)
-            blocks = BlockSpan(model, span, digests.of(span), offloaded)
+            blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
             if known is None or not known.restore(blocks):
                 with stage(f"looking at what blocks {span} need and can do"):
                     probe(blocks)
@@ -122,18 +131,21 @@ def _require_offloadable(span: Span, num_offloaded: int) -> None:
         )
 
 
+def _shared(part: PreTrainedModel, group: Group) -> PreTrainedModel:
+    share(part, group)
+    return part
+
+
 def _joined(
-    parts: Iterable[PreTrainedModel], span: Span, offloaded: OffloadedBlocks, num_offloaded: int
+    parts: Iterable[PreTrainedModel], span: Span, take: Callable[[int, nn.Module], None] = lambda *_: None
 ) -> PreTrainedModel:
-    """One model of models with a block each, some of which are offloaded as they come."""
-    chosen = {span.start + place for place in spread(len(span), num_offloaded)}
+    """One model of models with a block each, which `take` sees as they come."""
     whole: PreTrainedModel | None = None
     for block_idx, part in zip(span, parts, strict=True):
         slots = find_blocks(part).blocks
         assert isinstance(slots, BlockSlots)
         block = slots.block(block_idx)
-        if block_idx in chosen:
-            offloaded.take(block_idx, block)
+        take(block_idx, block)
         if whole is None:
             whole, first = part, slots
         else:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from swarmllm.errors import ConfigurationError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
+from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 
@@ -42,11 +42,14 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
 
 
 def lost_context(error: object) -> str | None:
-    """What CUDA says, if `error` has taken this process's whole context with it: no call will go well any more.
+    """What took with it all that this process can compute by: no call will go well any more.
 
-    None if it hasn't. An index outside its table does so, and a kernel that fails or a device that falls off its bus;
-    lack of memory doesn't. To be called in the device thread.
+    That is a follower that has gone, or a failure of CUDA that ends the process's context; None if it is neither. An
+    index outside its table does so, and a kernel that fails or a device that falls off its bus; lack of memory doesn't.
+    To be called in the device thread.
     """
+    if isinstance(error, GroupLostError):
+        return str(error)
     if not isinstance(error, RuntimeError) or "CUDA" not in str(error):
         return None
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -127,8 +127,8 @@ class Executor:
         error = await asyncio.shield(self._death)
         if isinstance(error, LostContextError):
             raise LocalProtocolError(
-                f"this server's GPU can't be used by this process any more ({error}): start the server again, and if "
-                "that happens more than once, look whether the GPU is in order"
+                f"this server's device can't be used by its process any more ({error}): start the server again, and if "
+                "that happens more than once, look whether the device is in order"
             )
         raise LocalProtocolError(
             f"the device thread, which computes for this server, ended by a mistake of swarmllm ({described(error)}): "
