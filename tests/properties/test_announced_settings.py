@@ -75,7 +75,8 @@ def announced(
     links: Any = SimpleNamespace(mbps=lambda _: mbps)
     successors: Any = SimpleNamespace(announced=())
     record = OwnRecord(config, peer, loader, Niceness(), links, successors, Span(0, checkpoint.num_blocks))
-    blocks: Any = SimpleNamespace(traits=BlockTraits(), cache_bytes_per_token=1, digests="Ab_-" * checkpoint.num_blocks)
+    digests = "Ab_-" * checkpoint.num_blocks
+    blocks: Any = SimpleNamespace(traits=BlockTraits(), cache_bytes_per_token=1, digests=digests, is_of_encoder=False)
     inputs: Any = SimpleNamespace(hidden_bytes=1000)
     room = CacheRoom(1001 * config.attn_cache_tokens, 0)
     record.loaded = Loaded(SimpleNamespace(blocks=blocks), inputs, MEASURED, room)  # type: ignore[arg-type]

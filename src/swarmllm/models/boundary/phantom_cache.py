@@ -20,6 +20,8 @@ class PhantomCache(DynamicCache):
 
     num_prefix = 0
     """Positions at its beginning that no text has filled (`adapters/block_adapter`, prefix)."""
+    cross: DynamicCache | None = None
+    """Keys and values of what comes from an encoder, in a decoder that has one."""
 
     def __init__(self, config: PreTrainedConfig, real: Container[int] = ()) -> None:
         """`real`: blocks that keep the layers which transformers has made for them."""

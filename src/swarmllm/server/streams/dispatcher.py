@@ -135,7 +135,7 @@ class Dispatcher:
 async def _take_adapter(serving: Serving, peer_id: str, message: Message) -> Reply:
     """ADAPTER: keep it for later requests of that peer."""
     header = parse(AdapterHeader, message.header, None)
-    block = header.patches[0].block  # the others are of the same stack, or refused there
-    part = serving.parts.of(block, block + 1)
+    block, parts = header.patches[0].block, serving.parts.parts
+    part = next((part for part in parts if block in part.blocks.span), parts[-1])  # which refuses what it lacks
     serving.adapters.put(peer_id, header.handle, part.inputs.read_adapter(header, message))
     return ResultHeader(id=header.id), {}
