@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 MAX_BLOCKS = 4096
 """Assumed: no model of today has more than a few hundred blocks."""
 MAX_ADDRS = 16
-"""That one server announces; a record has room for about so many."""
+"""Addresses that one server announces; a record has room for about this many."""
 MAX_TTL_S = 15 * 60.0
 """No record may outlive its owner for longer."""
 
@@ -137,7 +137,7 @@ class ServerInfo(PeerModel):
     """What loading the blocks is going to take, which nobody has used for long; `queue_ms` has it already. 0 = they are
     loaded."""
     step_ms_p95: Milliseconds = 0.0
-    """Of the last decode steps, what 95 in 100 were ready within, waiting included; 0 = none yet."""
+    """The time within which 95 in 100 of the last decode steps were ready, waiting included; 0 = none yet."""
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Positions computed in sessions since the server began."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
@@ -219,7 +219,7 @@ class Patch(PeerModel):
 
     block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
     path: Annotated[str, Field(max_length=128)]
-    """Of the module inside its block."""
+    """The path of the module inside its block."""
     kind: Literal[
         "lora",
         "row_lora",
@@ -240,7 +240,7 @@ class Patch(PeerModel):
     """Share of a LoRA's inputs that is left out. Calls come with a seed for each token then, from which it follows
     which."""
     number: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    """Of `row_lora`: it is for those tokens alone for which calls say this number (`adapter_numbers`). Servers that
+    """A `row_lora` is for those tokens alone for which calls say this number (`adapter_numbers`). Servers that
     know no numbers refuse that kind."""
 
 

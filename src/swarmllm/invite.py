@@ -24,7 +24,7 @@ PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
 MAX_INVITE_CHARS = 65536
 MAX_ENTRIES = 256
-"""Of each list."""
+"""Entries of each list at most."""
 MAX_ENTRY_CHARS = 256
 
 

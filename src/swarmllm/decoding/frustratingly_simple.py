@@ -10,7 +10,7 @@ from swarmllm.decoding.text_so_far import uniform
 
 
 class FrustratinglySimple(LogitsProcessor):
-    """Of the k likeliest tokens the one with the largest (1 - alpha) P(token) - alpha A(token), P being the model.
+    """The one of the k likeliest tokens with the largest (1 - alpha) P(token) - alpha A(token), P being the model.
 
     A is made of the text so far: the share that the token has among those that have followed the last n - 1 tokens,
     with weight beta; with beta of the rest, that among those after the last n - 2; and so on, the whole rest going to

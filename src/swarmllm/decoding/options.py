@@ -41,7 +41,7 @@ class DecodingOptions:
     xtc_probability: float | None = _option(0.0, draws=True, ge=0, le=1)
     """XTC: how often the likeliest tokens are left out."""
     xtc_threshold: float | None = _option(0.1, of="xtc_probability", ge=0, le=1)
-    """Of tokens at least this likely only the least likely stays."""
+    """Only the least likely of the tokens at least this likely stays."""
     mirostat_mode: int | None = _option(0, draws=True, ge=0, le=2)
     """1 or 2: sample so that texts are as surprising as mirostat_tau says. Basu et al. 2021."""
     mirostat_tau: float | None = _option(5.0, of="mirostat_mode", gt=0)
@@ -61,7 +61,7 @@ class DecodingOptions:
     fsd_alpha: float | None = _option(0.0, ge=0, le=1)
     """Frustratingly simple decoding: weight of what the text foretells. Yang et al. 2023."""
     fsd_k: int | None = _option(6, of="fsd_alpha", ge=1)
-    """Of this many likeliest tokens one is taken."""
+    """One of this many likeliest tokens is taken."""
     fsd_n: int | None = _option(3, of="fsd_alpha", ge=1, le=16)
     """Tokens of the longest n-grams by which it foretells."""
     fsd_beta: float | None = _option(0.9, of="fsd_alpha", ge=0, le=1)

@@ -147,7 +147,7 @@ class LocalSwarm:
 
     Args:
         spans: the blocks of each server, e.g. `[(0, 4), (4, 8)]`; or
-        num_servers: so many servers with equal shares.
+        num_servers: this many servers with equal shares.
         server_options: flags for all servers, e.g. `quant_type="none"`, `num_threads=1`, `new_flag=True`.
     """
 

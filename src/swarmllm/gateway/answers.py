@@ -65,7 +65,7 @@ class Answer:
     when all events have been added, what isn't streamed."""
 
     media_type: ClassVar[str] = "text/event-stream"
-    """Of a stream."""
+    """The media type of a stream."""
     sign_of_life: ClassVar[bytes] = b": still there\n\n"
     """In a stream, when nothing comes for long."""
 

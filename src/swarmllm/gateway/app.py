@@ -33,7 +33,7 @@ from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
 
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 STATUSES = ("ok", "degraded", "dead")
-"""Of a model, from the best on."""
+"""Ways to name a model, from the best on."""
 
 
 class Gateway:

@@ -122,7 +122,7 @@ _MARKERS = frozenset(
 )
 _DECODER = json.JSONDecoder()
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""Of a call as JSON, up to its arguments."""
+"""The head of a call as JSON, up to its arguments."""
 
 
 def arguments_at(text: str, start: int, end: str) -> tuple[str, int]:

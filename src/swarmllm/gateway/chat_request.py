@@ -96,7 +96,7 @@ class ChatRequest(Sampling):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
-        """Of the parameters of the tools that may be called, by name."""
+        """Schemas of the parameters of the tools that may be called, by name."""
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         return {
             tool.function.name: tool.schema_of_parameters()

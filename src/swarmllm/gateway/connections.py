@@ -17,7 +17,7 @@ advance and send a head in one packet; uvicorn itself closes idle connections 5 
 
 
 def http_protocol(max_connections: int) -> type[H11Protocol]:
-    """The protocol of a server with at most so many connections at a time, WebSockets included."""
+    """The protocol of a server with a bounded number of connections at a time, WebSockets included."""
 
     class Patient(_Patient):
         most = max_connections

@@ -1,4 +1,4 @@
-"""Many requests at once: so many worker threads, so many that may wait, the others are turned away.
+"""Many requests at once: some worker threads, a few that may wait, the others are turned away.
 
 The routes call `start`, in the event loop; every prompt is one `Generation` on a thread of its own, because
 transformers' `generate()` is synchronous. Servers see sessions that step at the same time and batch them.

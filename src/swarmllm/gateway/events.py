@@ -24,7 +24,7 @@ class TextPiece:
     """One more token of one answer."""
 
     index: int
-    """Of the answer, as in the API's `choices`."""
+    """The number of the answer, as in the API's `choices`."""
     text: str
     """What it makes certain; may be empty."""
     logprob: TokenLogprob | None = None
@@ -59,7 +59,7 @@ class Ended:
     """A prompt's answers are complete, or (with an error) as complete as they will be."""
 
     first_index: int
-    """Of the prompt's answers."""
+    """The number among the prompt's answers."""
     prompt_tokens: int
     completion_tokens: int
     trace: dict[str, Any]

@@ -28,7 +28,7 @@ class Constraint:
     """What answers must look like."""
 
     field: str
-    """Of the request, which says so."""
+    """The field of the request that says so."""
     kind: Literal["json", "regex", "lark"]
     text: str
 

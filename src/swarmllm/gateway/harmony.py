@@ -60,7 +60,7 @@ class HarmonyReader:
         self._most = most
         self._held = ""
         self._kind: Literal["thoughts", "said", "call"] | None = "said" if has_begun else None
-        """Of the message under way; None: its head is."""
+        """What the message under way is; None: its head is not over."""
         self._has_begun, self._has_said = has_begun, False
         self._calls: list[ToolCall] = []
         self._so_far = CallsSoFar()

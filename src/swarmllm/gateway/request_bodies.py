@@ -102,7 +102,7 @@ class Sampling(DecodingFields):
     swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:
-        """How to answer, for prompts of up to so many tokens.
+        """How to answer, for prompts of up to this many tokens.
 
         Raises:
             ApiError: the model can't do that.

@@ -28,7 +28,7 @@ class Part(Body):
 
 
 class Item(Body):
-    """Of the conversation so far; its type says which of the fields it has."""
+    """A part of the conversation so far; its type says which of the fields it has."""
 
     harmless: ClassVar[Harmless] = {
         **dict.fromkeys(("id", "status", "encrypted_content", "phase"), ANYTHING),

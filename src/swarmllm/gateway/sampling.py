@@ -103,7 +103,7 @@ class Sampler:
         self._chooses = options.temperature > 0 or by_row
         """Whether there is more to do than `generate()` does by itself: take the likeliest."""
         self.logprobs: list[TokenLogprob | None] = [None] * num_rows
-        """Of the tokens chosen last."""
+        """Log-probabilities of the tokens chosen last."""
         self.finished = [False] * num_rows
         """Set by the caller: these rows don't matter any more."""
 

@@ -16,7 +16,7 @@ class Stored:
     """Who may read it: an API key, or without keys an address."""
     response: dict[str, Any]
     items: list[dict[str, Any]]
-    """Of the conversation, up to the response's own."""
+    """Parts of the conversation, up to the response's own."""
     num_bytes: int
 
 

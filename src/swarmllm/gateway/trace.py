@@ -26,7 +26,7 @@ class Trace:
     metrics: GatewayMetrics
     began_at: float = field(default_factory=time.monotonic)
     construct_s: float | None = None
-    """Of the first route: finding it, dialling its servers, opening sessions."""
+    """Time for the first route: finding it, dialling its servers, opening sessions."""
     first_token_s: float | None = None
     num_repairs: int = 0
     num_tokens: int = 0

@@ -36,7 +36,7 @@ class Body(BaseModel):
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """Of all fields that it may have."""
+        """The names of all fields that it may have."""
         return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.harmless]
 
 

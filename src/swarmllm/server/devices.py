@@ -37,7 +37,7 @@ def all_devices(config: ServerConfig) -> tuple[str, ...]:
     With `tensor_parallel`, the devices of each server come one after the other.
 
     Raises:
-        ConfigurationError: they can't be divided into groups of so many.
+        ConfigurationError: they can't be divided into groups of that size.
     """
     together = config.tensor_parallel
     if config.device == ("cpu",):

@@ -176,7 +176,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         self._require_swarm()
 
     def _require_tensor_parallel(self) -> None:
-        """Raises ConfigurationError unless so many devices can share blocks."""
+        """Raises ConfigurationError unless this many devices can share blocks."""
         if self.tensor_parallel > 1 and self.offload != 0:
             raise ConfigurationError(
                 "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"
@@ -185,7 +185,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("devices that share blocks must be of one kind: name CPUs or GPUs, not both")
 
     def _require_offload(self) -> None:
-        """Raises ConfigurationError unless so many blocks can be offloaded."""
+        """Raises ConfigurationError unless this many blocks can be offloaded."""
         if self.offload is not None and (self.offload < 0 or self.offload == 1):
             raise ConfigurationError(
                 f"offload must be 0 (none), auto, or at least 2, not {self.offload}: one of them is always in memory"

@@ -11,7 +11,7 @@ Job = Callable[[], Awaitable[T]]
 
 
 async def in_turns(groups: Sequence[tuple[int, Sequence[Job[T]]]]) -> list[T]:
-    """The values of all jobs, group after group; of each so many run at a time, and they begin in turns.
+    """The values of all jobs, group after group; of each a given number run at a time, and they begin in turns.
 
     So what all groups go through first soon has something for each of them.
     """

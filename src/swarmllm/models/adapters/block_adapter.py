@@ -273,7 +273,7 @@ def _in_the_place_of(block: nn.Module, path: str, value: Tensor) -> Iterator[Non
 
 
 def dropout_key(block_idx: int, path: str, number: int) -> int:
-    """Of the adapter of that number on a module: what makes its dropout differ from that of others."""
+    """The key of the adapter of that number on a module: what makes its dropout differ from that of others."""
     return zlib.crc32(f"{block_idx}.{path}#{number}".encode()) % SEEDS
 
 

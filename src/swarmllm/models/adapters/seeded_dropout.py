@@ -13,7 +13,7 @@ from swarmllm.errors import RemoteProtocolError
 SEEDS = 1 << 31
 """Seeds are below this."""
 _FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-"""Of the integer hash "lowbias32", found by Chris Wellons' search for the least bias
+"""Constants of the integer hash "lowbias32", found by Chris Wellons' search for the least bias
 (https://nullprogram.com/blog/2018/07/31/). As signed numbers, which wrap around alike."""
 
 

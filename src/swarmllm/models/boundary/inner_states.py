@@ -41,7 +41,7 @@ class InnerStates:
         self.attentions = attentions
         """Whether the attention weights of all blocks are."""
         self.num_heads = num_heads
-        """Of one block, to estimate sizes."""
+        """Heads of one block, to estimate sizes."""
         self.found: dict[int, Tensor] = {}
         """Outputs by block: hidden states as the block has returned them."""
         self.maps: dict[int, list[Map]] = {}

@@ -102,7 +102,7 @@ class Group:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the followers."""
+        """The process ids of the followers."""
         return [follower.process.pid for follower in self._followers]
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class Command(NamedTuple):
     kind: Literal["keep", "multiply", "multiply_transposed", "dequantize"]
     parts: tuple[Part, ...]
     rows: int = 0
-    """Of the inputs, or of the gradients."""
+    """How many the inputs are, or the gradients."""
     dtype: torch.dtype = torch.float32
     is_new: bool = True
     """Whether the inputs are sent; they are those of the last product otherwise."""

@@ -17,8 +17,8 @@ from swarmllm.models.quantization.weight import QuantizedWeight
 TOKENS = (1, 5, 40)
 """Numbers of tokens that take the kernels for few tokens, and the way for many."""
 ROWS = 256
-"""Of a weight, if it has a multiple of these: kernels work on rows in parts, and a whole large weight takes 25 times as
-long, at each start (measured: 9 s with AVX2, hidden 2048)."""
+"""Rows of a weight that are compared, if it has a multiple of these: kernels work on rows in parts, and a whole large
+weight takes 25 times as long, at each start (measured: 9 s with AVX2, hidden 2048)."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative errors that rounding explains, some three times those measured."""
 LLM_INT8_TOLERANCE = 5e-2

@@ -32,7 +32,7 @@ class KBit(Decoded):
     """
 
     least: Tensor
-    """Of each group. (`minimum` is a method of tensors, whose names `QuantizedWeight` keeps free.)"""
+    """The least value of each group. (`minimum` is a method of tensors, whose names `QuantizedWeight` keeps free.)"""
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: float) -> "KBit":

@@ -13,11 +13,11 @@ from swarmllm.errors import ConfigurationError
 QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4"]
 QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
 BITS: dict[str, float] = {"int2": 2, "int3": 3, "q3.5": 3.5, "int4": 4, "int5": 5, "int6": 6}
-"""Of the types that `kbit` is for."""
+"""Bits of the types that `kbit` is for."""
 GROUP = 64
 """Weights of a row that share one scale, with all types but int8; as in QLoRA (section 3) and Inferflow (table 3)."""
 SCALE_DTYPE = torch.bfloat16
-"""Of scales and minima of these types."""
+"""The dtype of scales and minima of these types."""
 SMALLEST = 1 << 14
 """Elements. Assumed: below, a kernel's start costs more than the memory is worth."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})

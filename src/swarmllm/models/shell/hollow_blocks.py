@@ -86,7 +86,7 @@ class HollowBlocks(nn.ModuleList):
         return tuple(playback(self.__dict__["proxy"], idx, block, len(blocks)) for idx, block in enumerate(blocks))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Of those that are shown: transformers looks for blocks to put its hooks on."""
+        """The children that are shown: transformers looks for blocks to put its hooks on."""
         shown = self._shown
         return super().named_children() if len(shown) == 1 else zip(map(str, count()), shown)  # noqa: B905
 

@@ -78,7 +78,7 @@ class RemoteCache(PhantomCache):
         self.begun_with: tuple[BlockAdapter | None] | None = None
         """The adapter of the session's first forward with this cache; None before that."""
         self.source_mask: Tensor | None = None
-        """Of what the decoder attends to besides its text, since the session's first forward."""
+        """The mask of what the decoder attends to besides its text, since the session's first forward."""
         self._rows = batch_size
 
     @property

@@ -280,7 +280,7 @@ class OffloadedBlocks:
 
 
 def _absent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Of the same shape, with next to no memory: NaN, or 0 where there are no such numbers."""
+    """A tensor of the same shape, with next to no memory: NaN, or 0 where there are no such numbers."""
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 

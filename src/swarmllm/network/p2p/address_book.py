@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SWARMS = 32
 MAX_PEERS = 16
-"""Of a swarm: the ones that were met last."""
+"""Peers of a swarm that are kept: the ones that were met last."""
 MAX_ADDRS = 3
 MAX_AGE_S = 30 * 86400.0
 MAX_BYTES = 1 << 20

@@ -26,7 +26,7 @@ RETRY_S = 15.0
 """Until those who failed or refused are asked again; sooner if there is no relay at all."""
 ALONE_S = 2.0
 ADDRS_PER_RELAY = 2
-"""Of those by which a relay is known; more would fill the record."""
+"""Addresses by which a relay is known, at most; more would fill the record."""
 
 
 @dataclass(frozen=True)

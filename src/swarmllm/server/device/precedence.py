@@ -5,7 +5,7 @@ Pure: times are passed in, in seconds.
 
 
 class Precedence:
-    """Of those who come first: whether they are here, and what the others may cost them."""
+    """Whether those who come first are here, and what the others may cost them."""
 
     def __init__(self, others_share: float, here_s: float) -> None:
         self._others_share, self._here_s = others_share, here_s

@@ -221,7 +221,7 @@ class Scheduler(Generic[W]):
         return num_tokens
 
     def _of_several(self, decodes: list[W]) -> list[W]:
-        """Of one account all; of several one each, and then those for which the time of a step more is worth it."""
+        """All of one account; one each of several, and then those for which the time of a step more is worth it."""
         accounts = {work.account.name for work in decodes}
         first = any(work.account.comes_first for work in decodes)
         decoding = {one.account.name for one in self._decoded.values() if one.account.comes_first >= first}
