@@ -67,7 +67,7 @@ def table_of_models(models: list[Needs]) -> list[str]:
         "one block, int8",
         "its cache, 8192 tokens",
     )
-    lines = [f"| {' | '.join(names)} | its cache, 8192 tokens | client |", "|---" * (len(names) + 2) + "|"]
+    lines = [f"| {' | '.join(names)} | client |", "|---" * (len(names) + 1) + "|"]
     for one in sorted(models, key=lambda one: sum(one.by_quant_type["none"])):
         totals = " | ".join(f"{sum(one.by_quant_type[name]) / 1e9:.1f} GB" for name in QUANT_TYPES)
         block = f"{max(one.by_quant_type['int8']) / 1e6:.0f} MB | {one.cache / 1e6:.0f} MB"
