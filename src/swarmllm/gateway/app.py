@@ -50,65 +50,10 @@ class Gateway:
         self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        serving = Serving(self.models, self.engine, self.config)
-        openai = OpenAIRoutes(serving, int(time.time()))
-        tokens = TokenRoutes(self.models, self.config)
-        other = OtherRoutes(serving)
-        pages = PageFiles()
-        generate = GenerateRoute(serving, self._rates)
-        self._paths = frozenset(
-            (
-                "/v1/completions",
-                "/v1/chat/completions",
-                "/v1/models",
-                "/v1/responses",
-                "/v1/messages",
-                "/v1/messages/count_tokens",
-                "/api/chat",
-                "/api/generate",
-                "/api/tags",
-                "/api/show",
-                "/api/version",
-                *EMBEDDINGS,
-                "/docs",
-                "/tokenize",
-                "/detokenize",
-                "/health",
-                "/metrics",
-                "/api/swarm",
-                "/",
-                "/swarm",
-            )
-        )
+        routes = self._routes()
+        self._paths = frozenset(route.path for route in routes if "{" not in route.path)
         return Starlette(
-            routes=[
-                Route("/v1/models", openai.models),
-                Route("/v1/models/{name:path}", openai.model),
-                Route("/v1/completions", openai.completions, methods=["POST"]),
-                Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
-                Route("/v1/responses", other.responses, methods=["POST"]),
-                Route("/v1/responses/{name}", other.response, methods=["GET", "DELETE"]),
-                Route("/v1/responses/{name}/input_items", other.input_items),
-                Route("/v1/messages", other.messages, methods=["POST"]),
-                Route("/v1/messages/count_tokens", other.count_tokens, methods=["POST"]),
-                Route("/api/chat", other.chat, methods=["POST"]),
-                Route("/api/generate", other.generate, methods=["POST"]),
-                Route("/api/tags", other.tags),
-                Route("/api/show", other.show, methods=["POST"]),
-                Route("/api/version", other.version),
-                *(Route(path, other.embeddings, methods=["POST"]) for path in EMBEDDINGS),
-                Route("/tokenize", tokens.tokenize, methods=["POST"]),
-                Route("/detokenize", tokens.detokenize, methods=["POST"]),
-                WebSocketRoute("/ws/generate", generate.generate),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/api/swarm", self._swarm),
-                Route("/openapi.json", self._openapi),
-                Route("/docs", pages.docs),
-                Route("/", pages.chat),
-                Route("/swarm", pages.swarm),
-                Route("/static/{name:path}", pages.file),
-            ],
+            routes=routes,
             exception_handlers={
                 ApiError: _answer_error,
                 SwarmError: _answer_error,
@@ -118,6 +63,40 @@ class Gateway:
             },
             lifespan=lambda _: self.watching(),
         )
+
+    def _routes(self) -> list[Route | WebSocketRoute]:
+        serving = Serving(self.models, self.engine, self.config)
+        openai, other = OpenAIRoutes(serving, int(time.time())), OtherRoutes(serving)
+        tokens, pages = TokenRoutes(self.models, self.config), PageFiles()
+        generate = GenerateRoute(serving, self._rates)
+        return [
+            Route("/v1/models", openai.models),
+            Route("/v1/models/{name:path}", openai.model),
+            Route("/v1/completions", openai.completions, methods=["POST"]),
+            Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+            Route("/v1/responses", other.responses, methods=["POST"]),
+            Route("/v1/responses/{name}", other.response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{name}/input_items", other.input_items),
+            Route("/v1/messages", other.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", other.count_tokens, methods=["POST"]),
+            Route("/api/chat", other.chat, methods=["POST"]),
+            Route("/api/generate", other.generate, methods=["POST"]),
+            Route("/api/tags", other.tags),
+            Route("/api/show", other.show, methods=["POST"]),
+            Route("/api/version", other.version),
+            *(Route(path, other.embeddings, methods=["POST"]) for path in EMBEDDINGS),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            WebSocketRoute("/ws/generate", generate.generate),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/api/swarm", self._swarm),
+            Route("/openapi.json", self._openapi),
+            Route("/docs", pages.docs),
+            Route("/", pages.chat),
+            Route("/swarm", pages.swarm),
+            Route("/static/{name:path}", pages.file),
+        ]
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:

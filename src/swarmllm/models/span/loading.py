@@ -74,23 +74,11 @@ def load_block_span(
         raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
     if num_offloaded:
         _require_offloadable(span, num_offloaded)
-    dtype = dtype or checkpoint.stored_dtype()
-    options: dict[str, Any] = {}
-    if quantization != FULL_PRECISION or checkpoint.comes_packed:
-        options["quantization_config"] = LoadingConfig(quantization, torch.device(device), checkpoint.comes_packed)
-
-    def read(part: Span, unused: Collection[str], digests: BlockDigests, *, progress: bool) -> PreTrainedModel:
-        cls = pruned(blocks_class(checkpoint.config), prune_to_span(part, unused))
-        with stage(f"reading blocks {part}" + (" and quantizing them" if options else "")):
-            model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
-        hold_whole(model)
-        with stage("comparing products of quantized weights with exact ones"):
-            check_quantized(model.modules())
-        return model
+    read = _reader(checkpoint, dtype or checkpoint.stored_dtype(), torch.device(device), quantization)
 
     def load(unused: Collection[str]) -> BlockSpan:
-        offloaded = None
         known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization, unused)
+        offloaded = None
         with separate_weights(), BlockDigests() as digests:
             # One after the other where they may be more than fit into memory at once.
             parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)
@@ -102,13 +90,7 @@ def load_block_span(
                 model = _joined((_shared(part, group) for part in parts), span)
             else:
                 model = read(span, unused, digests, progress=progress)
-            blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
-            if known is None or not known.restore(blocks):
-                with stage(f"looking at what blocks {span} need and can do"):
-                    probe(blocks)
-                if known is not None:
-                    known.keep(blocks)
-            return blocks
+            return _probed(BlockSpan(model, span, digests.of(span), offloaded, group), known)
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
@@ -117,6 +99,36 @@ def load_block_span(
         if unused:  # perhaps one of those parts is called between the blocks
             return load(())
         raise
+
+
+def _reader(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
+) -> Callable[..., PreTrainedModel]:
+    """What reads some blocks of the checkpoint, as they are to be kept."""
+    options: dict[str, Any] = {}
+    if quantization != FULL_PRECISION or checkpoint.comes_packed:
+        options["quantization_config"] = LoadingConfig(quantization, device, checkpoint.comes_packed)
+
+    def read(part: Span, unused: Collection[str], digests: BlockDigests, *, progress: bool) -> PreTrainedModel:
+        cls = pruned(blocks_class(checkpoint.config), prune_to_span(part, unused))
+        with stage(f"reading blocks {part}" + (" and quantizing them" if options else "")):
+            model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
+        hold_whole(model)
+        with stage("comparing products of quantized weights with exact ones"):
+            check_quantized(model.modules())
+        return model
+
+    return read
+
+
+def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
+    """The blocks with what probes find, or have found before."""
+    if known is None or not known.restore(blocks):
+        with stage(f"looking at what blocks {blocks.span} need and can do"):
+            probe(blocks)
+        if known is not None:
+            known.keep(blocks)
+    return blocks
 
 
 def _require_offloadable(span: Span, num_offloaded: int) -> None:

@@ -76,12 +76,7 @@ class SessionTable:
             RemoteProtocolError: the id is taken.
         """
         blocks = self._packer.blocks
-        if header.session in self._sessions:
-            raise RemoteProtocolError("a session with this id is open already")
-        if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
-            raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
-        if not blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        self._require_welcome(header, owner)
         size = session_size(blocks, header, self._hidden_bytes_per_token, 0 if adapter is None else adapter.num_prefix)
         account = partial(self.limits.standing.account, owner.peer_id)
         num_bytes = size.row_bytes * header.batch_size
@@ -119,6 +114,14 @@ class SessionTable:
         self._sessions[header.session] = session
         self._empty.clear()
         return session
+
+    def _require_welcome(self, header: OpenHeader, owner: FrameStream) -> None:
+        if header.session in self._sessions:
+            raise RemoteProtocolError("a session with this id is open already")
+        if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
+            raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
+        if not self._packer.blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
 
     def get(self, session_id: str) -> Session:
         """The session of this id.
