@@ -350,5 +350,5 @@ def test_a_port_in_use_is_one_sentence_before_anything_is_loaded(capfd: pytest.C
         port = taken.getsockname()[1]
         assert main(["--model", "m", "--port", str(port)]) == 2
     captured = capfd.readouterr().err
-    assert f"can't listen on 127.0.0.1 port {port} (Address already in use): choose another --port" in captured
+    assert f"can't listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in captured
     assert captured.count("\n") == 1

@@ -111,7 +111,7 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/v1/responses", {"messages": None, "input": SAID, "previous_response_id": "x"}, "no response 'x'"),
         ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
         ("/api/chat", {"options": {"num_ctx": 1 << 20}}, "num_ctx can be at most 2048"),
-        ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat can only be 0"),
+        ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
         ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "suffix can only be ''"),
         ("/v1/embeddings", {"input": "a"}, "gives no embeddings"),

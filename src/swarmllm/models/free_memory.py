@@ -8,9 +8,7 @@ import ctypes
 from collections.abc import Iterator
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-WHILE_LOADING_BYTES = 512 << 10
-"""More than parts of a weight take while they are quantized, which the system would have to provide anew each time
-(measured with 256 KB, 8 blocks of hidden 2048: nf4 3.3 s, not 2.3)."""
+WHILE_LOADING_BYTES = 256 << 10
 AFTERWARDS_BYTES = 32 << 20
 """Where glibc's own, moving threshold ends: activations are then reused from the heap instead of faulted in anew."""
 
