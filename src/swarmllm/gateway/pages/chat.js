@@ -162,7 +162,6 @@ async function reply(conversation, broken) {
   keep(conversation);
   conversation.messages.push(message);
   busy(true);
-  list();
   let drawn = false;
   let began = 0;
   let saved = performance.now();
@@ -170,7 +169,7 @@ async function reply(conversation, broken) {
     drawn = false;
     if (answering?.message === message) redraw(message);
   };
-  redraw(message);
+  drawAll(); // what can be clicked on other messages waits until this one is written
   scroll.scrollTop = scroll.scrollHeight;
   try {
     for await (const chunk of api.answer(model, asked, abort.signal, options)) {
