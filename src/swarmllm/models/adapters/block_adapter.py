@@ -248,9 +248,7 @@ def applied(
                 drop, chosen = None, None
                 if patch.dropout and seeds is not None:
                     drop = partial(drop_out, seeds=seeds, key=key, probability=patch.dropout)
-                if patch.number:
-                    if numbers is None:
-                        raise RemoteProtocolError(f"{patch.kind} of block {patch.block} needs adapter_numbers")
+                if patch.number and numbers is not None:
                     chosen = numbers == patch.number
                 module = block.get_submodule(patch.path)
                 hooks.callback(put_in_place(module, values, patch, Inputs(drop, chosen)).remove)

@@ -4,6 +4,7 @@ Looked at when blocks are loaded, in one part of each kind: three sessions of di
 rows and one rolled back, take three steps each, together and alone. Called by the server, which makes a `Packer` of it.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -19,6 +20,8 @@ from swarmllm.models.span.packed_attention import PackingUnsupportedError
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+
+logger = logging.getLogger(__name__)
 
 SEQ = 13
 """Positions of the inputs, fewer where the model has no more; unlikely to be the size of another axis."""
@@ -57,7 +60,8 @@ class PackingProbe:
                 self._alone = self._run_alone()
             with self._precision():
                 together = self._run(way)
-        except Exception:  # noqa: BLE001 - model code that doesn't fit this way
+        except Exception as error:  # noqa: BLE001 - model code that doesn't fit this way
+            logger.info("blocks %s can't be run %s: %s: %s", self.part, way.value, type(error).__name__, error)
             return False
         return all(map(self._close, together, self._alone))
 
