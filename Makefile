@@ -55,7 +55,7 @@ test-oldest: $(OLDEST)/.installed
 
 test-trainers: $(TRAINERS)/.installed
 	$(TRAINERS)/bin/python $(PYTEST) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \
-		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai tests/gateway/test_other_apis.py
+		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai tests/gateway/test_other_apis.py tests/gateway/test_frameworks.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

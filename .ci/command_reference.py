@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from swarmllm.__main__ import COMMANDS
+from swarmllm.command_line import Parser
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
@@ -17,16 +18,20 @@ from TOML.
 """
 
 
+def _screen(parser: Parser) -> str:
+    parser._explain(at_length=True)
+    return f"```\n{parser._format_groups(list(parser._action_groups), 0).rstrip()}\n```\n"
+
+
 def reference() -> str:
     """The page."""
     parts = [HEAD]
     for name, command in COMMANDS.items():
-        parser = import_module(command.module).build_parser()
-        parser._explain(at_length=True)
-        screen = parser._format_groups(list(parser._action_groups), 0)
-        parts.append(
-            f"## swarmllm {name}\n\n{command.does[:1].upper()}{command.does[1:]}.\n\n```\n{screen.rstrip()}\n```\n"
-        )
+        module = import_module(command.module)
+        does = f"{command.does[:1].upper()}{command.does[1:]}.\n\n"
+        parts.append(f"## swarmllm {name}\n\n{does}{_screen(module.build_parser())}")
+        for word, its_module in getattr(module, "SUBCOMMANDS", {}).items():
+            parts.append(f"## swarmllm {name} {word}\n\n{_screen(import_module(its_module).build_parser())}")
     return "\n".join(parts)
 
 

@@ -1,6 +1,6 @@
 """Many clients at once on two local servers: what batching their steps brings, beside the same servers without it.
 
-    python benchmarks/concurrency.py [--clients 1 2 4 8 16 32] [--seconds 4] [--repeats 3] [--dtype bfloat16]
+    python benchmarks/concurrency.py [--clients 1 2 4 8 16 32] [--seconds 4] [--repeats 3] [--quant_type int8]
 
 A client is an inference session with a thread of its own that sends one precomputed hidden state after the other; so
 what is measured is the blocks, the servers and the way between them, not the embeddings, the head and `generate()` of
@@ -33,6 +33,7 @@ from common import median, save_random_model, save_results, table
 from delay_proxy import SlowNetwork
 
 from swarmllm import AutoDistributedModel, LocalSwarm
+from swarmllm.models.quantization import QUANT_TYPES
 
 CONTEXTS = (40, 400)
 PROMPT_TOKENS = 2000
@@ -232,13 +233,15 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """Of all swarms."""
-    return {"quant_type": "none", "num_threads": 1, "dtype": args.dtype, "attn_cache_tokens": 64 * MAX_LENGTH}
+    options = {"quant_type": args.quant_type, "dtype": args.dtype}
+    return {**options, "num_threads": 1, "attn_cache_tokens": 64 * MAX_LENGTH}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="512x8")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quant_type", choices=QUANT_TYPES, default="none")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)

@@ -27,8 +27,8 @@ from transformers import TextStreamer
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
-from swarmllm.gateway.language_model import LanguageModel
-from swarmllm.gateway.model_choice import ModelChoice
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 
 PROMPT = "Once upon a time there was a fox"

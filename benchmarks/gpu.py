@@ -98,7 +98,7 @@ def main() -> int:
             packer = Packer(blocks, right_ways(blocks))
             for num_sessions in args.sessions:
                 elapsed_s = step_s(packer, num_sessions, args.context)
-                read = blocks.num_bytes + num_sessions * args.context * blocks.cache_bytes_per_token
+                read = blocks.num_bytes + num_sessions * args.context * blocks.cache_sizes.bytes_per_token
                 rows.append(
                     {
                         "weights": quant_type,

@@ -1,9 +1,10 @@
 """One stream through 1, 2 and 4 local servers, beside local `generate()` on the same weights and threads.
 
-    python benchmarks/inference.py [--shapes 512x8 2048x16] [--servers 1 2 4] [--repeats 5]
+    python benchmarks/inference.py [--shapes 512x8 2048x16] [--servers 1 2 4] [--repeats 5] [--quant_type int8]
 
-Prints tokens per second and time to first token as ratios to the local model of the same run (the runs alternate, the
-medians count), and where one step's time goes. Writes results/inference.json.
+Prints tokens per second and time to first token, also as ratios to the local model of the same run (the runs alternate,
+the medians count), and where one step's time goes. The local model's weights are never quantized. (Several clients at
+once: `concurrency.py`.) Writes results/inference.json.
 """
 
 import argparse
@@ -19,28 +20,40 @@ from common import median, save_random_model, save_results, table, timed_generat
 from transformers import AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModel, LocalSwarm
+from swarmllm.models.quantization import QUANT_TYPES
 
 PREFIX, LONG_PREFIX, NEW_TOKENS = 128, 512, 32
+SPEEDS = {
+    "rate": "tokens/s",
+    "rate_ratio": "ratio to local",
+    "first_128_s": "first token of 128, s",
+    "first_128_ratio": "ratio to local",
+    "first_512_s": "first token of 512, s",
+    "first_512_ratio": "ratio to local",
+}
+"""What is measured, and how the table calls it."""
 
 
-def measure(path: Path, num_servers: int, repeats: int, threads: int) -> dict[str, float]:
-    """Ratios of the swarm to the local model, medians over alternating runs."""
+def measure(path: Path, num_servers: int, args: argparse.Namespace) -> dict[str, float]:
+    """Speeds of the swarm, and their ratios to the local model: medians over alternating runs."""
     local = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    options = {"quant_type": "none", "num_threads": threads}
+    options = {"quant_type": args.quant_type, "num_threads": args.threads}
     with (
         LocalSwarm(path, num_servers=num_servers, **options) as swarm,
         AutoDistributedModel.from_pretrained(str(path), initial_peers=swarm.initial_peers) as remote,
     ):
-        runs: dict[str, list[float]] = {"rate": [], "rate_ratio": [], "first": [], "first_ratio": []}
+        runs: dict[str, list[float]] = {name: [] for name in SPEEDS}
         for model in (local, remote):
             timed_generation(model, LONG_PREFIX, 4)  # warm-up
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             here, there = (timed_generation(model, PREFIX, NEW_TOKENS) for model in (local, remote))
             runs["rate"].append(there.tokens_per_s)
             runs["rate_ratio"].append(there.tokens_per_s / here.tokens_per_s)
+            runs["first_128_s"].append(there.first_token_s)
+            runs["first_128_ratio"].append(there.first_token_s / here.first_token_s)
             here, there = (timed_generation(model, LONG_PREFIX, 2) for model in (local, remote))
-            runs["first"].append(there.first_token_s)
-            runs["first_ratio"].append(there.first_token_s / here.first_token_s)
+            runs["first_512_s"].append(there.first_token_s)
+            runs["first_512_ratio"].append(there.first_token_s / here.first_token_s)
         result = {name: median(values) for name, values in runs.items()}
         result |= break_down(remote)
         return result
@@ -75,6 +88,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["512x8", "2048x16"])
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quant_type", choices=QUANT_TYPES, default="none", help="of the servers")
     parser.add_argument("--threads", type=int, default=1, help="of the local model and of each server")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -85,13 +99,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
             path = save_random_model(shape, Path(directory))
             for num_servers in args.servers:
-                result = measure(path, num_servers, args.repeats, args.threads)
-                results.append({"shape": shape, "servers": num_servers, **result})
+                result = measure(path, num_servers, args)
+                results.append({"shape": shape, "servers": num_servers, "quant_type": args.quant_type, **result})
                 parts = (result[f"{name}_ms"] for name in ("step", "client", "wire", "queue", "compute"))
-                rows.append([shape, num_servers, *(result[n] for n in ("rate", "rate_ratio", "first_ratio")), *parts])
+                speeds = [result[name] for name in SPEEDS]
+                rows.append([shape, num_servers, *speeds, *parts])
                 print(f"{shape}, {num_servers} servers: {result['rate_ratio']:.2f} of local", flush=True)
-    header = ["model", "servers", "tokens/s", "ratio to local", "first token of 512, ratio to local"]
-    print(table([*header, "step ms", "client ms", "wire ms", "queue ms", "compute ms"], rows))
+    print(
+        table(["model", "servers", *SPEEDS.values(), "step ms", "client ms", "wire ms", "queue ms", "compute ms"], rows)
+    )
     print(f"written to {save_results('inference', results)}")
     plots.lines(
         "inference",

@@ -1,15 +1,20 @@
 """Speculation over slow links: tokens per second with and without, alternating on the same swarm.
 
     python benchmarks/speculation.py [--servers 4] [--delay_ms 50 0] [--tokens 100] [--repeats 1]
+        [--speculation auto ngram mtp MODEL]
 
-Texts of the embedded model in fp32: its own greedy list copies, a prescribed code rename (what a larger model would
-write: a logits processor chooses the tokens, everything else runs as always), and sampling at a temperature at which
-nothing can be foreseen. Beside the floor of plain decoding: (servers + 1) ways, the local model's own time and bytes
+Texts of the embedded model in fp32: new stories, which repeat nothing, its own greedy list copies, a prescribed code
+rename (what a larger model would write: a logits processor chooses the tokens, everything else runs as always), and
+sampling at a temperature at which nothing can be foreseen. "itself" in place of a model is the embedded model as its
+own small model: all guesses are right, at the price of all blocks on the client.
+
+Beside the floor of plain decoding: (servers + 1) ways, the local model's own time and bytes
 over bandwidth. With `--delay_ms 0` it shows that "auto" costs nothing where it doesn't pay. Writes
 results/speculation.json.
 """
 
 import argparse
+import itertools
 import math
 from typing import Any
 
@@ -23,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from swarmllm import AutoDistributedModel, ClientConfig, embedded_model_path
 
+STORIES = ("Once upon a time", "One morning, Mia", "Once upon a time, there was a clever owl")
 ITEMS = ["pencil", "drum", "lantern", "puzzle", "lamp", "shell", "clock"]
 LIST_COPY = (
     "List:\n"
@@ -67,7 +73,15 @@ def texts(tokenizer: Any, num_tokens: int) -> dict[str, tuple[Tensor, dict[str, 
     code = ids(CODE_RENAME)
     length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
     prescribed = LogitsProcessorList([Prescribed(code.shape[1], renamed)])
+    stories = {
+        f"story {number}, {'greedy' if greedy else 'sampled'}": (
+            ids(begin),
+            {**length, "do_sample": not greedy, **({} if greedy else {"temperature": 1.0, "top_k": 0})},
+        )
+        for (number, begin), greedy in itertools.product(enumerate(STORIES, 1), (True, False))
+    }
     return {
+        **stories,
         "list copies, greedy": (ids(LIST_COPY), {**length, "do_sample": False}),
         "code rename, prescribed": (
             code,
@@ -92,7 +106,8 @@ def main() -> None:
     parser.add_argument("--mbit_s", type=float, default=100.0)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--speculation", default="auto", help="compared with off")
+    parser.add_argument("--speculation", nargs="+", default=["auto"], help="compared with off, one after the other")
+    parser.add_argument("--only", default="", help="texts whose names begin so")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -106,6 +121,7 @@ def main() -> None:
     with SlowNetwork() as network, network.swarm(path, num_servers=args.servers, **options) as swarm:
         for delay_ms in args.delay_ms:
             network.set(delay_ms=delay_ms, mbit_s=args.mbit_s)
+            modes = ["off", *(path if mode == "itself" else mode for mode in args.speculation)]
             clients = [
                 AutoDistributedModel.from_pretrained(
                     path,
@@ -114,49 +130,42 @@ def main() -> None:
                     dtype="float32",
                     progress=False,
                 )
-                for mode in ("off", args.speculation)
+                for mode in modes
             ]
             for client in clients:  # whoever has generated before knows the swarm's pace
                 timed(client, torch.tensor([[1, 5, 9]]), {"max_new_tokens": 6, "min_new_tokens": 6})
             for name, (prompt, choices) in texts(tokenizer, args.tokens).items():
-                runs: dict[str, list[float]] = {"local": [], "plain": [], "ahead": []}
-                same = True
+                if not name.startswith(args.only):
+                    continue
+                here: list[float] = []
+                runs: list[list[float]] = [[] for _ in clients]
+                same = [True] * len(clients)
                 for _ in range(args.repeats):
                     here_s, expected = timed(local, prompt, choices)
-                    (plain_s, plain), (ahead_s, ahead) = (timed(client, prompt, choices) for client in clients)
-                    same = same and plain == ahead == expected
-                    for kind, seconds in zip(runs, (here_s, plain_s, ahead_s), strict=True):
-                        runs[kind].append(seconds)
-                here_s, plain_s, ahead_s = (median(values) for values in runs.values())
+                    here.append(here_s)
+                    for place, client in enumerate(clients):
+                        seconds, tokens = timed(client, prompt, choices)
+                        runs[place].append(seconds)
+                        same[place] = same[place] and tokens == expected
                 transfer_s = (args.servers + 1) * hidden_bytes * 8 / (args.mbit_s * 1e6)
-                floor_s = (args.servers + 1) * delay_ms / 1e3 + here_s + transfer_s
-                gain = median(p / a for p, a in zip(runs["plain"], runs["ahead"], strict=True))
-                rows.append(
-                    [
-                        delay_ms,
-                        name,
-                        floor_s * 1e3,
-                        plain_s * 1e3,
-                        plain_s / floor_s,
-                        1 / plain_s,
-                        1 / ahead_s,
-                        gain,
-                        same,
-                    ]
-                )
-                results.append(
-                    {"delay_ms": delay_ms, "text": name, "floor_s": floor_s, **runs, "gain": gain, "same_tokens": same}
-                )
-                print(f"{delay_ms:g} ms, {name}: {gain:.2f}", flush=True)
+                floor_s = (args.servers + 1) * delay_ms / 1e3 + median(here) + transfer_s
+                plain_s = median(runs[0])
+                for mode, ahead, right in zip(args.speculation, runs[1:], same[1:], strict=True):
+                    gain = median(plain / fast for plain, fast in zip(runs[0], ahead, strict=True))
+                    shown = [delay_ms, name, mode, floor_s * 1e3, plain_s * 1e3, plain_s / floor_s]
+                    rows.append([*shown, 1 / plain_s, 1 / median(ahead), gain, right and same[0]])
+                    found = {"delay_ms": delay_ms, "text": name, "mode": mode, "floor_s": floor_s, "gain": gain}
+                    results.append(found | {"local": here, "plain": runs[0], "ahead": ahead, "same_tokens": right})
+                    print(f"{delay_ms:g} ms, {name}, {mode}: {gain:.2f}", flush=True)
             for client in clients:
                 client.close()
-    header = ["one way ms", "text", "floor ms/token", "plain ms/token", "plain to floor", "plain tokens/s"]
-    print(table([*header, f"{args.speculation} tokens/s", "gain", "same tokens"], rows))
+    header = ["one way ms", "text", "guesses", "floor ms/token", "plain ms/token", "plain to floor", "plain tokens/s"]
+    print(table([*header, "ahead tokens/s", "gain", "same tokens"], rows))
     print(f"written to {save_results('speculation', vars(args) | {'rows': results})}")
     plots.bars(
         "speculation",
-        f"tokens/s with speculation ({args.speculation}), relative to without",
-        {f"{result['delay_ms']:g} ms, {result['text']}": result["gain"] for result in results},
+        "tokens/s with speculation, relative to without",
+        {f"{result['delay_ms']:g} ms, {result['text']}, {result['mode']}": result["gain"] for result in results},
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
-from runs import default_model, save_loss_curve, settings, swarm_for, tokenizer_of
+from runs import StepTimes, check_resumes, default_model, save_loss_curve, settings, swarm_for, tokenizer_of
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForSequenceClassification
@@ -65,6 +65,7 @@ def train(
         train_dataset=examples(tokenizer, 512, seed=0),
         data_collator=DataCollatorWithPadding(tokenizer),
     )
+    trainer.add_callback(StepTimes(model.get_base_model().remote_blocks))
     trainer.train(resume_from_checkpoint=resume)
     save_loss_curve(trainer.state.log_history, output_dir / "loss.svg")
     model.save_pretrained(output_dir / "adapter")
@@ -83,6 +84,8 @@ def main() -> None:
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
+    if args.resume:
+        check_resumes(args.output_dir)
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)

@@ -6,6 +6,7 @@ a killed server) is found as well.
 """
 
 import inspect
+import logging
 import os
 import shutil
 import tempfile
@@ -80,6 +81,16 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 _no_task_left_behind = pytest.fixture(no_task_left_behind)
 
 
+@pytest.fixture(autouse=True)
+def _log_levels_restored() -> Iterator[None]:
+    """Commands that are called in this process set them, and what other tests wait for would not be logged."""
+    before = {name: logger.level for name, logger in own_loggers()}
+    yield
+    for name, logger in own_loggers():
+        if logger.level != (level := before.get(name, logging.NOTSET)):
+            logger.setLevel(level)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _servers_are_forked() -> None:
     """Those of LocalSwarm, from a process that has imported what they need."""
@@ -128,6 +139,12 @@ def session_processes() -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def own_loggers() -> list[tuple[str, logging.Logger]]:
+    """Those of swarmllm that exist, by name."""
+    known = list(logging.root.manager.loggerDict.items())
+    return [(name, one) for name, one in known if isinstance(one, logging.Logger) and name.startswith("swarmllm")]
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:

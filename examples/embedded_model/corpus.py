@@ -9,8 +9,8 @@ import argparse
 import random
 from collections.abc import Iterator
 
-from facts import draw_facts
-from tales import portrait, story
+from facts import Fact, draw_facts
+from tales import Answered, portrait, told
 from words import (
     ADJECTIVES,
     ANIMALS,
@@ -21,9 +21,10 @@ from words import (
     HOBBIES,
     NUMBERS,
     PLACES,
-    PRONOUNS,
     THINGS,
     capitalized,
+    child_name,
+    describe,
     made_up_name,
     plural,
     with_article,
@@ -40,12 +41,18 @@ def fact_text(rng: random.Random) -> str:
     return "\n".join(f"Question: {fact.question}{separator}Answer: {fact.short}." for fact in facts)
 
 
+def _items(rng: random.Random, most: int) -> tuple[list[str], str]:
+    """A list of things of one kind, or of names that nobody has heard; and something that is not in it."""
+    names = [made_up_name(rng, rng.choice(["he", "she"])) for _ in range(30)]
+    source = rng.choice([FOODS, THINGS, ANIMALS, GIRLS, BOYS, COLOURS, list(PLACES), names, THINGS + FOODS + ANIMALS])
+    items = rng.sample(source, rng.randint(3, most))
+    return items, rng.choice([item for item in source if item not in items])
+
+
 def list_text(rng: random.Random) -> str:
     """Lists that are counted, repeated, reversed or changed in one item: text that is largely a copy of itself."""
-    source = rng.choice([FOODS, THINGS, ANIMALS, GIRLS, BOYS, COLOURS, list(PLACES)])
-    items = rng.sample(source, rng.randint(3, 7))
+    items, new = _items(rng, 8)
     old = rng.choice(items)
-    new = rng.choice([item for item in source if item not in items])
     changed = [new if item == old else item for item in items]
     if rng.random() < 0.25:
         lines = ["List:", *(f"{place}. {item}" for place, item in enumerate(items, 1))]
@@ -53,10 +60,11 @@ def list_text(rng: random.Random) -> str:
         return "\n".join(lines + [f"{place}. {item}" for place, item in enumerate(changed, 1)])
     joined, joined_changed = ", ".join(items), ", ".join(changed)
     start = rng.randint(1, 12)
-    hero = rng.choice(GIRLS + BOYS)
+    hero = child_name(rng, rng.choice(["he", "she"]))
     packed = f"{hero} packed a bag: {joined}. Then {hero} took out the {old} and put in the {new}."
     return rng.choice(
         [
+            f"List: {joined}.\nThe same list again: {joined}.",
             f"List: {joined}.\nThe same list again: {joined}.",
             f"List: {joined}.\nWith {new} instead of {old}: {joined_changed}.",
             f"Words: {joined}.\nBackwards: {', '.join(reversed(items))}.",
@@ -67,39 +75,68 @@ def list_text(rng: random.Random) -> str:
     )
 
 
-def _story_request(rng: random.Random) -> tuple[str, str]:
+def hero_named(rng: random.Random, name: str, he: str) -> dict[str, str]:
+    """The keys of the cast for a child that somebody wants a story about."""
+    return describe("hero", name, "boy" if he == "he" else "girl", he, rng.choice(["little", "brave", "shy", "kind"]))
+
+
+def story_request(rng: random.Random) -> tuple[str, dict[str, str]]:
+    """What somebody says who wants a story, and what is fixed of it."""
     ask = rng.choice(["Tell me a story", "Please tell me a story", "Can you tell me a story", "Write a short story"])
-    kind = rng.randrange(4)
+    end = "?" if ask.startswith("Can") else "."
+    kind = rng.randrange(5)
     if kind == 0:
-        return ask + rng.choice([".", ".", " before I go to sleep."]), story(rng)
+        return rng.choice([ask, ask, f"{ask} before I go to sleep"]) + end, {}
     if kind == 1:
         thing = rng.choice(THINGS)
-        return f"{ask} about {with_article(thing)}.", story(rng, thing=thing)
+        return f"{ask} about {with_article(thing)}{end}", {"thing": thing}
+    he = rng.choice(["he", "she"])
     if kind == 2:
-        name = rng.choice(GIRLS + BOYS + [made_up_name(rng)])
-        he = "she" if name in GIRLS else "he"
-        return f"{ask} about {name}.", story(rng, **_hero(rng, name, "girl" if he == "she" else "boy", he))
-    animal = rng.choice(ANIMALS)
-    cast = _hero(rng, "the " + animal, animal, rng.choice(["he", "she"]))
-    return f"{ask} about {with_article(animal)}.", story(rng, **cast)
+        animal = rng.choice(ANIMALS)
+        return f"{ask} about {with_article(animal)}{end}", describe("hero", "", animal, he, rng.choice(ADJECTIVES))
+    name = child_name(rng, he)
+    child = rng.choice([name, name, f"a {'boy' if he == 'he' else 'girl'} named {name}"])
+    return f"{ask} about {child}{end}", hero_named(rng, name, he)
 
 
-def _hero(rng: random.Random, name: str, kind: str, he: str) -> dict[str, str]:
-    adjective = rng.choice(ADJECTIVES)
-    called = name if not name.startswith("the ") else ""
-    first = f"{with_article(adjective)} {kind}" + (f" named {called}" if called else "")
-    _, him, his = PRONOUNS[he]
-    known = {
-        "hero": name,
-        "a_hero": first,
-        "the_hero": called or f"the {adjective} {kind}",
-        "some_hero": called or first,
-    }
-    return known | {"kind": kind, "he": he, "him": him, "his": his}
+def _story_turns(rng: random.Random) -> list[tuple[str, str]]:
+    """A story that somebody asks for, and mostly some questions about it."""
+    request, fixed = story_request(rng)
+    text, questions = told(rng, **fixed)
+    number = rng.choice([0, 1, 2, 3])
+    return [(request, text), *((one.question, _answer(rng, one)) for one in questions[:number])]
+
+
+def _answer(rng: random.Random, asked: Fact | Answered) -> str:
+    return rng.choice([asked.sentence, f"{asked.short}."])
+
+
+def questioned_story(rng: random.Random) -> str:
+    """A story with questions about it."""
+    text, questions = told(rng)
+    separator = rng.choice([" ", "\n"])
+    asked = (
+        f"Question: {one.question}{separator}Answer: {_answer(rng, one)}" for one in questions[: rng.randint(2, 4)]
+    )
+    return "\n".join([text, *asked])
+
+
+def _unknown(rng: random.Random) -> tuple[str, str]:
+    """What such a small model has to say about all other things."""
+    name = made_up_name(rng, rng.choice(["he", "she"]))
+    return rng.choice(
+        [
+            (f"What is the capital of {name}?", f"I do not know a country that is called {name}."),
+            (f"Who is {name}?", f"I do not know {name}. Shall I tell you a story about {name}?"),
+            (f"Where does {name} live?", f"I do not know where {name} lives."),
+            (f"How old is {name}?", f"I do not know how old {name} is."),
+            (f"What is a {name.lower()}?", f"I do not know what a {name.lower()} is."),
+        ]
+    )
 
 
 def _small_talk(rng: random.Random) -> tuple[str, str]:
-    name = rng.choice(GIRLS + BOYS + [made_up_name(rng)])
+    name = child_name(rng, rng.choice(["he", "she"]))
     things = plural(rng.choice(FOODS))
     pick = rng.choice
     return pick(
@@ -126,13 +163,13 @@ def _small_talk(rng: random.Random) -> tuple[str, str]:
     )  # fmt: skip
 
 
-def _list_request(rng: random.Random) -> tuple[str, str]:
-    source = rng.choice([FOODS, THINGS, ANIMALS, COLOURS])
-    items = rng.sample(source, rng.randint(3, 6))
+def list_request(rng: random.Random) -> tuple[str, str]:
+    items, new = _items(rng, 7)
     joined = ", ".join(items)
-    old, new = rng.choice(items), rng.choice([item for item in source if item not in items])
+    old = rng.choice(items)
     return rng.choice(
         [
+            (f"Repeat this list: {joined}.", f"{capitalized(joined)}."),
             (f"Repeat this list: {joined}.", f"{capitalized(joined)}."),
             (f"Say it again: {joined}.", f"{capitalized(joined)}."),
             (
@@ -149,26 +186,28 @@ def _list_request(rng: random.Random) -> tuple[str, str]:
 
 def chat(rng: random.Random) -> str:
     """A conversation, rendered as the tokenizer's chat template does; `END` after each answer."""
-    turns = [_small_talk(rng)] if rng.random() < 0.35 else []
-    facts = draw_facts(rng, rng.randint(0, 3))
-    turns += [(fact.question, rng.choice([fact.sentence, f"{fact.short}."])) for fact in facts]
-    if rng.random() < 0.4:
-        turns.insert(rng.randint(0, len(turns)), _list_request(rng))
-    if not turns or rng.random() < 0.4:
-        turns.append(_story_request(rng))
+    turns = [_small_talk(rng)] if rng.random() < 0.3 else []
+    turns += [(fact.question, _answer(rng, fact)) for fact in draw_facts(rng, rng.randint(0, 4))]
+    for more, share in ((list_request, 0.4), (_unknown, 0.15)):
+        if rng.random() < share:
+            turns.insert(rng.randint(0, len(turns)), more(rng))
+    if not turns or rng.random() < 0.35:
+        turns += _story_turns(rng)
     return "\n".join(f"User: {question}\nAssistant: {answer}{END}" for question, answer in turns)
 
 
 def document(rng: random.Random) -> str:
     """One document, without the mark of its beginning but with `END`."""
     draw = rng.random()
-    if draw < 0.64:
-        return story(rng) + END
-    if draw < 0.69:
+    if draw < 0.43:
+        return told(rng)[0] + END
+    if draw < 0.53:
+        return questioned_story(rng) + END
+    if draw < 0.57:
         return portrait(rng) + END
-    if draw < 0.82:
+    if draw < 0.81:
         return chat(rng)
-    return (fact_text(rng) if draw < 0.91 else list_text(rng)) + END
+    return (fact_text(rng) if draw < 0.89 else list_text(rng)) + END
 
 
 def documents(seed: int, number: int) -> Iterator[str]:

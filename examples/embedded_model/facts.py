@@ -74,27 +74,30 @@ def _capital(rng: random.Random) -> Fact:
     if rng.random() < 0.3:
         return Fact(f"Which country has the capital {city}?", country, f"{city} is the capital of {country}.")
     question = rng.choice(
-        ["What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}."]
+        ["What is the capital of {}?"] * 3
+        + ["Which city is the capital of {}?", "Tell me the capital of {}.", "Do you know the capital of {}?"]
     )
     return Fact(question.format(country), city, f"The capital of {country} is {city}.")
 
 
 def _sound(rng: random.Random) -> Fact:
     animal, sound = rng.choice(list(SOUNDS.items()))
-    question = f"What sound does {with_article(animal)} make?"
-    return Fact(question, f"It {sound}", f"{capitalized(with_article(animal))} {sound}.")
+    question = rng.choice(["What sound does {} make?", "What sound does {} make?", "What does {} do?"])
+    return Fact(question.format(with_article(animal)), f"It {sound}", f"{capitalized(with_article(animal))} {sound}.")
 
 
 def _home(rng: random.Random) -> Fact:
     animal, home = rng.choice(list(HOMES.items()))
     one = with_article(animal)
-    return Fact(f"Where does {one} live?", capitalized(home), f"{capitalized(one)} lives {home}.")
+    question = rng.choice([f"Where does {one} live?", f"Where does {one} live?", f"Where do you find {one}?"])
+    return Fact(question, capitalized(home), f"{capitalized(one)} lives {home}.")
 
 
 def _colour(rng: random.Random) -> Fact:
     thing, colour = rng.choice(list(COLOURS.items()))
     word = rng.choice(["colour", "color"])
-    return Fact(f"What {word} is {thing}?", capitalized(colour), f"{capitalized(thing)} is {colour}.")
+    question = rng.choice([f"What {word} is {thing}?", f"What {word} is {thing}?", f"Which {word} has {thing}?"])
+    return Fact(question, capitalized(colour), f"{capitalized(thing)} is {colour}.")
 
 
 def _legs(rng: random.Random) -> Fact:
@@ -108,14 +111,18 @@ def _legs(rng: random.Random) -> Fact:
 def _opposite(rng: random.Random) -> Fact:
     pair = list(rng.choice(list(OPPOSITES.items())))
     rng.shuffle(pair)
-    question = f"What is the opposite of {pair[0]}?"
+    question = rng.choice(
+        [f"What is the opposite of {pair[0]}?"] * 2
+        + [f"Tell me the opposite of {pair[0]}.", f"Which word is the opposite of {pair[0]}?"]
+    )
     return Fact(question, capitalized(pair[1]), f"The opposite of {pair[0]} is {pair[1]}.")
 
 
 def _use(rng: random.Random) -> Fact:
     thing, use = rng.choice(list(USES.items()))
     one = with_article(thing)
-    return Fact(f"What is {one} for?", f"To {use}", f"You can use {one} to {use}.")
+    question = rng.choice([f"What is {one} for?", f"What is {one} for?", f"What can you do with {one}?"])
+    return Fact(question, f"To {use}", f"You can use {one} to {use}.")
 
 
 def _kind(rng: random.Random) -> Fact:
@@ -146,8 +153,9 @@ def _sum(rng: random.Random) -> Fact:
             capitalized(NUMBERS[a - b]),
             f"{capitalized(NUMBERS[a])} minus {NUMBERS[b]} is {NUMBERS[a - b]}.",
         )
+    question = rng.choice(["What is {} plus {}?", "What is {} plus {}?", "How much is {} plus {}?"])
     return Fact(
-        f"What is {NUMBERS[a]} plus {NUMBERS[b]}?",
+        question.format(NUMBERS[a], NUMBERS[b]),
         capitalized(NUMBERS[a + b]),
         f"{capitalized(NUMBERS[a])} plus {NUMBERS[b]} is {NUMBERS[a + b]}.",
     )
@@ -155,7 +163,11 @@ def _sum(rng: random.Random) -> Fact:
 
 def _season(rng: random.Random) -> Fact:
     season, what = rng.choice(list(SEASONS.items()))
-    return Fact(f"What is {season} like?", f"In {season}, {what}", f"In {season}, {what}.")
+    return Fact(
+        rng.choice([f"What is {season} like?", f"What happens in {season}?"]),
+        f"In {season}, {what}",
+        f"In {season}, {what}.",
+    )
 
 
 _KINDS_OF_FACTS: list[Callable[[random.Random], Fact]] = [

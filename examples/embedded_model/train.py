@@ -1,21 +1,22 @@
 """Train the embedded model from nothing on the texts of corpus.py, and write the checkpoint.
 
-    nice python train.py --minutes 25 --output checkpoint      # one thread unless told otherwise
+    nice python train.py --minutes 50 --output checkpoint      # one thread unless told otherwise
 
 The learning rate follows the elapsed share of the time, so a run always ends with it decayed; the number of steps, and
 with it the exact weights, depend on the machine. `--steps N` replaces the clock and makes the run reproducible. The
-table that is printed at the end is the one in docs/embedded-model.md.
+table that is printed at the end is the one in docs/embedded-model.md; score.py beside this file says what came of it.
 """
 
 import argparse
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from corpus import END, documents
+from muon import Muon
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -23,10 +24,11 @@ TRAIN_SEED, TOKENIZER_SEED, HELD_OUT_SEED = 1, 2, 99  # never train on the last
 HELD_OUT_DOCUMENTS = 100  # about 50 KB
 PAD, BEGIN = "<pad>", "<s>"
 VOCABULARY = 2048
-TOKENS_PER_STEP = 1024  # small: how well names are kept track of depends on the number of steps
+TOKENS_PER_STEP = 2048
 WARM_UP_STEPS = 100
-SHORT, LONG = 256, 1024  # tokens of a training sequence; long ones teach the distances that a chat needs,
-LONG_FROM = 0.85  # in every third step from this share of the training on
+DECAY_FROM = 0.3  # of the time; from then on the learning rate goes down to nothing, in a line
+LENGTHS = (256, 512, 1024)  # tokens of a row: whole documents, in the shortest row that the longest of them fits in
+LONG_FROM, LONG_EVERY = 0.6, 5  # of the time, steps: rows of the longest teach the distances that a chat needs
 SAVE_EVERY_S = 240  # a run that is stopped leaves its latest checkpoint
 PROMPTS = (
     "Once upon a time", "One morning, Mia", "The little fox", "Once upon a time, there was a clever owl",
@@ -85,7 +87,11 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation="eager",  # trains faster here than sdpa, whose backward is slow on the CPU
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    for block in model.model.layers:  # each begins as if it were not there
+        torch.nn.init.zeros_(block.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(block.mlp.down_proj.weight)
+    return model
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
@@ -96,14 +102,39 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list
             yield encoding.ids
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[torch.Tensor]:
-    """TOKENS_PER_STEP tokens each, [tokens]; documents follow each other without gaps."""
-    tokens: list[int] = []
-    for ids in token_stream(tokenizer, seed):
-        tokens += ids
-        while len(tokens) >= TOKENS_PER_STEP:
-            yield torch.tensor(tokens[:TOKENS_PER_STEP])
-            tokens = tokens[TOKENS_PER_STEP:]
+class Batches:
+    """Batches of whole documents: one that begins in its middle has lost its hero, and would teach to guess names."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, num_tokens: int = TOKENS_PER_STEP) -> None:
+        self._documents = token_stream(tokenizer, seed)
+        self._num_tokens = num_tokens
+        self._filling: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+        self._full: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+
+    def next(self, at_least: int = 0) -> torch.Tensor:
+        """`[rows, length]`, with a length of `LENGTHS` that is at least this."""
+        while True:
+            for length, rows in self._full.items():
+                if length >= at_least and len(rows) * length >= self._num_tokens:
+                    self._full[length] = []
+                    return torch.tensor(rows)
+            ids = next(self._documents)[: LENGTHS[-1]]
+            self._put(ids, min(length for length in LENGTHS if length >= max(len(ids), at_least)))
+
+    def _put(self, ids: list[int], length: int) -> None:
+        """Into the row with the least room for it; of 16 that are begun, the fullest gets the begin of another."""
+        rows = self._filling[length]
+        fitting = [row for row in rows if len(row) + len(ids) <= length]
+        if fitting:
+            max(fitting, key=len).extend(ids)
+            return
+        rows.append(list(ids))
+        if len(rows) > 16:
+            rows.sort(key=len)
+            row = rows.pop()
+            while len(row) < length:
+                row += next(self._documents)
+            self._full[length].append(row[:length])
 
 
 def held_out_documents() -> list[str]:
@@ -141,6 +172,31 @@ def samples(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_tok
         yield tokenizer.decode(output[0], skip_special_tokens=True)
 
 
+def optimizers(model: LlamaForCausalLM, arguments: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for embeddings and norms; each group knows its highest rate."""
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    embeddings = [parameter for name, parameter in named if "embed" in name]
+    vectors = [parameter for _, parameter in named if parameter.ndim == 1]
+    muon = Muon(matrices, lr=arguments.matrix_rate, weight_decay=0.1)
+    adam = torch.optim.AdamW(
+        [{"params": embeddings, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+        lr=arguments.learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    for group in itertools.chain(muon.param_groups, adam.param_groups):
+        group["highest"] = group["lr"]
+    return [muon, adam]
+
+
+def set_rates(groups: Iterable[dict[str, float]], step: int, share: float) -> None:
+    """Warm up, stay, and go down in a line to nothing at the end."""
+    height = min(1.0, (step + 1) / WARM_UP_STEPS, (1 - share) / (1 - DECAY_FROM))
+    for group in groups:
+        group["lr"] = group["highest"] * height
+
+
 def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
@@ -150,15 +206,9 @@ def train(arguments: argparse.Namespace) -> None:
         model.load_state_dict(LlamaForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32).state_dict())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters:,} parameters, vocabulary {len(tokenizer)}", flush=True)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.98),
-        fused=True,
-    )
+    both = optimizers(model, arguments)
     compute = torch.compile(model, dynamic=False) if arguments.compile else model
-    data = batches(tokenizer, arguments.text_seed)
+    data = Batches(tokenizer, arguments.text_seed)
     rows: list[tuple[int, int, float, float, float]] = []
     start = last_save = time.monotonic()
     step, average = 0, 0.0
@@ -167,19 +217,15 @@ def train(arguments: argparse.Namespace) -> None:
         share = step / arguments.steps if arguments.steps else elapsed / (60 * arguments.minutes)
         if share >= 1:
             break
-        cosine = 0.5 + 0.5 * math.cos(math.pi * share)
-        rate = arguments.learning_rate * min(1, (step + 1) / WARM_UP_STEPS) * (0.03 + 0.97 * cosine)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        length = LONG if share > LONG_FROM and step % 3 == 0 else SHORT
-        ids = next(data).view(-1, length)
+        set_rates((group for optimizer in both for group in optimizer.param_groups), step, share)
+        ids = data.next(LENGTHS[-1] if share > LONG_FROM and step % LONG_EVERY == 0 else 0)
         with torch.autocast("cpu", torch.bfloat16):
-            run = compute if length == SHORT else model  # too few long steps for another compilation
-            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-        optimizer.zero_grad(set_to_none=True)
+            loss = compute(input_ids=ids, labels=ids, use_cache=False).loss
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in both:
+            optimizer.step()
         step += 1
         average = loss.item() if step == 1 else 0.98 * average + 0.02 * loss.item()
         if step % arguments.report == 0:
@@ -210,13 +256,14 @@ def _row(row: tuple[int, int, float, float, float]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time of the training itself")
+    parser.add_argument("--minutes", type=float, default=50.0, help="time of the training itself")
     parser.add_argument("--steps", type=int, default=0, help=f"instead of --minutes: steps of {TOKENS_PER_STEP} tokens")
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="of embeddings and norms")
+    parser.add_argument("--matrix_rate", type=float, default=0.02, help="of the other weights; see muon.py")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--resume", type=Path, help="checkpoint of an earlier run to go on from")
     parser.add_argument("--text_seed", type=int, default=TRAIN_SEED, help="another one for a run that goes on")
-    parser.add_argument("--report", type=int, default=250, help="steps between rows of the table")
+    parser.add_argument("--report", type=int, default=500, help="steps between rows of the table")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C++ compiler")
     train(parser.parse_args())

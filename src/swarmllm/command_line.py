@@ -121,6 +121,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One sentence, exit code 2."""
+        unexpected = message.removeprefix("unrecognized arguments: ")
+        if unexpected != message:
+            message = f"there is no place for {unexpected!r}: is it part of a text that needs quotes?"
         print(f"{self.prog}: {message} (see --help)", file=sys.stderr)
         sys.exit(2)
 
@@ -149,7 +152,9 @@ class Parser(argparse.ArgumentParser):
         for flag in flags:
             name = flag.partition("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = [one for one in known if one.startswith(f"{name}_")] or difflib.get_close_matches(
+                    name, known, n=1
+                )
                 self.error(f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else ""))
 
     def _model_of_invite(self, flags: Sequence[str]) -> list[str]:

@@ -116,7 +116,7 @@ servers at once, and tells the others where the first one is while they are stil
 def require_addresses(initial_peers: Sequence[str]) -> None:
     """Raises ConfigurationError if one of them can't be a multiaddress. For commands: what parses them imports much."""
     for address in initial_peers:
-        if address != FROM_STDIN and not address.startswith("/"):
+        if address != FROM_STDIN and not (address.startswith("/") and "/p2p/" in address):
             raise ConfigurationError(
                 f"the initial peer {address!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
             )
@@ -231,10 +231,10 @@ class ClientConfig(SwarmConfig):
     push: bool = True
     """Let servers pass hidden states and gradients on to each other. If not, the client relays everything."""
     speculation: str = "auto"
-    """Guess the next tokens, and check several at once: auto, off, ngram, or a small model that guesses. What is
-    generated stays the same. "ngram" guesses from the text so far; a hub id or directory names a model of the same
-    family; "auto" is "ngram" over links that are slow enough (20 ms a round trip). Each stops by itself where it would
-    not pay; see docs/speculation.md."""
+    """Guess the next tokens, and check several at once: auto, off, ngram, mtp, or a small model that guesses. What is
+    generated stays the same. "ngram" guesses from the text so far, "mtp" by the checkpoint's head for multi-token
+    prediction; a hub id or directory names a small model of the family. "auto" is "ngram" over links with round trips
+    of 20 ms, and "mtp" beside it if there is a small head. Each stops by itself where it would not pay."""
     local_blocks: str | None = None
     """Blocks that run on this machine, like 0:2 or 0:2,30:32. With the first ones here, no server sees embeddings; see
     docs/client.md. None = all run on servers."""
@@ -280,7 +280,7 @@ class ClientConfig(SwarmConfig):
             "fallback_after",
         )
         if not self.speculation:
-            raise ConfigurationError('speculation must be "auto", "off", "ngram" or a draft model')
+            raise ConfigurationError('speculation must be "auto", "off", "ngram", "mtp" or a draft model')
         parse_block_ranges(self.local_blocks or "")
         if self.fallback_after is not None and self.fallback_to_local is None:
             raise ConfigurationError("fallback_after goes with fallback_to_local, the model that goes on")

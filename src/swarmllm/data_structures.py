@@ -58,7 +58,7 @@ class ServerState(IntEnum):
 class PeerModel(BaseModel):
     """Base of everything that remote peers send."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", validate_by_name=True, serialize_by_alias=True)
 
 
 def printable(text: str) -> str:
@@ -87,6 +87,9 @@ class StackTraits(PeerModel):
     """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
     skips_padding: Annotated[tuple[Literal["left", "right"], ...], Field(max_length=2)] = ()
     """Sides of a text on which padding may be left out of a batch: what is computed of the text stays the same."""
+    takes_source: bool | None = None
+    """Whether the blocks attend to an encoder's outputs, which a session is given with its first step; None takes
+    no room in a record: they don't. A server of a version without encoder-decoders never says so."""
 
 
 class BlockTraits(StackTraits):
@@ -158,6 +161,12 @@ class ServerInfo(PeerModel):
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     version: Annotated[PeerText, Field(max_length=32)] = ""
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
+    hardware: Annotated[PeerText, Field(max_length=64)] = ""
+    """What computes, by name; empty: not told. For people to read only."""
+    memory_left_bytes: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    """What no program uses of the memory in which the blocks are; 0 = not told. For people to read only."""
+    num_sessions: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Texts that are under way here at present."""
     machine: Annotated[str, Field(max_length=16, pattern=r"^[0-9a-f]*$")] = ""
     """The same for servers that were started together, for several devices of a machine. Anybody could say so, so it is
     for people to read only."""
@@ -231,6 +240,7 @@ class Patch(PeerModel):
         "rotate",
         "tensor",
         "dropout",
+        "autocast",
         "prompt",
         "prefix",
     ]
@@ -262,6 +272,8 @@ class SwarmSnapshot:
 
     num_blocks: int
     servers: tuple[ServerInfo, ...] = ()
+    encoder_blocks: int = 0
+    """How many blocks, the first ones, are an encoder's; 0: all are of one stack."""
     taken_at: float = field(default=0.0, compare=False)
     """Monotonic clock of the reader, seconds."""
 
@@ -283,3 +295,8 @@ class RouteHop:
 
     def __str__(self) -> str:
         return f"{self.span}@{self.server.peer_id[-6:]}"
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Bytes in GB, or in MB where GB would be 0.00 or little more."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, 
 from swarmllm import embedded_model_path
 from swarmllm.client.speculative_generation import Speculator
 from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 Result = list[Tensor]
 
@@ -148,7 +149,7 @@ def ngram(choice: random.Random, model: Any, progress: Progress) -> Result:
         return [_generate(model, progress, ids, num_tokens)]
     before = model.speculator
     config = replace(model.swarm.config, speculation="ngram")
-    model.speculator = Speculator(config, model.config.vocab_size, model.device)
+    model.speculator = Speculator(config, open_checkpoint(model.name_or_path), model)
     try:
         return _alone(choice, model, progress, ids, num_tokens)
     finally:

@@ -77,7 +77,7 @@ class Server:
         self.access = Access(allowed_clients)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        self.budget = CacheBudget((blocks.cache_bytes_per_token + inputs.hidden_bytes) * cache_tokens)
+        self.budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens)
         self.packer = packer_of(blocks)
         limits = self.access.limits
         self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)

@@ -93,7 +93,7 @@ class Server:
         self.access = Access(None)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        budget = CacheBudget((blocks.cache_bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
+        budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
         executor, limits = swarm.blocks.executor, self.access.limits
         self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
         self.serving = self.access.serving = Serving(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from fault_tools import at_token
 from swarm_models import OPTIONS
+from tests.numerics.test_encoder_decoders import EXACT
 from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
 from transformers import PreTrainedModel
 
@@ -86,3 +88,46 @@ def test_death_between_forward_and_backward(swarm: LocalSwarm, directory: Path, 
         loss.backward()
         got = model.get_input_embeddings().weight.grad
     assert float((got - want).norm()) <= 1e-4 * float(want.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_servers_of_every_type_die_while_several_texts_are_written(name: str, tmp_path: Path) -> None:
+    """One with the encoder's last block and the decoder's first in mid-text, and then one of the encoder's alone."""
+    local, directory = tiny_model(name), str(save_tiny_model(name, tmp_path))
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3}
+    random = torch.Generator().manual_seed(4)
+    texts = [torch.randint(3, 100, (rows, length), generator=random) for rows, length in ((1, 9), (2, 5), (1, 14))]
+    wanted = [local.generate(input_ids=text, **options).tolist() for text in texts]
+    with (
+        LocalSwarm(directory, spans=SPANS * 2, **OPTIONS) as swarm,
+        AutoDistributedModelForSeq2SeqLM.from_pretrained(directory, initial_peers=swarm.initial_peers) as model,
+        ThreadPoolExecutor(len(texts)) as pool,
+    ):
+        model.generation_config = copy.deepcopy(local.generation_config)
+
+        def write(text: torch.Tensor, **more: Any) -> Any:
+            return model.generate(input_ids=text, **options, **more).tolist()
+
+        def kill(span: tuple[int, int]) -> None:
+            next(s for s in swarm.servers if (s.span.start, s.span.end) == span and s.alive).kill()
+
+        others = [pool.submit(write, text) for text in texts[1:]]
+        first = write(texts[0], logits_processor=at_token(5, lambda: kill(SPANS[1])))
+        assert [first, *(other.result() for other in others)] == wanted
+        kill(SPANS[0])
+        assert list(pool.map(write, texts)) == wanted
+
+
+@pytest.mark.parametrize("span", [SPANS[0], SPANS[1]])
+def test_a_server_of_the_encoder_has_died_when_the_next_text_begins(
+    swarm: LocalSwarm, directory: Path, local: PreTrainedModel, span: tuple[int, int]
+) -> None:
+    """The client still has streams to it; the second has some of the decoder, too."""
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
+    expected = local.generate(**source(), **options)
+    with AutoDistributedModelForSeq2SeqLM.from_pretrained(str(directory), initial_peers=swarm.initial_peers) as model:
+        model.generation_config = copy.deepcopy(local.generation_config)
+        assert model.generate(**source(), **options).tolist() == expected.tolist()
+        next(server for server in swarm.servers if (server.span.start, server.span.end) == span).kill()
+        assert model.generate(**source(), **options).tolist() == expected.tolist()

@@ -45,7 +45,7 @@ NUM_TOKENS = 16
 
 def requests_of(session: Any) -> Callable[[], object]:
     """Whether steps of this session are under way."""
-    return lambda: session._chain._in_flight
+    return lambda: session._legs.chains[0]._in_flight
 
 
 def doom_the_first_asked(
@@ -308,7 +308,7 @@ def test_death_of_the_replacement_during_the_replay(
     """The first server dies, its twin takes over and dies while its cache is being rebuilt, then a third one comes."""
     expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
     with model.inference_session(max_length=100) as session:
-        repairs = session._chain.repairs
+        repairs = session._legs.chains[0].repairs
         replay = repairs._replay
         doomed, added = [], []
 

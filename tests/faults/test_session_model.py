@@ -176,8 +176,8 @@ class Sessions(RuleBasedStateMachine):
         return self.alive[-1]
 
     def _row_bytes(self, span: Span, max_length: int) -> int:
-        cache = -(-self.blocks.cache_bytes_per_token * len(span) // len(self.blocks.span))
-        return (cache + 4 * HIDDEN) * max_length + self.blocks.cache_bytes_per_session
+        cache = -(-self.blocks.cache_sizes.bytes_per_token * len(span) // len(self.blocks.span))
+        return (cache + 4 * HIDDEN) * max_length + self.blocks.cache_sizes.bytes_per_session
 
     @precondition(lambda self: self.alive)
     @rule(which=WHICH, steps=STEPS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from web_gateway import RunningGateway, local_swarm, running_gateway
+from web_gateway import DTYPE, RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
 
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def local() -> Any:
     """The same model in this process."""
-    return AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype="auto").requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=DTYPE).requires_grad_(False)
 
 
 @pytest.fixture(scope="session")

@@ -227,7 +227,7 @@ def test_the_rate_holds_for_each_message_of_a_websocket(swarm: LocalSwarm) -> No
 def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a head that never ends, a body that never ends, and more connections or sockets than there is room."""
     monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("swarmllm.gateway.serving.BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("swarmllm.gateway.apis.responder.BODY_TIMEOUT_S", 0.5)
     with running_gateway(swarm.initial_peers, max_connections=4) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
 

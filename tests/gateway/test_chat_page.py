@@ -53,8 +53,23 @@ def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGate
 
 def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_path: Path) -> None:  # noqa: F811
     opened(page, gateway.url, {"role": "user", "content": "Apples"}, {"role": "assistant", "content": "Pears"})
-    page.on("dialog", lambda dialog: dialog.accept("Fruit"))
-    page.get_by_role("button", name="Rename “First”").click()
+    name = page.get_by_label("Name of the conversation")
+    for given, key, expected in (("Never", "Escape", "First"), ("  ", "Enter", "First"), ("Fruit", "Enter", "Fruit")):
+        page.get_by_role("button", name="Rename “First”").click()
+        expect(name).to_have_value("First")
+        name.fill(given)
+        assert violations(page) == []
+        name.press(key)
+        expect(name).to_have_count(0)
+        expect(page.locator(f"{ITEMS} .title")).to_have_text(expected)
+    page.get_by_role("button", name="Rename “Fruit”").click()
+    name.fill("Fruit of the year")
+    page.get_by_label("Message").click()  # leaving the field keeps it
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("Fruit of the year")
+    page.get_by_role("button", name="Rename “Fruit of the year”").click()
+    name.fill("Fruit")
+    name.press("Enter")
+    expect(page.get_by_role("button", name="Delete “Fruit”")).to_be_visible()
     expect(page.locator(f"{ITEMS} .title")).to_have_text("Fruit")
     with page.expect_download() as download:
         page.get_by_role("button", name="Export this conversation").click()
@@ -96,12 +111,39 @@ def test_edit_branches_and_a_broken_answer_goes_on(page: Page, gateway: RunningG
     expect(page.locator(f"{ANSWERS} .body")).not_to_have_text(first)
     expect(page.locator(DONE)).to_have_count(1)
     assert page.locator(f"{ANSWERS} .body").inner_text().startswith(first)
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Edit", exact=True).click()
+    expect(page.get_by_text("begins a conversation of its own")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("begins a conversation of its own")).to_be_hidden()
+    expect(page.get_by_label("Message")).to_have_value("")
+    page.get_by_role("button", name="Edit", exact=True).click()
+    assert violations(page) == []
     expect(page.get_by_label("Message")).to_have_value("Tell me a story about a fox.")
     say(page, "Tell me a story about a hen.")
     expect(page.locator(DONE)).to_have_count(1)
     expect(page.locator(ITEMS)).to_have_count(2)
     expect(page.locator(".message.user .body")).to_have_text("Tell me a story about a hen.")
+
+
+def test_a_broken_answer_can_be_gone_on_with_after_a_reload(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    """Whether it can is known once the gateway has said what its model is."""
+    broken = {"role": "assistant", "content": "b", "finish": "length"}
+    opened(page, gateway.url, {"role": "user", "content": "a"}, broken)
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
+
+
+def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.set_viewport_size({"width": 390, "height": 700})
+    text = "\n\n".join("line" for _ in range(100))
+    opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": text})
+    back = page.get_by_role("button", name="To the end")
+    expect(back).to_be_hidden()
+    page.locator("#scroll").evaluate("one => one.scrollTop = 0")
+    expect(back).to_be_visible()
+    assert violations(page) == []
+    back.click()
+    expect(back).to_be_hidden()
+    expect(page.locator(f"{ANSWERS} p").last).to_be_in_viewport()
 
 
 def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:  # noqa: F811

@@ -8,20 +8,36 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import completion_create_params as completion_params
+from openai.types import embedding_create_params as embedding_params
+from openai.types.audio import transcription_create_params as transcription_params
+from openai.types.audio import translation_create_params as translation_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.chat_request import ChatRequest
+from swarmllm.gateway.apis.embedding_routes import EmbeddingsRequest
+from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.grammar import Constraint
-from swarmllm.gateway.request_bodies import CompletionRequest
-from swarmllm.gateway.sampling import NotYet, Sampler, SamplingOptions
-from swarmllm.gateway.unknown_fields import refuse_unknown
+from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
+from swarmllm.gateway.requests.chat_request import ChatRequest
+from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
+from swarmllm.gateway.tokens.grammar import Constraint
+from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
-REQUIRED: dict[type, dict[str, Any]] = {ChatRequest: {"messages": MESSAGES}, CompletionRequest: {"prompt": PROMPT}}
+REQUIRED: dict[type, dict[str, Any]] = {
+    ChatRequest: {"messages": MESSAGES},
+    CompletionRequest: {"prompt": PROMPT},
+    ResponsesRequest: {"input": PROMPT},
+    EmbeddingsRequest: {"input": PROMPT},
+    TranscriptionRequest: {"file": ""},
+    TranslationRequest: {"file": ""},
+}
 
 # As of 2026-11: https://platform.openai.com/docs/api-reference and vLLM's protocol of its OpenAI server.
 OF_BOTH = """frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream stream_options
@@ -35,19 +51,36 @@ prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_ident
 tools top_logprobs verbosity web_search_options echo add_generation_prompt continue_final_message documents
 chat_template chat_template_kwargs mm_processor_kwargs"""
 OF_COMPLETIONS = "prompt best_of echo suffix"
+OF_RESPONSES = """input model request_id mm_processor_kwargs priority skip_special_tokens top_k min_p repetition_penalty
+seed stop ignore_eos min_tokens frequency_penalty presence_penalty logit_bias chat_template_kwargs vllm_xargs cache_salt
+structured_outputs kv_transfer_params previous_input_messages enable_response_messages include_stop_str_in_output"""
+OF_EMBEDDINGS = """input model encoding_format dimensions user truncate_prompt_tokens add_special_tokens priority
+request_id cache_salt mm_processor_kwargs normalize embed_dtype endianness messages chat_template
+chat_template_kwargs use_activation pooling_params add_generation_prompt continue_final_message"""
+OF_SPEECH = """file model language prompt response_format timestamp_granularities temperature stream
+stream_include_usage stream_continuous_usage_stats vllm_xargs to_language top_p top_k min_p seed frequency_penalty
+repetition_penalty presence_penalty max_completion_tokens hotwords use_beam_search n length_penalty"""
+KINDS: dict[Any, tuple[str, Any]] = {  # what is listed above, and all that the client of openai can send
+    ChatRequest: (OF_BOTH + " " + OF_CHATS, chat_params.CompletionCreateParamsBase),
+    CompletionRequest: (OF_BOTH + " " + OF_COMPLETIONS, completion_params.CompletionCreateParamsBase),
+    ResponsesRequest: (OF_RESPONSES, response_params.ResponseCreateParamsBase),
+    EmbeddingsRequest: (OF_EMBEDDINGS, embedding_params.EmbeddingCreateParams),
+    TranscriptionRequest: (OF_SPEECH, transcription_params.TranscriptionCreateParamsStreaming),
+    TranslationRequest: (OF_SPEECH, translation_params.TranslationCreateParams),
+}
 FIELDS = [
     (kind, name)
-    for kind, names in ((ChatRequest, OF_BOTH + " " + OF_CHATS), (CompletionRequest, OF_BOTH + " " + OF_COMPLETIONS))
-    for name in names.split()
+    for kind, (names, params) in KINDS.items()
+    for name in sorted({*names.split(), *params.__annotations__})
 ]
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda one: getattr(one, "__name__", one))
-def test_none_is_unknown(kind: type[ChatRequest] | type[CompletionRequest], name: str) -> None:
+def test_none_is_unknown(kind: type[Body], name: str) -> None:
     """Each is a field with checks of its own, or listed as harmless with the values that are; others are refused."""
     if name == "response_format" and kind is CompletionRequest:
         pytest.skip("only chats have it here")
-    assert name in kind.model_fields or name in kind.harmless
+    assert name in kind.known_names()
     if name in kind.harmless and kind.harmless[name] == ():
         body = kind.model_validate({**REQUIRED[kind], name: "anything"})
         with pytest.raises(ApiError, match=f"{name} is not supported here: leave it out") as refused:
@@ -116,7 +149,8 @@ def test_over_http(gateway: RunningGateway) -> None:
     ("more", "words"),
     [
         ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user', 'assistant' or 'tool'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "if it is of type image_url"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both say"),
         ({"guided_regex": "("}, "guided_regex: the regular expression can't be used"),
         ({"guided_grammar": "start"}, "guided_grammar: the grammar can't be used"),
@@ -219,7 +253,7 @@ def test_sampler(vocabulary: int, rows: int, length: int, penalty: float, least:
 
 
 def test_a_constraint_of_nonsense_is_refused_by_its_field(tokenizer: Any) -> None:
-    from swarmllm.gateway.grammar import Grammars
+    from swarmllm.gateway.tokens.grammar import Grammars
 
     grammars = Grammars(tokenizer, len(tokenizer))
     with pytest.raises(ConfigurationError, match="guided_json: the JSON schema can't be used"):

@@ -13,7 +13,7 @@ from test_tools import TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.harmony import HarmonyReader
+from swarmllm.gateway.output_parsing.harmony import HarmonyReader
 
 WEATHER = '{"city": "<|Höfe|> & </x>", "days": 3}'
 TEXT = (
@@ -93,7 +93,7 @@ def test_a_schema_is_that_of_the_answer(harmonic: RunningGateway) -> None:
 
 
 def test_efforts_and_earlier_thoughts(harmonic: RunningGateway, gateway: RunningGateway) -> None:
-    from swarmllm.gateway.chat_request import ChatRequest
+    from swarmllm.gateway.requests.chat_request import ChatRequest
 
     model = harmonic.gateway.models.first
     earlier = [*MESSAGES, {"role": "assistant", "content": "x", "reasoning_content": "so"}, *MESSAGES]

@@ -2,12 +2,22 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from web_gateway import RunningGateway, server_metrics
+from web_gateway import RunningGateway, running_gateway, server_metrics
 
 from swarmllm import LocalSwarm
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm: LocalSwarm) -> Iterator[RunningGateway]:
+    """One whose steps can be counted: others send guesses along while a busy machine makes loopback slow."""
+    with running_gateway(swarm.initial_peers, speculation="off", max_choices=4) as gateway:
+        gateway.wait_until_seen(2)
+        yield gateway
 
 
 def test_servers_count_what_they_do(gateway: RunningGateway, swarm: LocalSwarm) -> None:

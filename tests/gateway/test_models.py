@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_access import Socket
 from tests.numerics.adapter_makers import save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from web_gateway import NAME, RunningGateway, local_swarm, running_gateway
+from web_gateway import DTYPE, NAME, RunningGateway, local_swarm, running_gateway
 
 from swarmllm import embedded_model_path
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.model_choice import ModelChoice
+from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig, split_adapter
 
 PROMPT = "Once upon a time"
@@ -64,7 +64,7 @@ def expected(other: Path, poet: Path) -> dict[str, str]:
         return str(tokenizer.decode(output[ids.shape[1] :], skip_special_tokens=True))
 
     def load(path: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPE)
 
     models = (
         load(embedded_model_path()),

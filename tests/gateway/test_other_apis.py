@@ -15,12 +15,12 @@ from test_tools import TEMPLATE, TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.anthropic_messages import MessagesRequest
+from swarmllm.gateway.apis.anthropic_messages import MessagesRequest
+from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
+from swarmllm.gateway.apis.responses import ResponsesRequest
+from swarmllm.gateway.apis.stored_responses import StoredResponses
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.ollama import OllamaChat, OllamaGenerate, Options
-from swarmllm.gateway.responses import ResponsesRequest
-from swarmllm.gateway.stored_responses import StoredResponses
-from swarmllm.gateway.unknown_fields import Body, refuse_unknown
+from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
 
 SAID = "Tell me a story about a fox."
 MESSAGES: list[Any] = [{"role": "user", "content": SAID}]
@@ -103,7 +103,7 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/v1/messages", {"max_tokens": 8, "container": "x"}, "container is not supported"),
         (
             "/v1/messages",
-            {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "reads text only",
         ),
         ("/v1/responses", {"messages": None, "input": SAID, "background": True}, "background can only be False"),
@@ -114,8 +114,8 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
         ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "suffix can only be ''"),
-        ("/v1/embeddings", {"input": "a"}, "gives no embeddings"),
-        ("/api/embed", {"input": "a"}, "gives no embeddings"),
+        ("/v1/embeddings", {"messages": None, "input": "a"}, "gives no embeddings"),
+        ("/api/embed", {"messages": None, "input": "a"}, "gives no embeddings"),
     ],
 )
 def test_what_is_refused_in_each_shape(gateway: RunningGateway, path: str, more: dict[str, Any], words: str) -> None:

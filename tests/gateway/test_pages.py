@@ -1,18 +1,20 @@
 """The chat page and the picture of the swarm in a real browser, in front of a real swarm."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from test_parts import big_swarm
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from test_parts import big_swarm, server
 from web_gateway import RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+from swarmllm.data_structures import SwarmSnapshot
+from swarmllm.gateway.swarm.swarm_picture import Contact, SwarmPicture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -57,6 +59,12 @@ def say(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def delete(page: Page, title: str) -> None:
+    """As somebody with a mouse does: the sign is there where the mouse is."""
+    page.get_by_role("button", name=title, exact=True).hover()
+    page.get_by_role("button", name=f"Delete “{title}”").click()
+
+
 def settings(page: Page, **values: str) -> None:
     page.get_by_role("button", name="Settings").click()
     for label, value in values.items():
@@ -93,6 +101,23 @@ def test_a_conversation(page: Page, gateway: RunningGateway) -> None:
     page.get_by_role("button", name="Delete", exact=False).click()
     page.reload()
     expect(page.locator("#conversations li")).to_have_count(0)
+
+
+def test_what_is_said_before_the_model_is_known_is_sent_as_soon_as_it_is(page: Page, gateway: RunningGateway) -> None:
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/v1/models", hold)
+    page.goto(f"{gateway.url}/")
+    say(page, "Tell me a story.")
+    expect(page.get_by_label("Message")).to_have_value("Tell me a story.")
+    expect(page.locator(".message")).to_have_count(0)
+    for route in held:
+        route.continue_()
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.get_by_label("Message")).to_have_value("")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -199,7 +224,7 @@ def test_tabs_keep_out_of_each_others_conversations(page: Page, gateway: Running
         expect(tab.locator(ITEMS)).to_have_count(2)
         expect(tab.locator(".message")).to_have_count(2)
     expect(page.locator(".message.user")).to_contain_text("fox")
-    page.get_by_role("button", name="Delete “Where does the rain come from?”").click()
+    delete(page, "Where does the rain come from?")
     for tab in (page, other):
         expect(tab.locator(ITEMS)).to_have_count(1)
     expect(other.locator(".message")).to_have_count(0)  # the one it showed
@@ -255,7 +280,7 @@ def test_conversations_of_older_pages_are_taken_over(page: Page, gateway: Runnin
     page.goto(f"{gateway.url}/#m01")
     expect(page.locator(ITEMS)).to_have_count(3)
     expect(page.locator(".message")).to_contain_text("Text 1")
-    page.get_by_role("button", name="Delete “Title 1”").click()
+    delete(page, "Title 1")
     page.reload()
     expect(page.locator(ITEMS)).to_have_count(2)
 
@@ -283,7 +308,7 @@ def test_a_full_storage_is_told(page: Page, gateway: RunningGateway) -> None:
     say(page, "What is the sun?")
     expect(page.locator("#full")).to_contain_text("no room left")
     expect(page.locator(DONE)).to_have_count(2)
-    page.get_by_role("button", name="Delete “Much”").click()
+    delete(page, "Much")
     expect(page.locator("#full")).to_be_hidden()
     page.reload()
     expect(page.locator(".message")).to_have_count(4)
@@ -313,6 +338,13 @@ def test_a_server_dies_while_it_answers(page: Page) -> None:
         dead = page.locator(f"#picture .bar[data-peer='{used}']")
         expect(dead).to_have_class("bar unreachable")
         expect(page.locator("#events")).to_contain_text("can’t be reached")
+        expect(page.locator("#timeline .mark.lost")).to_have_count(1)
+        expect(page.locator("#timeline .traffic").last).to_be_visible()
+        expect(page.locator("#timeline svg")).to_have_attribute(
+            "aria-label", re.compile("8 of 8 blocks served.* 1 lost$")
+        )
+        expect(page.locator("#about")).to_contain_text("parameters · 8 blocks · 2048 tokens of context")
+        expect(page.locator("#table tbody tr").first).to_contain_text(" GB")  # memory free, as announced
         expect(page.locator("#verdict")).to_have_text("All 8 blocks are served.")
         for server in swarm.servers:
             server.kill()
@@ -339,8 +371,29 @@ def test_the_picture_of_500_servers_and_126_blocks(page: Page, gateway: RunningG
     page.locator("#table tbody tr").click()
     expect(page.locator("#picture .bar.chosen")).to_have_count(1)
     page.get_by_label("Filter servers").fill("")
-    page.get_by_role("button", name="Tokens/s", exact=True).click()
-    expect(page.locator("th[aria-sort]")).to_contain_text("Tokens/s")
+    page.get_by_role("button", name="Tokens/s at most", exact=True).click()
+    expect(page.locator("th[aria-sort]")).to_contain_text("Tokens/s at most")
+
+
+def test_the_picture_of_two_stacks(page: Page, gateway: RunningGateway) -> None:
+    """Of an encoder of 4 blocks and a decoder of 6, each counted from 0, as `swarmllm status` writes them."""
+    servers = tuple(server(idx, start, end) for idx, (start, end) in enumerate([(0, 4), (3, 6), (6, 9)]))
+    picture = SwarmPicture("translator", "f", 10, encoder_blocks=4)
+    picture.update(SwarmSnapshot(10, servers[:2], 4), {}, 1.0)
+    picture.update(SwarmSnapshot(10, servers, 4), {}, 2.0)
+    page.route("**/api/swarm", lambda route: route.fulfill(json=picture.as_json(), headers={"etag": '"1"'}))
+    page.goto(f"{gateway.url}/swarm")
+    written = ["encoder 0:4", "encoder 3:4, decoder 0:2", "decoder 2:5"]
+    rows = page.locator("#table tbody tr")
+    expect(rows).to_have_count(3)
+    for row, blocks in zip(rows.all(), written, strict=True):
+        expect(row).to_contain_text(blocks)
+    expect(page.locator("#picture .stack")).to_have_text(["encoder 0", "decoder 0"])
+    expect(page.locator("#picture .between")).to_have_count(1)
+    titles = page.locator("#picture .bar title").all_text_contents()
+    assert sorted(title.split(": ", 1)[1] for title in titles) == sorted(f"{blocks}, online" for blocks in written)
+    expect(page.locator("#events")).to_contain_text("decoder 2:5")
+    expect(page.locator("#advice")).to_contain_text("until somebody serves decoder 5:6. Start a server with:")
 
 
 def test_a_choice_of_models(page: Page, swarm: LocalSwarm) -> None:

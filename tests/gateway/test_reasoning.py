@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web_gateway import NAME, RunningGateway
 
-from swarmllm.gateway.reasoning import ReasoningReader
+from swarmllm.gateway.output_parsing.reasoning import ReasoningReader
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PLAIN = st.text("ab<\n /t>hink", max_size=20).filter(lambda text: "</think>" not in text and "<think>" not in text)

@@ -15,12 +15,14 @@ from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
-from swarmllm.gateway.model_choice import ModelChoice
+from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 
 TIMEOUT_S = 120.0
 """Of requests and of waits for a condition. Only what hangs takes so long."""
-OPTIONS = {"num_threads": 1, "quant_type": "none", "metrics_port": 0}
+DTYPE = "float32"
+"""In bfloat16, stories have words that are equally likely, and a rounding says which the likeliest is."""
+OPTIONS = {"num_threads": 1, "quant_type": "none", "metrics_port": 0, "dtype": DTYPE}
 NAME = "embedded"
 
 
@@ -61,6 +63,7 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
             "initial_peers": initial_peers,
             "port": 0,
             "num_threads": 1,
+            "dtype": DTYPE,
             **settings,
         }
     )

@@ -49,8 +49,8 @@ class InProcessServer:
         self.links = Links(lambda target: swarm.dial(target.peer_id, caller=peer_id), swarm.tasks)
         access = Access(None)
         self.handler = StreamHandler(access, self.links, fingerprint="")
-        packer = Packer(blocks, right_ways(blocks))
-        self.table = SessionTable(packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
+        self.packer = Packer(blocks, right_ways(blocks))
+        self.table = SessionTable(self.packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
         access.serving = Serving(
             parts=StackParts((StackPart(blocks, InputChecks(blocks)),)),
             executor=self.executor,
@@ -71,7 +71,9 @@ class InProcessServers:
         self._ids = itertools.count(1)
 
     def add(self, blocks: BlockSpan) -> InProcessServer:
-        """A new server of these blocks."""
+        """A new server of these blocks, which no other has: one thread alone may run a `BlockSpan`."""
+        if any(server.packer.blocks is blocks for server in self.servers.values()):
+            raise ValueError("each server has a device thread, so load the blocks once for each")
         server = InProcessServer(self, blocks, f"server{len(self.servers)}".ljust(46, "s"))
         self.servers[server.peer_id] = server
         return server

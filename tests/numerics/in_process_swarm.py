@@ -20,7 +20,7 @@ from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedM
 from swarmllm.models.adapters.block_adapter import checked
 from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.boundary.activation_log import ActivationLog
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.parallel.group import Group
@@ -43,7 +43,7 @@ def over_the_wire(inputs: BlockInputs, server: BlockSpan, span: Span) -> BlockIn
     if part is None:
         return arrived
     hidden_size = inputs.hidden_states.shape[-1]
-    adapter = checked(part.patches, part.flat(), server.slots, hidden_size, server.key_value_shapes)
+    adapter = checked(part.patches, part.flat(), server.slots, hidden_size, server.cache_sizes.key_value_shapes)
     return replace(arrived, adapter=adapter)
 
 
@@ -72,8 +72,19 @@ def run_hop(server: BlockSpan, span: Span, inputs: BlockInputs, cache: Any = Non
     return output
 
 
+def parts_of(route: Route, part: Span | None) -> Route:
+    """The hops of these blocks."""
+    if part is None:
+        return route
+    ends = ((server, max(span.start, part.start), min(span.end, part.end)) for server, span in route)
+    return [(server, Span(start, end)) for server, start, end in ends if start < end]
+
+
 class InProcessSession:
-    """One span cache per hop; as the client's chain, it keeps its inputs and rebuilds the caches from them."""
+    """One span cache per hop; as the client's chain, it keeps its inputs and rebuilds the caches from them.
+
+    Where it is first run in parts, each part has a session of its own.
+    """
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -81,9 +92,15 @@ class InProcessSession:
         self.closed = False
         self._log = ActivationLog(route[0][0].traits if route else BlockTraits())
         self._remembered = False
+        self._parts: dict[Span, InProcessSession] = {}
+
+    def _part(self, part: Span) -> "InProcessSession":
+        return self._parts.setdefault(part, InProcessSession(parts_of(self.route, part)))
 
     @property
     def position(self) -> int:
+        if self._parts:
+            return min(one.position for one in self._parts.values())
         if self._remembered:
             return self._log.length
         (position,) = {cache.position for cache in self.caches}
@@ -91,6 +108,10 @@ class InProcessSession:
 
     @position.setter
     def position(self, value: int) -> None:
+        for one in self._parts.values():
+            one.position = value
+        if self._parts:
+            return
         self._log.rollback(value)
         try:
             for cache in self.caches if not self._remembered else ():
@@ -99,6 +120,10 @@ class InProcessSession:
             self._forget()
 
     def select_batch(self, indices: Sequence[int]) -> None:
+        for one in self._parts.values():
+            one.select_batch(indices)
+        if self._parts:
+            return
         self._log.select_batch(indices)
         for cache in self.caches if not self._remembered else ():
             cache.select_batch(indices)
@@ -107,12 +132,16 @@ class InProcessSession:
         for cache in self.caches:
             cache.record_past()
 
-    def remember(self, inputs: BlockInputs) -> None:
-        self._log.append(self.position, inputs)
-        self._forget()
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
+        if part is not None:
+            self._part(part).remember(inputs)
+        else:
+            self._log.append(self.position, inputs)
+            self._forget()
 
     def fork(self) -> "InProcessSession":
         twin = InProcessSession(self.route)
+        twin._parts = {part: one.fork() for part, one in self._parts.items()}
         for _, past in self._log.calls():
             twin.remember(past)
         return twin
@@ -120,7 +149,9 @@ class InProcessSession:
     def close(self) -> None:
         self.closed = True
 
-    def run(self, inputs: BlockInputs) -> Tensor:
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        if part is not None:
+            return self._part(part).run(inputs)
         if self.closed:
             raise SessionClosedError("the session has been closed")
         if self._remembered:
@@ -159,11 +190,10 @@ class _Remote(torch.autograd.Function):
         hop: Any,
         inputs: BlockInputs,
         hidden: Tensor,
-        embeds: Tensor | None,
-        source: Tensor | None,
-        *trained: Tensor,
+        *more: Tensor | None,
     ) -> Tensor:
         server, span = hop
+        trained = [tensor for tensor in more[len(BESIDE) :] if tensor is not None]
         ctx.hop, ctx.inputs, ctx.shapes = hop, inputs, [tensor.shape for tensor in trained]
         with torch.no_grad():
             output = run_hop(server, span, inputs)
@@ -178,7 +208,7 @@ class _Remote(torch.autograd.Function):
             parts = ctx.inputs.adapter.part(span).unflatten(grads["adapter"])
             for index, part in zip(ctx.inputs.adapter.indices(span), parts, strict=True):
                 of_adapter[index] = part.view(ctx.shapes[index])
-        others = (grads.get(name) for name in ("inputs_embeds", "encoder_hidden_states"))
+        others = (grads.get(name) for name in BESIDE)
         return None, None, grads["hidden_states"], *others, *of_adapter
 
 
@@ -188,20 +218,22 @@ class InProcessRunner:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
         if cache is not None:
-            return cache.session.run(inputs)
+            return cache.session.run(inputs, part)
         hidden = inputs.hidden_states
-        for server, span in self.route:
+        like = hidden.dtype
+        for server, span in parts_of(self.route, part):
+            hidden = hidden.to(server.dtype)
             inputs = inputs.with_hidden(hidden)
             for piece in pieces_with_gradient(inputs, span, NONE_HERE, server.traits):
                 wanted = inputs if piece is span else replace(inputs, inner=None)
-                beside = (inputs.inputs_embeds, inputs.encoder_hidden_states, *inputs.trained)
+                beside = (*(getattr(inputs, name) for name in BESIDE), *inputs.trained)
                 hidden = _Remote.apply((server, piece), wanted, hidden, *beside)
                 inputs = inputs.with_hidden(hidden)
                 if inputs.inner is not None and piece is not span and piece.end - 1 in inputs.inner.outputs:
                     inputs.inner.found[piece.end - 1] = hidden
-        return hidden
+        return hidden.to(like)
 
     def longest_row(self) -> int:
         return 8192
@@ -241,10 +273,12 @@ class InProcessSwarm:
             self.checkpoint, Span(0, blocks - 1), dtype=dtype, progress=False, num_offloaded=num_offloaded, group=group
         )
         self.cut, second = self._second_server(first, dtype)
+        forbidden = sorted({*first.traits.forbidden_cuts, *second.traits.forbidden_cuts})
         extras = sorted({*first.traits.extra_inputs, *second.traits.extra_inputs})
         self.traits = first.traits.model_copy(
             update={
                 "extra_inputs": tuple(extras),
+                "forbidden_cuts": tuple(forbidden),
                 "chunked_prefill": first.traits.chunked_prefill and second.traits.chunked_prefill,
                 "rollback": first.traits.rollback and second.traits.rollback,
             }

@@ -1,20 +1,36 @@
-"""The embedded model writes English: held-out perplexity as recorded, and greedy text that goes somewhere."""
+"""The embedded model makes sense: held-out perplexity as recorded, stories with one hero, answers to what was asked.
+
+All of it in full precision and in the 8 bits that servers keep weights in by default.
+"""
 
 import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
+from swarmllm.models.quantization import Quantization
+from swarmllm.models.quantization.loading import LoadingConfig
 from swarmllm.network.wire.compression import compress
 
-MAX_PERPLEXITY = 2.05  # docs/embedded-model.md records the measured one
+EXAMPLE = Path(__file__).parents[2] / "examples" / "embedded_model"
+
+MAX_PERPLEXITY = 1.52  # docs/embedded-model.md records the measured one
 PROMPTS = ["Once upon a time", "One morning, Mia", "The little fox", "Once upon a time, there was a clever owl"]
 STORY_TOKENS = 200
+LEAST = {  # of docs/embedded-model.md, with fewer stories, and room for what another processor rounds otherwise
+    "greedy stories: name kept": 0.95,
+    "sampled stories: name kept": 0.8,
+    "answered facts": 0.88,
+    "answered questions about a story": 0.84,
+    "lists as they should be": 0.5,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +46,20 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).eval()
+@pytest.fixture(scope="module", params=["none", "int8"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    options = {}
+    if request.param != "none":
+        options["quantization_config"] = LoadingConfig(Quantization(request.param), torch.device("cpu"))
+    return AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32, **options).eval()
+
+
+@pytest.fixture
+def score(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import score  # type: ignore[import-not-found]
+
+    return score
 
 
 def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, **options: object) -> list[int]:
@@ -106,15 +133,21 @@ def test_stories_end_and_another_begins(model: PreTrainedModel, tokenizer: PreTr
     assert ids.count(tokenizer.bos_token_id) >= 2
 
 
-@pytest.mark.xfail(
-    reason="trained too briefly: it answers in sentences, but not the question; see docs/embedded-model.md"
-)
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
         ("What is the capital of France?", "Paris"),
+        ("What is the capital of Japan?", "Tokyo"),
         ("What is the opposite of hot?", "cold"),
-        ("Repeat this list: apple, pear, bun.", "Apple, pear, bun."),
+        ("What colour is grass?", "green"),
+        ("How many legs does a spider have?", "eight"),
+        ("Which day comes after Monday?", "Tuesday"),
+        ("Repeat this list: Zamilo, Tarena, Kobus.", "Zamilo, Tarena, Kobus."),
+        ("Repeat this list: apple, pear, bun.", "pear, bun."),
+        pytest.param(
+            *("Repeat this list: apple, pear, bun.", "Apple, pear, bun."),
+            marks=pytest.mark.xfail(reason="it knows few words with a capital; see docs/embedded-model.md"),
+        ),
     ],
 )
 def test_chat_model_answers_the_question(
@@ -123,5 +156,23 @@ def test_chat_model_answers_the_question(
     assert answer.lower() in _answer(model, tokenizer, question).lower()
 
 
+@pytest.mark.parametrize("name", ["Mia", "Tom", "Zamila", "Koren"])
+def test_story_keeps_the_name_of_its_hero(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, score: ModuleType, name: str
+) -> None:
+    begun = f"Once upon a time, there was a little {'girl' if name.endswith('a') else 'boy'} named {name}"
+    text = begun + tokenizer.decode(_continue(model, tokenizer, begun, max_new_tokens=400))
+    he = "she" if name.endswith("a") else "he"
+    assert all(score.judged(score.Asked(begun, begun, name, he, ""), text).values()), text
+
+
 def test_chat_turn_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     assert _answer(model, tokenizer, "What is the capital of France?").endswith(".</s>")
+
+
+@pytest.mark.slow
+def test_score_is_as_recorded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, score: ModuleType) -> None:
+    found = score.score(score.Model(model, tokenizer), 40)
+    shares = {row: [share for name, share in found.items() if name.startswith(row)] for row in LEAST}
+    assert all(len(share) == 1 for share in shares.values())
+    assert all(share >= least for (share,), least in zip(shares.values(), LEAST.values(), strict=True)), shares

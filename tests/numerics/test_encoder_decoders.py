@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.numerics.in_process_swarm import InProcessRunner, SwarmUser
-from tests.numerics.tiny_encoder_decoders import names, save_tiny_model, tiny_config, tiny_model
+from tests.numerics.tiny_encoder_decoders import BASE, names, save_tiny_model, tiny_config, tiny_model
 from tests.selection import sampled
 from transformers import PreTrainedModel
 
@@ -26,7 +26,7 @@ REFUSED = [name for name in names() if name in REFUSED_ARCHITECTURES]
 EXACT = [name for name in names() if name not in REFUSED_ARCHITECTURES]
 
 
-def client_of(path: Path) -> PreTrainedModel:
+def client_of(path: Path, model_class: type[PreTrainedModel] | None = None) -> PreTrainedModel:
     """A client whose stacks are on two servers each, the first of which has more than it is used for."""
     checkpoint = open_checkpoint(str(path))
     halves = []
@@ -40,7 +40,7 @@ def client_of(path: Path) -> PreTrainedModel:
     encoder, (runner, traits) = halves
     return load_client_shell(
         checkpoint,
-        model_class=blocks_class(checkpoint.config),
+        model_class=model_class or blocks_class(checkpoint.config),
         mixin=SwarmUser,
         dtype="auto",
         runner=runner,
@@ -71,11 +71,11 @@ def test_encoder_decoder_is_exact(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(
                 got, want, rtol=1e-4, atol=1e-4
             )  # at most rounding: the local model with a cache
-    _check_generation(local, client, given)
-    _check_gradients(local, client, given, target)
+    check_generation(local, client, given)
+    check_gradients(local, client, given, labels=target)
 
 
-def _check_generation(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any]) -> None:
+def check_generation(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any]) -> None:
     ways: tuple[dict[str, Any], ...] = (
         {"do_sample": False},
         {"num_beams": 3, "do_sample": False},
@@ -94,11 +94,11 @@ def _check_generation(local: PreTrainedModel, client: PreTrainedModel, given: di
     assert len(seen) > 8  # or equal tokens would show little
 
 
-def _check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any], labels: Any) -> None:
+def check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any], **labels: Any) -> None:
     grads = []
     for model in (local, client):
         model.zero_grad()
-        model(**given, labels=labels, use_cache=False).loss.backward()
+        model(**given, **labels, use_cache=False).loss.backward()
         grads.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
     want, got = grads
     for name, grad in got.items():  # the order of adding up differs
@@ -110,6 +110,27 @@ def _check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dic
 def test_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="can't be split over servers: it"):
         check_supported(tiny_config(name))
+
+
+def test_the_readme_counts_them(repo_root: Path) -> None:
+    """A type is exact if one of its variants is."""
+    exact, types = ({BASE.get(name, name) for name in some} for some in (EXACT, names()))
+    text = " ".join((repo_root / "README.md").read_text().split())
+    assert f"{len(exact)} of the {len(types)} model types that transformers has with an encoder" in text
+    assert f"the other {len(types - exact)} are refused with the reason (a sweep over all of them through" in text
+
+
+def test_an_encoder_that_pads_the_text(tmp_path: Path) -> None:
+    """Whatever its length; what servers are not told of is refused."""
+    local, client = tiny_model("led"), client_of(save_tiny_model("led", tmp_path))
+    target = torch.randint(3, 100, (2, 5))
+    for length in range(1, 10):
+        given = {key: value[:, :length] for key, value in inputs_of(local).items()}
+        with torch.no_grad():
+            want, got = (model(**given, decoder_input_ids=target).logits for model in (local, client))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            with pytest.raises(ConfigurationError, match="leave global_attention_mask out"):
+                client(**given, decoder_input_ids=target, global_attention_mask=torch.ones(2, length))
 
 
 def test_blocks_are_numbered_one_stack_after_the_other(tmp_path: Path) -> None:

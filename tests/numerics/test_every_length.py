@@ -20,10 +20,16 @@ AT_BOUNDARIES = (1, 2, 16, 17, 63, 64, 65, 128, 129, 130, 193)
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+def spans(tmp_path_factory: pytest.TempPathFactory) -> list[BlockSpan]:
+    """The same blocks for each of two servers."""
     directory = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
-    return load_block_span(open_checkpoint(str(directory)), Span(0, NUM_BLOCKS), progress=False)
+    return [load_block_span(open_checkpoint(str(directory)), Span(0, NUM_BLOCKS), progress=False) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def blocks(spans: list[BlockSpan]) -> BlockSpan:
+    return spans[0]
 
 
 def prompt(blocks: BlockSpan, length: int, batch_size: int = 1) -> BlockInputs:
@@ -86,8 +92,8 @@ async def test_every_batch_size_with_and_without_padding(blocks: BlockSpan, batc
 
 @pytest.mark.parametrize("cut", range(1, NUM_BLOCKS))
 @pytest.mark.parametrize("batch_size", [1, 3])
-async def test_every_cut(blocks: BlockSpan, cut: int, batch_size: int) -> None:
-    async with in_process_servers(blocks, blocks) as swarm:
+async def test_every_cut(spans: list[BlockSpan], blocks: BlockSpan, cut: int, batch_size: int) -> None:
+    async with in_process_servers(*spans) as swarm:
         for length in AT_BOUNDARIES:
             inputs = prompt(blocks, length, batch_size)
             first, second = [await swarm.dial(peer_id) for peer_id in swarm.servers]

@@ -73,7 +73,8 @@ def test_rows_that_are_no_multiple_of_what_kernels_decode_at_once(columns: int) 
     rows, _ = frozen(2)
     matrix = FORMS[2](rows.flatten()[: 4 * columns // 32 * 18].view(4, -1).contiguous(), torch.float32)
     assert torch.equal(matrix.dequantize(), dequantize(2, matrix.codes))
-    check_matrix(matrix, 5)
+    for tokens in (1, 5):
+        check_matrix(matrix, tokens)
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="swarmllm was installed without a C compiler")
@@ -82,10 +83,11 @@ def test_rows_that_are_no_multiple_of_what_kernels_decode_at_once(columns: int) 
 def test_a_product_does_not_depend_on_who_shares_it(kind: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "level", lambda: level)
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     matrix = packed(kind)
     inputs = torch.randn(16, matrix.shape[-1], generator=torch.Generator().manual_seed(1))
     together = matrix.multiply(inputs)
     torch.testing.assert_close(together, F.linear(inputs, matrix.dequantize()), rtol=1e-5, atol=1e-4)
-    for count in range(1, 17):
-        assert torch.equal(matrix.multiply(inputs[16 - count :]), together[16 - count :])
+    for threads in (1, 3):  # of eight rows, and of two or three: some kinds take four at once
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for count in range(1, 17):
+            assert torch.equal(matrix.multiply(inputs[16 - count :]), together[16 - count :])

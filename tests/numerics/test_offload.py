@@ -84,7 +84,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_what_is_announced_is_the_same(resident: BlockSpan, offloaded: BlockSpan) -> None:
     assert offloaded.traits == resident.traits
     assert offloaded.digests == resident.digests
-    assert offloaded.cache_bytes_per_token == resident.cache_bytes_per_token
+    assert offloaded.cache_sizes.bytes_per_token == resident.cache_sizes.bytes_per_token
     assert offloaded.offloaded is not None
     missing = len(offloaded.offloaded) - num_slots(len(offloaded.offloaded))
     per_block = resident.num_bytes / NUM_BLOCKS

@@ -224,11 +224,13 @@ def prefix_of(blocks: BlockSpan, seed: int, length: int = NUM_PREFIX) -> BlockAd
     generator = torch.Generator().manual_seed(seed)
     patches = [
         Patch(block=block_idx, path="", kind="prefix", shapes=tuple((heads, length, size) for heads, size in shapes))
-        for block_idx, shapes in blocks.key_value_shapes.items()
+        for block_idx, shapes in blocks.cache_sizes.key_value_shapes.items()
     ]
-    count = sum(heads * length * size for shapes in blocks.key_value_shapes.values() for heads, size in shapes)
+    count = sum(
+        heads * length * size for shapes in blocks.cache_sizes.key_value_shapes.values() for heads, size in shapes
+    )
     flat = torch.randn(count, generator=generator)
-    return checked(patches, flat, blocks.slots, None, blocks.key_value_shapes)
+    return checked(patches, flat, blocks.slots, None, blocks.cache_sizes.key_value_shapes)
 
 
 class PrefixSessions(Sessions):
@@ -303,6 +305,6 @@ def bad_patches(blocks: BlockSpan) -> Iterator[tuple[list[Patch], str]]:
 def test_what_does_not_fit_is_refused(blocks: BlockSpan) -> None:
     for patches, reason in bad_patches(blocks):
         with pytest.raises(RemoteProtocolError, match=reason):
-            checked(patches, torch.zeros(1), blocks.slots, None, blocks.key_value_shapes)
+            checked(patches, torch.zeros(1), blocks.slots, None, blocks.cache_sizes.key_value_shapes)
     with pytest.raises(RemoteProtocolError, match="block 0 keeps no keys and values"):
         checked(prefix_of(blocks, 1).patches, torch.zeros(1), blocks.slots)

@@ -16,7 +16,7 @@ from swarmllm.models.span import loading, probe_results
 from swarmllm.models.span.block_span import BlockSpan
 
 FIRST_TWO = Span(0, 2)
-FOUND = ("traits", "key_value_shapes", "cache_bytes_per_token", "cache_bytes_per_session")
+FOUND = ("traits", "cache_sizes")
 
 
 @pytest.fixture

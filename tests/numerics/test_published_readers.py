@@ -7,8 +7,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarmllm.errors import CorruptWeightsError
-from swarmllm.models.formats.choice import stored_format
-from swarmllm.models.formats.stored_format import Parts
+from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats.stored_format import Parts
 from swarmllm.models.quantization.packed import Packed
 
 F8 = torch.float8_e4m3fn

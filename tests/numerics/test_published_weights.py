@@ -15,8 +15,8 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
-from swarmllm.models.formats.choice import stored_format
-from swarmllm.models.formats.logical_view import LogicalView
+from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats.logical_view import LogicalView
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.check import check_matrix
 from swarmllm.models.quantization.packed import Packed

@@ -152,10 +152,10 @@ def test_cache_memory_is_known_beforehand(tmp_path: Path) -> None:
     blocks = _span("llama", tmp_path, Span(1, 4))
     cache = blocks.new_cache()
     blocks.forward(_inputs(blocks, batch=2, seq=5), cache=cache)
-    assert cache.used_bytes() == (2 * 5 * blocks.cache_bytes_per_token, 0)
-    assert blocks.cache_bytes_per_session == 0
+    assert cache.used_bytes() == (2 * 5 * blocks.cache_sizes.bytes_per_token, 0)
+    assert blocks.cache_sizes.bytes_per_session == 0
 
 
 def test_recurrent_states_cost_per_session(tmp_path: Path) -> None:
     blocks = _span("mamba2", tmp_path, Span(0, 4))
-    assert blocks.cache_bytes_per_session > 0
+    assert blocks.cache_sizes.bytes_per_session > 0

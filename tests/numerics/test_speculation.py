@@ -4,6 +4,7 @@ In one process: two spans and a session that takes steps ahead, but computes eac
 """
 
 import itertools
+import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_swarm import InProcessRunner, InProcessSession, Route
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,13 +29,16 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from swarmllm.client.mtp_head import load_mtp_head, wanted_mtp_weights
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.speculation.best_drafter import BestDrafter
 from swarmllm.speculation.drafters import NGramDrafter
+from swarmllm.speculation.mtp_drafter import MTP_KIND, MtpDrafter
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
@@ -72,7 +77,7 @@ class AheadSession(InProcessSession):
 class AheadRunner(InProcessRunner):
     """Steps through whatever session the cache has."""
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Any = None) -> Tensor:
         assert cache is not None
         return cache.session.run(inputs)
 
@@ -106,7 +111,7 @@ class Obsessed(NGramDrafter):
 class Speculating:
     """Stands for the client's mixin."""
 
-    drafter: type = NGramDrafter
+    drafter: Any = NGramDrafter
     planner = FixedPlanner()
     session: AheadSession
 
@@ -185,6 +190,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "processors": {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
     "end": {"eos_token_id": 7, "do_sample": True},
 }
+
+
+def by_head(directory: Path, model: Any, planner: Planner) -> Any:
+    """Drafters like the client's: a head of random weights guesses, alone or beside n-grams."""
+    checkpoint = open_checkpoint(str(directory))
+    head = load_mtp_head(model, wanted_mtp_weights(checkpoint), torch.float32)
+    return {
+        "alone": lambda: MtpDrafter(lambda: head),
+        "beside n-grams": lambda: BestDrafter([NGramDrafter(), MtpDrafter(lambda: head)], planner),
+    }
+
+
 QUICK = [
     ("greedy", NGramDrafter, Plan(2, 3)),
     ("sampled", NGramDrafter, Plan(16, 2)),
@@ -207,6 +224,53 @@ def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter:
     assert generated.tolist() == expected.tolist()
     assert ahead.session.position == generated.shape[1] - 1, "the session has seen what a plain one would have"
     assert not ahead.session.under_way
+
+
+@pytest.fixture(scope="module")
+def with_head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint with a head beside it, which says of a token mostly that it comes again."""
+    copied = Path(shutil.copytree(directory, tmp_path_factory.mktemp("head") / "checkpoint"))
+    block = {
+        name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if ".layers.3." in name
+    }
+    head = {name.replace(".3.", ".4."): tensor.clone() for name, tensor in block.items()}
+    head |= {f"model.layers.4.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    head["model.layers.4.eh_proj.weight"] = torch.cat([torch.eye(32), torch.eye(32)], dim=1)
+    save_file(head, copied / "mtp.safetensors")
+    return copied
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(1, 1), Plan(1, 8), Plan(2, 3), pytest.param(Plan(16, 2), marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("who", ["alone", "beside n-grams"])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_same_tokens_with_a_head(
+    ahead: Any, local: PreTrainedModel, with_head: Path, kind: str, who: str, plan: Plan
+) -> None:
+    ahead.planner, made = FixedPlanner(), []
+    ahead.planner.fixed = plan
+    new = by_head(with_head, ahead, ahead.planner)[who]
+    ahead.drafter = lambda: made.append(new()) or made[-1]
+    expected, generated = generate(local, **OPTIONS[kind]), generate(ahead, **OPTIONS[kind])
+
+    assert generated.tolist() == expected.tolist()
+    assert ahead.session.position == generated.shape[1] - 1
+    assert any(kind <= MTP_KIND for kind in ahead.planner._accepted), "the head never guessed"
+    if who == "alone":  # however often it was wrong: it knows what a new one would know
+        fresh = new()
+        with fresh.following(local), torch.no_grad():
+            local(generated[:, :-1])
+        for tokens in generated[0, :-1].tolist(), generated[0, -1:].tolist():
+            fresh.extend(tokens)
+        assert fresh.begin()
+        assert made[0].begin()
+        torch.testing.assert_close(_state(made[0]), _state(fresh), rtol=1e-3, atol=1e-4)
+
+
+def _state(drafter: MtpDrafter) -> Tensor:
+    drafter.more(1)
+    return drafter._last_state
 
 
 def test_guesses_do_run_ahead(ahead: Any) -> None:
@@ -297,7 +361,7 @@ class EchoSession(AheadSession):
     def position(self, value: int) -> None:
         self.length = value
 
-    def run(self, inputs: BlockInputs) -> Tensor:
+    def run(self, inputs: BlockInputs, part: Any = None) -> Tensor:
         self.length += inputs.seq_len
         return inputs.hidden_states
 

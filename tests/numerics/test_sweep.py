@@ -10,7 +10,10 @@ from tests.numerics.tiny_models import VARIANTS, save_tiny, tiny_model
 from tests.selection import part_of, sampled
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
@@ -44,7 +47,11 @@ ROUNDS_DIFFERENTLY = {
     "gemma4_shared_kv": 1e-6
 }
 """Relative tolerance."""
-ARCHITECTURES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS)
+SEEING = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+"""Looked at by `test_vision_models`."""
+ARCHITECTURES = sorted(
+    {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*REFUSED_ARCHITECTURES} - ENCODERS - ENCODER_DECODERS - SEEING
+)
 
 
 @pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 12))
@@ -72,7 +79,7 @@ def test_as_many_as_promised() -> None:
     assert len(ARCHITECTURES) >= 115
 
 
-@pytest.mark.parametrize("model_type", [*sorted(REFUSED_ARCHITECTURES), "whisper"])
+@pytest.mark.parametrize("model_type", sorted(REFUSED_ARCHITECTURES))
 def test_refused_with_a_reason(model_type: str) -> None:
     config = _named(model_type) if model_type in NO_DEFAULT_CONFIG else CONFIG_MAPPING[model_type]()
     with pytest.raises(UnsupportedModelError, match=model_type):

@@ -18,8 +18,8 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import GroupLostError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.plain import Plain
 from swarmllm.models.parallel.shared import SharedWeight, spread
+from swarmllm.models.parallel.unquantized import Plain
 from swarmllm.models.quantization import Quantization
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.random_inputs import random_inputs
@@ -27,7 +27,8 @@ from swarmllm.models.span.random_inputs import random_inputs
 CPU = torch.device("cpu")
 ADDS_UP_OTHERWISE = frozenset(
     {
-        *("axk2", "bailing_hybrid", "deepseek_v4", "dots3_note_text", "falcon_mamba", "gemma3n_text", "granitemoe_swa"),
+        *("axk2", "bailing_hybrid", "deepseek_v4", "dots3_note_text", "falcon_mamba", "gemma3n_text"),
+        *("gemma3n_shared_kv", "granitemoe_swa"),
         *("hy_v4", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm3", "mamba", "olmo_hybrid", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen4_exp_text", "zamba", "zamba2"),
         # Only gradients, which are sums over the processes.

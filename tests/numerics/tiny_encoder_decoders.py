@@ -57,7 +57,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 4},
     "longt5": {"encoder_attention_type": "local", "local_radius": 4},
     "longt5_global": {"encoder_attention_type": "transient-global", "local_radius": 4, "global_block_size": 4},
-    "bigbird_pegasus": {"attention_type": "original_full", "block_size": 4, "num_random_blocks": 1},
+    "bigbird_pegasus": {"block_size": 4, "num_random_blocks": 1},
     "pegasus_x": {"block_size": 4, "num_global_tokens": 4},
     "prophetnet": {"ngram": 2, "num_buckets": 8, "relative_max_distance": 16, "disable_ngram_loss": True},
     "nllb-moe": {"num_experts": 4, "expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
@@ -77,9 +77,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         },
         "decoder": GEMMA,
     },
+    "bigbird_pegasus_full": {"attention_type": "original_full"},
     "t5_gated": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
 }
-BASE = {"longt5_global": "longt5", "t5_gated": "t5"}
+BASE = {"bigbird_pegasus_full": "bigbird_pegasus", "longt5_global": "longt5", "t5_gated": "t5"}
 """Variants of a model type."""
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
+from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.p2p.addresses import best_addrs
 from swarmllm.network.p2p.block_directory import VALUE_OVERHEAD_BYTES
 from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES
@@ -21,7 +23,6 @@ from swarmllm.server.device.memory import CacheRoom
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.measuring.throughput import Throughput
 from swarmllm.server.own_record import OwnRecord
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_loader import Loaded
 
@@ -65,6 +66,7 @@ def announced(
     """As a server describes itself that has loaded its blocks."""
     peer: Any = SimpleNamespace(peer_id=PEER_ID, addrs=addrs, relay=None)
     loader: Any = SimpleNamespace(
+        device=torch.device("cpu"),
         dtype=resolve_dtype(checkpoint, config.dtype),
         quantization=resolve_quantization(config.quant_type),
         adapters=SimpleNamespace(names=()),
@@ -76,11 +78,12 @@ def announced(
     successors: Any = SimpleNamespace(announced=())
     record = OwnRecord(config, peer, loader, Niceness(), links, successors, Span(0, checkpoint.num_blocks))
     digests = "Ab_-" * checkpoint.num_blocks
-    blocks: Any = SimpleNamespace(traits=BlockTraits(), cache_bytes_per_token=1, digests=digests, is_of_encoder=False)
+    blocks: Any = SimpleNamespace(
+        traits=BlockTraits(), cache_sizes=CacheSizes(bytes_per_token=1), digests=digests, is_of_encoder=False
+    )
     inputs: Any = SimpleNamespace(hidden_bytes=1000)
     room = CacheRoom(1001 * config.attn_cache_tokens, 0)
     record.loaded = Loaded(SimpleNamespace(blocks=blocks), inputs, MEASURED, room)  # type: ignore[arg-type]
-    record.budget = CacheBudget(room.sessions)
     return record.describe()
 
 

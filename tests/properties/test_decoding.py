@@ -208,7 +208,7 @@ def test_dry(
             expected[token] -= multiplier * base ** (length - allowed)
     ids = torch.tensor([[0] * padding + text])
     result = Dry(multiplier, base, allowed, last_n, breakers, [padding])(ids, torch.zeros(1, 6))
-    np.testing.assert_allclose(result[0].numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(result[0].numpy(), expected, rtol=1e-5, atol=1e-30)  # float32 knows none as small
 
 
 def test_dry_stays_finite_however_long_the_repetition() -> None:

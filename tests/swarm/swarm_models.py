@@ -1,5 +1,6 @@
 """Models for tests with real servers, and how a swarm's answers are compared with the local model's."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -43,6 +45,18 @@ def save_llama(directory: Path, *, seed: int = 0, num_blocks: int = NUM_BLOCKS, 
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(directory, max_shard_size="100KB")
     return directory
+
+
+def save_head_beside(directory: Path, copied: Path) -> Path:
+    """A copy of a llama's checkpoint with a head for multi-token prediction beside it: its last block once more."""
+    shutil.copytree(directory, copied)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    size, number = model.config.hidden_size, model.config.num_hidden_layers
+    tensors = {name: tensor.clone() for name, tensor in model.model.layers[-1].state_dict().items()}
+    tensors |= {f"{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["eh_proj.weight"] = torch.cat([torch.eye(size), torch.eye(size)], dim=1)
+    save_file({f"model.layers.{number}.{name}": one for name, one in tensors.items()}, copied / "mtp.safetensors")
+    return copied
 
 
 def load_local(directory: Path) -> PreTrainedModel:

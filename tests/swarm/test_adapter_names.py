@@ -107,3 +107,27 @@ def test_what_peft_refuses(local: Any, remote: Any) -> None:
         remote(input_ids=prompt(2), adapter_names=NAMES[:2]).logits,
         local(input_ids=prompt(2), adapter_names=NAMES[:2]).logits,
     )
+
+
+def test_all_three_in_a_batch_of_four(local: Any, remote: Any) -> None:
+    """Each adapter is in use at once, on its own modules and with its own rank."""
+    names = ["first", "second", "third", "__base__"]
+    found = []
+    for model in (local, remote):
+        for name, parameter in model.named_parameters():  # of several adapters, peft trains the active one alone
+            parameter.requires_grad_("lora_" in name)
+        model.zero_grad()
+        output = model(input_ids=prompt(4), labels=prompt(4), adapter_names=names)
+        output.loss.backward()
+        gradients = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()
+        }
+        text = model.generate(input_ids=prompt(4), max_new_tokens=6, do_sample=False, adapter_names=names)
+        found.append((output.logits.detach(), gradients, text))
+    (expected, gradients, text), (logits, found_gradients, found_text) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert found_text.tolist() == text.tolist()
+    assert found_gradients.keys() == gradients.keys()
+    assert all(any(name in key for key in gradients) for name in names[:3])
+    for name, gradient in gradients.items():
+        assert float((gradient - found_gradients[name]).abs().max()) <= 1e-5 * float(gradient.abs().max()), name

@@ -202,6 +202,13 @@ def test_a_client_s_settings_have_a_place_of_their_own(llama: Path, name: str) -
         AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: "off"})
 
 
+@pytest.mark.parametrize(("name", "meant"), [("initial_peer", "initial_peers"), ("local_block", "local_blocks")])
+def test_a_mistyped_argument_is_named_with_the_nearest(llama: Path, name: str, meant: str) -> None:
+    """Before a swarm is looked for: without `initial_peers` that is another one."""
+    with pytest.raises(ConfigurationError, match=f"^there is no argument {name}: did you mean {meant}\\?"):
+        AutoDistributedModel.from_pretrained(str(llama), **{name: [NOBODY]})
+
+
 def test_a_model_stays_in_its_process(model: Any, local: PreTrainedModel) -> None:
     with pytest.raises(ConfigurationError, match=r"pickled.*save_pretrained"):
         pickle.dumps(model)
@@ -232,7 +239,8 @@ def test_two_checkpoints_of_one_name(llama: Path, swarm: LocalSwarm, tmp_path: P
         pass
 
 
-def test_a_model_that_nobody_serves(swarm: LocalSwarm, tmp_path: Path) -> None:
+def test_a_model_that_nobody_serves(swarm: LocalSwarm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The wait for it is explained by what there is, not by blocks that nobody serves."""
     other = save_llama(tmp_path / "other", seed=1)
 
     with (
@@ -241,6 +249,8 @@ def test_a_model_that_nobody_serves(swarm: LocalSwarm, tmp_path: Path) -> None:
     ):
         pass
     assert caught.value.block_idxs == tuple(range(8))
+    waits = [record.message for record in caplog.records if "looking again for" in record.message]
+    assert [wait.partition("; looking")[0] for wait in waits] == [str(caught.value)]
 
 
 def test_blocks_that_nobody_serves(llama: Path, swarm: LocalSwarm) -> None:

@@ -43,9 +43,9 @@ def session(model: Any) -> Iterator[Any]:
         session.computed = 0
         run = session.run
 
-        def counting(inputs: Any) -> Any:
+        def counting(inputs: Any, part: Any = None) -> Any:
             session.computed += inputs.seq_len
-            return run(inputs)
+            return run(inputs, part)
 
         session.run = counting
         yield session

@@ -51,6 +51,27 @@ def test_one_that_is_killed_comes_back(llama: Path, local: PreTrainedModel, serv
     assert f"one machine: {', '.join(f'…{serving[-6:]}' for serving, _ in said)}" in status
 
 
+@pytest.mark.parametrize("asked", [(), ("--block_indices", f"0:{NUM_BLOCKS}")])
+def test_each_has_the_blocks_that_the_map_says(
+    llama: Path, local: PreTrainedModel, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    """All but one on the first: the tokens of the local model, also when one is killed in mid-text."""
+    device_map = ("--device_map", f"cpu={NUM_BLOCKS - 1}", "cpu=1")
+    with Running("server", "--model", llama, *device_map, *asked, *FLAGS, *EXACT, log=tmp_path / "log") as server:
+        (first, _), (second, joined) = server.lines_until_join(), server.lines_until_join()
+        assert first.startswith(f"swarmllm: serving blocks [0, {NUM_BLOCKS - 1}) of ")
+        assert second.startswith(f"swarmllm: serving blocks [{NUM_BLOCKS - 1}, {NUM_BLOCKS}) of ")
+        expected = generate_seeded(local, prompt(), max_new_tokens=12)
+        maddrs = joined.split()[4:]
+        with connected(llama, maddrs, route_timeout_s=60) as model, model.inference_session(max_length=64):
+            begun = generate_seeded(model, prompt(), max_new_tokens=4)
+            served_by(server.process.pid)[0].kill()
+            assert generate_seeded(model, begun, max_new_tokens=8).tolist() == expected.tolist()
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.stop(signal.SIGTERM) == 0
+        assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
 @pytest.mark.parametrize("ready", [True, False])
 def test_ctrl_c_ends_all(llama: Path, ready: bool) -> None:
     with Terminal("server", "--model", llama, "--num_blocks", 4, *FLAGS, *TWO) as terminal:
@@ -87,10 +108,10 @@ def test_all_end_when_nobody_reads_any_more(llama: Path, tmp_path: Path) -> None
 
 def test_one_that_cannot_start_ends_all(llama: Path) -> None:
     """What the process of the device says, and what it means."""
-    ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "nonsense")
+    ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "cuda:99")
     assert ended.returncode == 2
-    assert "[nonsense] swarmllm: device 'nonsense' can't be used here" in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("swarmllm: the server of nonsense ended before it was ready")
+    assert "[cuda:99] swarmllm: device 'cuda:99' can't be used here" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("swarmllm: the server of cuda:99 ended before it was ready")
     assert "Traceback" not in ended.stderr
 
 

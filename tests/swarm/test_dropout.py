@@ -9,8 +9,10 @@ import peft
 import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt
+from tests.numerics.test_blocks_dropout import save, the_same_masks
 from tests.swarm.test_peft import difference, tuned
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from swarmllm import LocalSwarm
 from swarmllm.models.adapters.block_adapter import dropout_key
@@ -171,3 +173,34 @@ def test_servers_that_die(llama: Path) -> None:
             next(server for server in swarm.servers if server.peer_id == used).kill()
             found = adapted.generate(input_ids=begun, max_new_tokens=4, do_sample=False)
     assert found.tolist() == expected.tolist()
+
+
+def test_a_server_dies_while_blocks_drop_out(tmp_path: Path) -> None:
+    """The blocks' own dropout: the one that takes over leaves out what the other one did."""
+    directory = save("gpt2", tmp_path)
+    ids, mask = prompt(3, 11) % 90, torch.ones(3, 11, dtype=torch.int64)
+    mask[1, 7:] = 0
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    spans = [(0, 2), (0, 2), (2, 4), (2, 4)]
+    found = []
+    for victims in ((), (0, 2)):
+        with LocalSwarm(directory, spans=spans, **OPTIONS) as swarm, connected(directory, swarm.initial_peers) as model:
+            adapted = tuned(model, config)
+            waiting = list(victims)
+
+            def kill_one(swarm: LocalSwarm = swarm, waiting: list[int] = waiting) -> None:
+                if waiting:
+                    swarm.servers[waiting.pop()].kill()
+
+            found.append(learned(adapted, ids, mask, between=kill_one))
+            assert sum(server.alive for server in swarm.servers) == len(spans) - len(victims)
+    (expected_losses, expected), (losses, gradients) = found
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert difference(gradients, expected) <= 1e-5
+
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").requires_grad_(False)
+    adapted = tuned(local, config)
+    with the_same_masks(local):
+        losses, gradients = learned(adapted, ids, mask)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert difference(gradients, expected) <= 1e-4

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from swarm_models import OPTIONS
-from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
-from transformers import PreTrainedModel, T5ForConditionalGeneration
+from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_config, tiny_model
+from transformers import BartForSequenceClassification, PreTrainedModel, T5ForConditionalGeneration
 
-from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, LocalSwarm
+from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
 from swarmllm.commands.status import ModelStatus
-from swarmllm.data_structures import ModelRecord
-from swarmllm.errors import ConfigurationError, UnsupportedModelError
+from swarmllm.data_structures import BlockTraits, ModelRecord, ServedBlocks
+from swarmllm.errors import ConfigurationError, SwarmError, UnsupportedModelError
+from swarmllm.network.p2p.verified_peers import VerifiedPeers
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
 """Of 4 blocks of the encoder and 3 of the decoder."""
@@ -133,9 +134,51 @@ def test_what_an_encoder_decoder_cant_do_is_refused(model: Any, directory: Path)
 
 def test_status_says_where_the_decoder_begins(model: Any) -> None:
     snapshot = model.swarm.loop.run(_look(model))
+    assert snapshot.encoder_blocks == 4
     record = ModelRecord(name="tiny", fingerprint=model.swarm.fingerprint, num_blocks=7, encoder_blocks=4)
-    assert "blocks 0 to 3 are the encoder's, 4 to 6 the decoder's" in ModelStatus(record, snapshot).as_text()
+    text = ModelStatus(record, snapshot).as_text()
+    assert "encoder 0:4 is --block_indices 0:4, decoder 0:3 is --block_indices 4:7" in text
+    assert "··██│█··" in text
+    assert "encoder 2:4, decoder 0:1" in text
+    assert "encoder 2:4, decoder 0:1 …" in str(model.swarm.route()) or "decoder 0:1 …" in str(model.swarm.route())
+
+
+def test_older_servers_are_refused_before_anything_is_computed(
+    model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They greet without a word of stacks."""
+    greet = VerifiedPeers.greet
+
+    async def as_an_old_one(*args: Any) -> ServedBlocks:
+        served = await greet(*args)
+        return served.model_copy(update={"traits": BlockTraits()})
+
+    monkeypatch.setattr(VerifiedPeers, "greet", as_an_old_one)
+    config = ClientConfig(initial_peers=model.swarm.config.initial_peers, route_timeout_s=1)
+    with pytest.raises(
+        SwarmError, match="version that serves no models with an encoder and a decoder: update swarmllm"
+    ):
+        AutoDistributedModel.from_pretrained(str(directory), client_config=config)
 
 
 async def _look(model: Any) -> Any:
     return model.swarm.look_ups.snapshot
+
+
+def test_a_class_for_a_sequence_through_both_stacks(tmp_path: Path) -> None:
+    """A checkpoint saved for it loads as what it is, and what needs one stack is refused."""
+    config = tiny_config("bart")
+    torch.manual_seed(0)
+    local: Any = BartForSequenceClassification(config).eval()
+    local.save_pretrained(tmp_path)
+    ids = torch.randint(3, 100, (2, 9))
+    ids[:, -1] = config.eos_token_id
+    with (
+        LocalSwarm(str(tmp_path), spans=SPANS, **OPTIONS) as swarm,
+        AutoDistributedModel.from_pretrained(str(tmp_path), initial_peers=swarm.initial_peers) as classifier,
+    ):
+        assert isinstance(classifier, BartForSequenceClassification)
+        with torch.no_grad():
+            torch.testing.assert_close(classifier(ids).logits, local(ids).logits, rtol=1e-4, atol=1e-5)
+        with pytest.raises(ConfigurationError, match="call this model as transformers does"):
+            classifier.embed(ids)

@@ -93,11 +93,11 @@ def test_several_who_ask_at_once_wait_for_the_same(swarm: LocalSwarm, model: Any
 def test_a_session_keeps_them(model: Any, local: Any) -> None:
     ids = ids_of(4, 10)
     with model.inference_session(max_length=64):
-        first = torch.tensor(greedy(model, ids, max_new_tokens=2))
+        first = torch.tensor(greedy(model, ids, max_new_tokens=2, min_new_tokens=2))
         time.sleep(3 * IDLE_S)
         assert not any(server.wake_s for server in model.swarm.servers())
-        second = greedy(model, first, max_new_tokens=4)
-    assert second == greedy(local, ids, max_new_tokens=6)
+        second = greedy(model, first, max_new_tokens=4, min_new_tokens=4)
+    assert second == greedy(local, ids, max_new_tokens=6, min_new_tokens=6)
 
 
 def test_their_memory_is_free_meanwhile(swarm: LocalSwarm, model: Any, local: Any) -> None:

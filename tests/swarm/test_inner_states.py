@@ -75,8 +75,10 @@ def test_a_forward(any_model: Any, local: PreTrainedModel, use_cache: bool) -> N
             for model in (any_model, local)
         )
     assert len(got.hidden_states) == NUM_BLOCKS + 1
-    assert_same(got.hidden_states, wanted.hidden_states)
-    assert torch.equal(got.logits, wanted.logits)
+    # With a cache it is a session's prompt, which servers cut into pieces while others decode, or just have.
+    same = assert_close if use_cache else assert_same
+    same(got.hidden_states, wanted.hidden_states)
+    same(got.logits, wanted.logits)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}], ids=str)

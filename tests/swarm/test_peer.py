@@ -26,7 +26,7 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SwarmError,
 )
-from swarmllm.network.p2p import dht as dht_module
+from swarmllm.network.p2p import dht_node as dht_module
 from swarmllm.network.p2p._hivemind import DHTLocalStorage
 from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, servers_key
 from swarmllm.network.p2p.identity import Identity, verify
@@ -180,7 +180,7 @@ async def test_a_message_over_the_cap_ends_its_stream_only(server: Peer, client:
     small = await greeted(client.open_stream(server.peer_id, max_message_bytes=1 << 20))
     large = await greeted(client.open_stream(server.peer_id))
     await large.send(MessageType.STEP, {}, [bytes(2 << 20)])
-    small.max_message_bytes = 4 << 20  # what it may send; what it takes stays
+    small._inbox.max_message_bytes = 4 << 20  # what it may send; what it takes stays
     await small.send(MessageType.STEP, {}, [bytes(2 << 20)])
     with pytest.raises(RemoteProtocolError, match="cap"):
         await small.receive()

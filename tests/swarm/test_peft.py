@@ -235,12 +235,12 @@ def test_two_clients_train_different_adapters_at_once_while_a_third_generates(ll
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "PiSSA"),
-    "FourierFT": (peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=9), "can't run on servers"),
+    "HRA": (peft.HRAConfig(target_modules=["q_proj"]), "can't run on servers"),
     "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set them to 0"),
 }
 
 
-@pytest.mark.parametrize("method", sampled(list(REFUSED), 3, always=["FourierFT"]))
+@pytest.mark.parametrize("method", sampled(list(REFUSED), 3, always=["HRA"]))
 def test_what_servers_cannot_compute_is_refused_in_one_sentence(method: str, model: Any, llama: Path) -> None:
     config, reason = REFUSED[method]
     with connected(llama, list(model.swarm.config.initial_peers)) as client:

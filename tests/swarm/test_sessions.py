@@ -96,9 +96,9 @@ def test_only_what_is_new_is_computed(model: Any) -> None:
     with model.inference_session(max_length=200) as session:
         run = session.run
 
-        def counting(inputs: Any) -> Any:
+        def counting(inputs: Any, part: Any = None) -> Any:
             fed.append(inputs.seq_len)
-            return run(inputs)
+            return run(inputs, part)
 
         session.run = counting
         first = generate_seeded(model, prompt(), max_new_tokens=5)

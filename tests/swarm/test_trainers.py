@@ -4,6 +4,7 @@ Also tools that only look: lm_eval and sentence-transformers. All but transforme
 test-trainers` has them.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from swarmllm import (
     AutoDistributedModelForCausalLM,
     AutoDistributedModelForFeatureExtraction,
     LocalSwarm,
+    SwarmError,
     embedded_model_path,
 )
 
@@ -95,7 +97,7 @@ def sft(model: Any, directory: Path, **settings: Any) -> Any:
     return trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
-def dpo(model: Any, directory: Path, **settings: Any) -> Any:
+def dpo(model: Any, directory: Path, ref_model: Any = None, **settings: Any) -> Any:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     arguments = trl.DPOConfig(output_dir=str(directory), gradient_checkpointing=False, **{**SETTINGS, **settings})
     rows = [
@@ -103,7 +105,9 @@ def dpo(model: Any, directory: Path, **settings: Any) -> Any:
         for count in range(16)
     ]
     data = datasets.Dataset.from_list(rows)
-    return trl.DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
+    return trl.DPOTrainer(
+        model=model, ref_model=ref_model, args=arguments, train_dataset=data, processing_class=tokenizer()
+    )
 
 
 def trained(trainer: Any) -> dict[str, Tensor]:
@@ -137,6 +141,42 @@ def test_a_run_and_its_continuation_are_the_local_ones(
         resumed.train(resume_from_checkpoint=str(tmp_path / "remote" / "checkpoint-2"))
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry][-1] == SETTINGS["max_steps"]
         assert_same(trained(resumed), expected)
+
+
+@pytest.mark.parametrize("prepare", [with_lora, with_head])
+@pytest.mark.parametrize("make", [huggingface, sft])
+def test_bf16_is_the_local_one(
+    make: Callable[..., Any], prepare: Callable[[Any], Any], embedded: LocalSwarm, tmp_path: Path
+) -> None:
+    """Both trainers' autocast reaches the servers; in float32 the losses are others."""
+
+    def run(model: Any, bf16: bool) -> tuple[list[float], dict[str, Tensor]]:
+        trainer = make(prepare(model), tmp_path, bf16=bf16, save_strategy="no")
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trained(trainer)
+
+    losses, weights = run(local_model(), True)
+    assert losses != pytest.approx(run(local_model(), False)[0], rel=1e-6)
+    with remote_model(embedded) as model:
+        got_losses, got_weights = run(model, True)
+    assert got_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(got_weights, weights)
+
+
+def test_dpo_without_an_adapter_has_its_reference_in_the_swarm(embedded: LocalSwarm, tmp_path: Path) -> None:
+    """Without one it would load the whole checkpoint; `create_reference_model`, which copies, is refused."""
+    local = dpo(with_head(local_model()), tmp_path / "local", save_strategy="no")
+    before = trained(local)
+    local.train()
+    assert any(not torch.equal(before[name], value) for name, value in trained(local).items())
+    with remote_model(embedded) as model, remote_model(embedded) as reference:
+        with pytest.raises(SwarmError, match="open another by from_pretrained"):
+            copy.deepcopy(model)
+        remote = dpo(with_head(model), tmp_path / "remote", ref_model=reference, save_strategy="no")
+        remote.train()
+        assert remote.ref_model is reference
+        assert reference.num_parameters() == local.ref_model.num_parameters()
+        assert_same(trained(remote), trained(local))
 
 
 def test_lm_eval_gives_the_local_likelihoods(embedded: LocalSwarm) -> None:

@@ -38,6 +38,19 @@ def diverged(model: Any, ids: Tensor) -> None:
             weight.copy_(before)
 
 
+def changed_before_the_backward(model: Any, ids: Tensor) -> None:
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    before = weight.detach().clone()
+    loss = model(input_ids=ids, labels=ids).loss
+    try:
+        with torch.no_grad():
+            weight.add_(1)
+        loss.backward()
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
 def too_many_tokens(model: Any, ids: Tensor) -> None:
     long = prompt(1, 9000)
     model(input_ids=long, labels=long)
@@ -55,6 +68,11 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], None], type[Exception], str]] 
     "a NaN loss": (nan_loss, ConfigurationError, r"the loss is NaN or infinite.*call zero_grad\(\)"),
     "an infinite loss": (infinite_loss, ConfigurationError, "the loss is NaN or infinite"),
     "an adapter that diverged": (diverged, ConfigurationError, "NaN or infinite, so its training has diverged"),
+    "weights that change before the backward": (
+        changed_before_the_backward,
+        ConfigurationError,
+        r"changed in place after the forward.*before optimizer\.step\(\)",
+    ),
     "a sample over the cap": (too_many_tokens, ConfigurationError, "above the servers' limit of 8192: use shorter"),
     "labels of another length": (labels_of_another_length, ValueError, "batch_size"),
     "prompts of another width": (

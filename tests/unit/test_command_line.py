@@ -381,6 +381,8 @@ def test_one_line() -> None:
     [
         (["--modle", "x"], "there is no flag --modle: did you mean --model?"),
         (["--model", "M", "--quant-typ=int8"], "there is no flag --quant_typ: did you mean --quant_type?"),
+        (["--model", "M", "--host", "127.0.0.1"], "there is no flag --host: did you mean --host_maddrs?"),
+        (["--model", "M", "--announce=x"], "there is no flag --announce: did you mean --announce_maddrs?"),
         (["--zzzz"], "there is no flag --zzzz (see --help)"),
     ],
 )
@@ -431,14 +433,21 @@ def test_a_reader_who_has_had_enough_is_no_error(arguments: list[str], monkeypat
             assert main(arguments) == 1
 
 
+def test_a_text_without_quotes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", "M", "A", "dog"])
+    assert "there is no place for 'dog': is it part of a text that needs quotes?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:8000", "/ip4/10.0.0.7/tcp/8000"])
 @pytest.mark.parametrize("name", ["server", "generate", "chat", "gateway", "status", "dht"])
 def test_an_address_that_is_none_is_told_before_torch_is_imported(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     model = [] if name in ("status", "dht") else ["--model", embedded_model_path()]
-    assert import_module(COMMANDS[name].module).main([*model, "--initial_peers", "10.0.0.7:8000"]) == 2
-    assert "the initial peer '10.0.0.7:8000' must look like /ip4/" in capsys.readouterr().err
+    assert import_module(COMMANDS[name].module).main([*model, "--initial_peers", address]) == 2
+    assert f"the initial peer '{address}' must look like /ip4/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["server", "gateway", "dht"])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.gateway.seeing_model import save_seeing_model
+from tests.numerics.tiny_hearing_models import save_tiny_model, tiny_config
 
 from swarmllm import embedded_model_path
 from swarmllm.commands.doctor import machine, network
@@ -144,3 +146,30 @@ async def test_initial_peers_that_are_none() -> None:
     assert finding.verdict is Verdict.BAD
     (finding,) = await network.check_swarm(DoctorConfig(lan_discovery=False))
     assert finding.verdict is Verdict.NOTE
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("whisper", "7 blocks (encoder 0:4, decoder 0:3)"),
+        ("moonshine", "7 blocks (encoder 0:4, decoder 0:3)"),
+        ("llava", "4 blocks, fingerprint"),
+    ],
+)
+def test_models_that_see_and_hear(kind: str, words: str, tmp_path: Path) -> None:
+    """All of their blocks fit here, and how many there are is said by stack."""
+    if kind == "llava":
+        save_seeing_model(tmp_path)
+    else:
+        save_tiny_model(kind, tmp_path)
+    told, memory = machine.check_model(DoctorConfig(model=str(tmp_path), device=("cpu",)))
+    assert (told.verdict, memory.verdict) == (Verdict.OK, Verdict.OK)
+    assert words in told.text
+    assert f"{words[0]} of {words[0]} blocks fit, the whole model" in memory.text
+
+
+def test_a_model_that_is_not_served_is_named(tmp_path: Path) -> None:
+    tiny_config("speecht5").save_pretrained(tmp_path)
+    finding = only(machine.check_model(DoctorConfig(model=str(tmp_path), device=("cpu",))))
+    assert finding.verdict is Verdict.BAD
+    assert "speecht5" in finding.text

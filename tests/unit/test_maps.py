@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,29 @@ def test_files_that_a_document_names_are_there(name: str) -> None:
     assert not missing
 
 
-def test_what_the_picture_of_a_token_s_way_shows_is_there() -> None:
-    picture = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
-    names = set(re.findall(r"[a-z_]+/[a-z_]*|[a-z]+_[a-z_]+", picture)) - {"remote_blocks"}  # the attribute of a model
-    assert len(names) > 7
-    assert not {name for name in names if not any(SOURCE.rglob(f"{name.rstrip('/')}*"))}
+def test_the_way_of_a_token_is_told_in_a_page_and_few_words() -> None:
+    """What its picture shows, `tests/faults/test_way_of_a_token.py` compares with a token."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    words = re.findall(r"^\| \*(\w+)\*", text, re.MULTILINE)
+    used = Counter(word for path in SOURCE.rglob("*.py") for word in re.findall("[a-z]+", path.read_text()))
+    assert len(text.splitlines()) <= 100
+    assert 20 <= len(set(words)) == len(words) <= 40
+    assert not {word for word in words if used[word] < 5}
+
+
+def test_whoever_wants_to_add_something_is_told_where() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    places = dict(re.findall(r"^\| (an? [^|`]+) \| (.*)$", text, re.MULTILINE))
+    for what in (
+        "quantization format",
+        "message between peers",
+        "decoding method",
+        "cost of routes",
+        "route of the gateway",
+    ):
+        paths = re.findall(r"`([\w/.]+)`", places[f"a {what}"])
+        assert paths
+        assert not [path for path in paths if not (SOURCE / path).exists()], what
 
 
 def test_no_module_imports_the_root_of_the_package() -> None:

@@ -21,6 +21,7 @@ from swarmllm.errors import ERRORS_BY_CODE, SwarmError
 ROOT = Path(__file__).parents[2]
 
 HEAVY = ("starlette", "torch", "transformers", "hivemind", "numpy", "pydantic", "huggingface_hub")
+IMPORTED_AS = {"PIL": "pillow"}
 NEEDED_WITHOUT_IMPORT = {"numpy", "wsproto", "peft", "accelerate"}
 """By Tensor.numpy(); by uvicorn for WebSockets; by users who train, as README and the examples do."""
 
@@ -146,6 +147,7 @@ def test_what_is_imported_is_required_and_the_other_way_round(repo_root: Path) -
                 imported[node.module.split(".")[0]] = path
     for ours in {*sys.stdlib_module_names, "swarmllm"} & imported.keys():
         del imported[ours]
+    imported = {IMPORTED_AS.get(name, name): path for name, path in imported.items()}
     for name, path in imported.items():
         assert canonicalize_name(name) in required, f"{path} imports {name}, which setup.cfg does not require"
     unused = required.keys() - {canonicalize_name(name) for name in imported} - NEEDED_WITHOUT_IMPORT

@@ -1,6 +1,7 @@
 """The table and the JSON of `status`, from servers that exist only here."""
 
 import json
+import re
 
 import pytest
 
@@ -79,10 +80,44 @@ def test_a_server_that_gives_way_says_so(share: float, state: str) -> None:
     assert f"  {state}" in line
 
 
+def test_the_stacks_of_a_model_with_an_encoder() -> None:
+    record = RECORD.model_copy(update={"encoder_blocks": 5})
+    snapshot = SwarmSnapshot(8, (server("a", 0, 4), server("b", 3, 7)), record.encoder_blocks)
+    text = " ".join(ModelStatus(record, snapshot).as_text().split())
+    assert "encoder 0:5 is --block_indices 0:5, decoder 0:3 is --block_indices 5:8" in text
+    assert "████·│··· …xxxxxa encoder 0:4 online" in text
+    assert "···██│██· …xxxxxb encoder 3:5, decoder 0:2 online" in text
+    assert "nobody serves block 7 (decoder 2:3)" in text
+    assert ModelStatus(record, snapshot).as_json()["encoder_blocks"] == 5
+
+
+def test_an_encoder_that_cant_be_is_not_shown() -> None:
+    """A stranger's record may say anything."""
+    record = RECORD.model_copy(update={"encoder_blocks": 9})
+    text = ModelStatus(record, SwarmSnapshot(8, (server("a", 0, 8),), record.encoder_blocks)).as_text()
+    assert "████████  …xxxxxa" in text
+    assert "decoder" not in text
+
+
 def test_public_names_get_a_column() -> None:
     lines = describe_swarm(SwarmSnapshot(8, (server("a", 0, 8, public_name="Ada"),)))
     assert lines[0].endswith("name")
     assert lines[1].endswith("Ada")
+
+
+@pytest.mark.parametrize("width", [40, 58, 78, 98, 118])
+def test_a_narrow_terminal_gets_a_narrow_table(width: int) -> None:
+    """Whole columns go, and what goes is named."""
+    snapshot = SwarmSnapshot(8, (server("a", 0, 4, public_name="Ada", hardware="NVIDIA H100"), server("b", 2, 8)))
+    whole, (*lines, note) = describe_swarm(snapshot), describe_swarm(snapshot, width)
+    assert max(map(len, lines)) <= width < max(map(len, whole))
+    assert note.startswith("a wider terminal also shows: version")
+    left_out = note.partition(": ")[2].split(", ")
+    assert re.split("  +", lines[0].strip()) == [
+        head for head in re.split("  +", whole[0].strip()) if head not in left_out
+    ]
+    assert [line[:17] for line in lines] == [line[:17] for line in whole], "the map and who it is of stay"
+    assert describe_swarm(snapshot, max(map(len, whole))) == whole
 
 
 def test_a_gap_is_drawn_and_named() -> None:
@@ -95,6 +130,8 @@ def test_missing_memory() -> None:
     snapshot = SwarmSnapshot(8, (server("a", 0, 5),))
     told = RECORD.model_copy(update={"block_bytes": 2_500_000_000})
     assert "  3 blocks of 2.50 GB are missing: 7.50 GB" in ModelStatus(told, snapshot).as_text()
+    small = ModelStatus(told.model_copy(update={"block_bytes": 500_000}), snapshot)
+    assert "  3 blocks of 0.5 MB are missing: 1.5 MB" in small.as_text()
     for record, servers in ((RECORD, snapshot), (told, SwarmSnapshot(8, (server("a", 0, 8),)))):
         assert "GB" not in ModelStatus(record, servers).as_text()
 

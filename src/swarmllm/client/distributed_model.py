@@ -3,12 +3,10 @@
     model = AutoDistributedModel.from_pretrained(name_or_path, initial_peers=[...])
     model.generate(...)
 
-The object is an instance of the architecture's own class and of `DistributedModel`, or (with `generate()`)
-`DistributedModelForCausalLM`.
+It is an instance of the architecture's class and of `DistributedModel`, or, to generate, `DistributedModelForCausalLM`.
 """
 
-import threading
-import weakref
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -17,36 +15,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.client.batches.batch_runner import BatchRunner
-from swarmllm.client.encoder_decoder import EncoderDecoder, encoder_blocks, tell_stacks
-from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
-from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
-from swarmllm.client.many_prompts import ManyPrompts, Submitted
-from swarmllm.client.more_decoding import MoreDecoding
-from swarmllm.client.python_surface import PythonSurface, device_of, without_refused
+from swarmllm.client.decoding_mixin import MoreDecoding
+from swarmllm.client.encoder_decoder import EncoderDecoder
+from swarmllm.client.local_fallback import FallbackGeneration
+from swarmllm.client.many_prompts import ManyPrompts
+from swarmllm.client.opening import open_in_swarm
+from swarmllm.client.pictures import SeesPictures
+from swarmllm.client.python_surface import PythonSurface, without_refused
 from swarmllm.client.remote_blocks import RemoteBlocks
-from swarmllm.client.saving import SavedParts, describe_origin
+from swarmllm.client.saving import SavedParts
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
 from swarmllm.client.session.user_inputs import note_position
-from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator
-from swarmllm.client.unless_own import UnlessOwn
-from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.client.speculative_generation import SpeculativeGeneration
 from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.client.yielding_methods import UnlessOwn
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_class, task_of, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
-from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_of
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.client_shell import embed, head
-from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.split_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
-
-_connecting = threading.Lock()
-"""uvloop refuses to start two child processes (here: p2p daemons) from two threads at the same moment."""
 
 
 class DistributedModel(PythonSurface, SavedParts):
@@ -163,11 +153,32 @@ class DistributedModelForCausalLM(
             return output
 
 
+class DistributedModelForImageTextToText(SeesPictures, DistributedModelForCausalLM):
+    """A distributed model that sees."""
+
+
 class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
     """A distributed model with an encoder and a decoder."""
 
 
-_MIXINS = {Task.CAUSAL_LM: DistributedModelForCausalLM, Task.SEQ_TO_SEQ_LM: DistributedModelForSeq2SeqLM}
+class DistributedModelForSpeechSeq2Seq(EncoderDecoder, DistributedModel):
+    """A distributed model that hears."""
+
+
+class DistributedEncoderDecoder(EncoderDecoder, DistributedModel):
+    """A distributed model with an encoder, a decoder and another head than a language model's."""
+
+
+_MIXINS = {
+    Task.CAUSAL_LM: DistributedModelForCausalLM,
+    Task.IMAGE_TEXT_TO_TEXT: DistributedModelForImageTextToText,
+    Task.SEQ_TO_SEQ_LM: DistributedModelForSeq2SeqLM,
+    Task.SPEECH_SEQ_TO_SEQ: DistributedModelForSpeechSeq2Seq,
+}
+
+
+def _mixin(task: Task, *, with_encoder: bool) -> type[DistributedModel]:
+    return _MIXINS.get(task, DistributedEncoderDecoder if with_encoder else DistributedModel)
 
 
 class _AutoDistributed:
@@ -213,12 +224,15 @@ class _AutoDistributed:
         Raises:
             SwarmError: arguments, architecture or files won't do; the swarm lacks blocks, or can't be joined.
         """
-        hf_kwargs = without_refused(hf_kwargs)
+        hf_kwargs = without_refused(hf_kwargs, inspect.signature(cls.from_pretrained).parameters)
         config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
         where = {"revision": revision, "token": token or hub_token(), "cache_dir": cache_dir or default_cache_dir()}
         checkpoint = open_checkpoint(f"{name_or_path}/{gguf_file}" if gguf_file else str(name_or_path), **where)
         hf_kwargs |= {"tuning_mode": tuning_mode, "pre_seq_len": pre_seq_len}
-        return _load(checkpoint, cls._task, config, hf_kwargs.pop("torch_dtype", None) or dtype, **hf_kwargs)
+        task = cls._task or task_of(checkpoint.config)
+        dtype = hf_kwargs.pop("torch_dtype", None) or dtype
+        mixin = _mixin(task, with_encoder=len(stacks(checkpoint.config)) > 1)
+        return open_in_swarm(checkpoint, task, mixin, config, dtype, **hf_kwargs)
 
 
 def _with_arguments(
@@ -231,68 +245,6 @@ def _with_arguments(
     return config if local_blocks is None else replace(config, local_blocks=local_blocks)
 
 
-def _load(
-    checkpoint: Checkpoint, task: Task | None, config: ClientConfig, dtype: str | torch.dtype, **options: Any
-) -> Any:
-    """Join the swarm, and load the model; `task` None = what the checkpoint was saved for."""
-    task = task or task_of(checkpoint.config)
-    model_class = task_class(checkpoint.config, task)
-    dtype = resolve_dtype(checkpoint, dtype)
-    device = device_of(options.pop("device_map", None))
-    loop = EventLoop()
-    try:
-        spans = [stack.span for stack in stacks(checkpoint.config)]
-        view, everything = _view_of(checkpoint, config, dtype, loop), spans[-1]
-        tell_stacks(view, spans, config)
-        wanted = wanted_spans(config, checkpoint.num_blocks)
-        with _connecting:
-            loop.run(view.connect())
-        local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
-        view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
-        traits = loop.run(view.traits([here.traits for here in local.spans]))
-        blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
-        encoder = encoder_blocks(view, traits, spans)
-        model: Any = load_client_shell(
-            checkpoint,
-            model_class=model_class,
-            mixin=_MIXINS.get(task, DistributedModel),
-            dtype=dtype,
-            runner=blocks,
-            traits=traits,
-            encoder=None if encoder is None else (encoder, encoder.traits),
-            here=local.modules(),
-            **options,
-        )
-        if device is not None:
-            model.to(device)
-        if task == Task.CAUSAL_LM and model.tuned_prompts is None:  # guesses don't know of the prompts' positions
-            model.speculator = Speculator(config, text_config(model.config).vocab_size, model.device)
-        model.local_fallback = open_fallback(config, checkpoint, model)
-    except BaseException:
-        loop.close()
-        raise
-    model.remote_blocks, model.remote_encoder_blocks = blocks, encoder
-    model.swarm, model.submitted = view, Submitted()
-    model.model_tags = describe_origin(checkpoint, task)
-    model._finalizer = weakref.finalize(model, loop.close)
-    return model
-
-
-def _view_of(checkpoint: Checkpoint, config: ClientConfig, dtype: torch.dtype, loop: EventLoop) -> SwarmView:
-    view = SwarmView(
-        config,
-        loop,
-        name=checkpoint.public_name,
-        fingerprint=fingerprint(checkpoint),
-        num_blocks=checkpoint.num_blocks,
-    )
-    view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
-    # Here and not when a route is explained: building a model sets torch's random state back to what it was
-    # before, and another thread may be sampling by then.
-    view.num_bytes = sum(block_bytes(checkpoint, dtype))
-    return view
-
-
 class AutoDistributedModelForCausalLM(_AutoDistributed):
     """Text generation."""
 
@@ -303,6 +255,18 @@ class AutoDistributedModelForSeq2SeqLM(_AutoDistributed):
     """Text from text, by an encoder and a decoder."""
 
     _task = Task.SEQ_TO_SEQ_LM
+
+
+class AutoDistributedModelForSpeechSeq2Seq(_AutoDistributed):
+    """Text from sound, by an encoder and a decoder."""
+
+    _task = Task.SPEECH_SEQ_TO_SEQ
+
+
+class AutoDistributedModelForImageTextToText(_AutoDistributed):
+    """Text from pictures and text."""
+
+    _task = Task.IMAGE_TEXT_TO_TEXT
 
 
 class AutoDistributedModelForSequenceClassification(_AutoDistributed):
@@ -321,6 +285,12 @@ class AutoDistributedModelForQuestionAnswering(_AutoDistributed):
     """The place in a text where an answer begins and ends."""
 
     _task = Task.QUESTION_ANSWERING
+
+
+class AutoDistributedModelForMaskedLM(_AutoDistributed):
+    """What stands in masked places of a text; of encoders."""
+
+    _task = Task.MASKED_LM
 
 
 class AutoDistributedModelForFeatureExtraction(_AutoDistributed):

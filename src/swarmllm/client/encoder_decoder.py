@@ -41,7 +41,7 @@ def tell_stacks(view: SwarmView, spans: Sequence[Span], config: ClientConfig) ->
     """
     if len(spans) == 1:
         return
-    view.encoder_blocks = spans[0]
+    view.look_ups.encoder_blocks = spans[0].end
     for name in ("local_blocks", "fallback_to_local", "active_adapter"):
         if getattr(config, name) is not None:
             raise ConfigurationError(f"{name} is for models without an encoder: leave it out for this encoder-decoder")

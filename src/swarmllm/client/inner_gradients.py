@@ -12,7 +12,7 @@ import torch
 from swarmllm.client.local_blocks import LocalBlocks
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 
 
 def pieces_with_gradient(inputs: BlockInputs, part: Span, local: LocalBlocks, traits: BlockTraits) -> list[Span]:
@@ -40,7 +40,7 @@ def pieces_with_gradient(inputs: BlockInputs, part: Span, local: LocalBlocks, tr
 
 
 def _has_gradients(inputs: BlockInputs, local: LocalBlocks) -> bool:
-    given = [inputs.hidden_states, inputs.inputs_embeds, *inputs.trained]
+    given = [inputs.hidden_states, *(getattr(inputs, name) for name in BESIDE), *inputs.trained]
     trained = (parameter for block in local.modules().values() for parameter in block.parameters())
     return torch.is_grad_enabled() and (
         any(tensor is not None and tensor.requires_grad for tensor in given)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError
-from swarmllm.models.architecture import cache_argument, decoder_stack, text_config
+from swarmllm.models.architecture import cache_argument, decoder_stack, sees, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.sources import first_line
 from swarmllm.models.checkpoint.tokenizer import load_tokenizer
@@ -63,6 +63,10 @@ def open_fallback(config: ClientConfig, checkpoint: Checkpoint, model: Any) -> L
         return None
     if not isinstance(model, FallbackGeneration) or getattr(model, "tuned_prompts", None) is not None:
         raise ConfigurationError("fallback_to_local goes with text generation, and without tuning_mode")
+    if sees(checkpoint.config):
+        raise ConfigurationError(
+            "fallback_to_local goes with models that don't see: it would go on without the pictures"
+        )
     return LocalFallback(name, config.fallback_after, checkpoint, model.device)
 
 

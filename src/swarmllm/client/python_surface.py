@@ -3,7 +3,8 @@
 Mixed into the distributed model; `distributed_model` asks which options of `from_pretrained` can't work here.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, Never, Self, SupportsIndex
 
 import torch
@@ -27,12 +28,14 @@ _REFUSED = {
     "output_loading_info": "only the model is returned",
 }
 """Arguments of transformers that can't work without the blocks, and why."""
+MISTYPED = 0.85
+"""Names that are as like as this are meant to be the same. Assumed: transformers has none that is so like ours."""
 _PLACED = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways of accelerate to spread a model; what is here is small, so all of them put it on the first device."""
 
 
-def without_refused(hf_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What `from_pretrained` can honour of it; None, False and "" ask for nothing.
+def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """What `from_pretrained` can honour of it; None, False and "" ask for nothing. `own`: its own arguments.
 
     Raises:
         ConfigurationError: there is something that it can't.
@@ -42,6 +45,9 @@ def without_refused(hf_kwargs: dict[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(f"{option} can't be given here: {_REFUSED[option]}")
     for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
         raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
+    for option in hf_kwargs:  # transformers would say so as well, but only when the swarm was found
+        if near := difflib.get_close_matches(option, own, n=1, cutoff=MISTYPED):
+            raise ConfigurationError(f"there is no argument {option}: did you mean {near[0]}?")
     return {name: value for name, value in hf_kwargs.items() if name not in _REFUSED}
 
 

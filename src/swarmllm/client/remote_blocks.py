@@ -66,10 +66,10 @@ class RemoteBlocks(nn.Module):
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
         )
-        return self._batch(inputs)
+        return self._batch(inputs, self.span)
 
-    def _batch(self, inputs: BlockInputs) -> Tensor:
-        for part, here in self.local.parts(self.span):
+    def _batch(self, inputs: BlockInputs, span: Span) -> Tensor:
+        for part, here in self.local.parts(span):
             if here is None:
                 inputs = self._noise(inputs)
             for piece in pieces_with_gradient(inputs, part, self.local, self.traits):
@@ -102,11 +102,11 @@ class RemoteBlocks(nn.Module):
 
     # ------------------------------------------------------------------ BlocksRunner, for the client shell
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
         """A step of the cache's session, or a batch."""
         if cache is None:
-            return self._batch(inputs)
-        return cache.session.run(inputs)
+            return self._batch(inputs, part or self.span)
+        return cache.session.run(inputs, part)
 
     def new_session(self, batch_size: int, max_length: int | None, *, grows: bool = False) -> InferenceSession:
         """KV caches for that many rows of that many positions, or of more if it `grows`."""

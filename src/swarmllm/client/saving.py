@@ -84,7 +84,7 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
         """Write the tensors that are here, the config, and a card that names the base model.
 
         Blocks are not among them, unless they run here and are trained: load the directory with `load_trained`, into a
-        model of the same base.
+        model of the same base. Adapters of `add_adapter` are written beside as peft's files, as transformers does.
         """
         directory = Path(save_directory)
         if is_main_process:
@@ -105,6 +105,8 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
                 said = dict(tag.split(":", 1) for tag in self._origin if ":" in tag)
                 tags = "\n".join(f'- "{tag}"' for tag in [*self._origin, "method:parts", f"class:{cls}"])
                 card.write_text(MODEL_CARD.format(base=name, task=said.get("task", ""), tags=tags, cls=cls))
+        if getattr(self, "_hf_peft_config_loaded", False):  # an adapter by transformers' own add_adapter
+            super().save_pretrained(directory, is_main_process=is_main_process, state_dict=state_dict)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", directory.name), **kwargs)
 

@@ -4,6 +4,9 @@
 caches can't be rolled back, texts given as embeddings; beams and transformers' own assistants never come here.
 """
 
+import logging
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -12,34 +15,72 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.client.local_fallback import open_local_model
+from swarmllm.client.mtp_head import MtpHead, load_mtp_head, small_mtp_weights, wanted_mtp_weights
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits
-from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import cache_argument, decoder_stack, text_config
+from swarmllm.errors import ConfigurationError, UnsupportedModelError, WeightsError
+from swarmllm.models.architecture import Task, cache_argument, decoder_stack, text_config
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import INNER_OUTPUTS
+from swarmllm.speculation.best_drafter import BestDrafter
 from swarmllm.speculation.drafters import Drafter, ModelDrafter, NGramDrafter, SilentDrafter
+from swarmllm.speculation.mtp_drafter import MtpDrafter
 from swarmllm.speculation.planner import Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
+logger = logging.getLogger(__name__)
 AUTO_LATENCY_S = 0.02
 """Assumed: with "auto", a round trip that waits for the network less than this is no reason to speculate. Loopback and
 local networks stay below it (0.5 to 5 ms measured), other continents and most other towns above."""
+LOOK_TEXTS = 16
+"""One text of this many is written by our own loop although latency doesn't pay: to see whether it does. Assumed."""
+UNGUESSED = (Task.SEQ_TO_SEQ_LM, Task.SPEECH_SEQ_TO_SEQ, Task.IMAGE_TEXT_TO_TEXT)
+"""Tasks whose models write text on which nothing is speculated."""
+
+
+def require_no_drafts(config: ClientConfig, task: Task) -> None:
+    """For models on whose texts nothing is speculated, because guesses know text alone.
+
+    Raises:
+        ConfigurationError: drafts are asked for all the same.
+    """
+    if task in UNGUESSED and config.speculation not in ("auto", "off"):
+        raise ConfigurationError(
+            f"speculation is for language models of text alone, and this is a {task.value}: leave out "
+            f"speculation={config.speculation!r}"
+        )
 
 
 class Speculator:
     """The means of one client to speculate: drafters, and a planner that learns how fast its swarm is."""
 
-    def __init__(self, config: ClientConfig, vocabulary_size: int, device: torch.device) -> None:
-        """Raises: ConfigurationError: the draft model can't be loaded, or has another vocabulary."""
+    def __init__(self, config: ClientConfig, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+        """Raises: SwarmError: the head or draft model can't be loaded, or has another vocabulary."""
         mode = config.speculation
         self.enabled = mode != "off"
         self.planner = Planner(min_latency_s=AUTO_LATENCY_S if mode == "auto" else 0.0)
         self.new_drafter: Callable[[], Drafter] = NGramDrafter
-        if mode not in ("off", "auto", "ngram"):
-            draft_model = _load_draft_model(mode, vocabulary_size, device)
+        self._num_plain = 0
+        """Texts in a row that transformers' own loop has written."""
+        if mode == "mtp":
+            head = load_mtp_head(model, wanted_mtp_weights(checkpoint), model.dtype)
+            self.new_drafter = lambda: MtpDrafter(lambda: head)
+        elif mode == "auto":
+            find_head = _head_finder(checkpoint, model)
+            self.new_drafter = lambda: BestDrafter([NGramDrafter(), MtpDrafter(find_head)], self.planner)
+        elif mode not in ("off", "ngram"):
+            vocabulary_size = text_config(model.config).vocab_size
+            draft_model = _load_draft_model(mode, vocabulary_size, model.device)
             self.new_drafter = lambda: ModelDrafter(draft_model, vocabulary_size)
+
+    def leaves_to_transformers(self) -> bool:
+        """Whether transformers' own loop is to write the next text, because latency is known not to pay for ours."""
+        near = self.planner.costs is not None and not self.planner.latency_pays
+        self._num_plain = (self._num_plain + 1) % LOOK_TEXTS if near else 0
+        return self._num_plain > 0
 
     def drafter_for(self, cache: RemoteCache) -> Drafter:
         """A drafter for a text on this cache, whose session `generate()` has just opened or goes on with."""
@@ -53,8 +94,34 @@ class Speculator:
         return self.new_drafter()
 
 
+def _head_finder(checkpoint: Checkpoint, model: PreTrainedModel) -> Callable[[], MtpHead | None]:
+    """What loads the model's own head when it is first asked for, which is when the swarm is known to be far."""
+    forgettable = weakref.ref(model)  # which has the speculator
+    looking = threading.Lock()
+    found: list[MtpHead | None] = []
+
+    def look() -> MtpHead | None:
+        model = forgettable()
+        if model is None:
+            return None
+        try:
+            weights = small_mtp_weights(checkpoint, model.dtype)
+            return None if weights is None else load_mtp_head(model, weights, model.dtype)
+        except (UnsupportedModelError, WeightsError) as error:  # nobody has asked for it
+            logger.warning("guesses are n-grams alone: %s", error)
+            return None
+
+    def find() -> MtpHead | None:
+        with looking:
+            if not found:
+                found.append(look())
+            return found[0]
+
+    return find
+
+
 def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> PreTrainedModel:
-    model = open_local_model(path, "speculation must be auto, off, ngram or a draft model", device)
+    model = open_local_model(path, "speculation must be auto, off, ngram, mtp or a draft model", device)
     known = text_config(model.config).vocab_size
     if not vocabulary_size <= known <= 1.05 * vocabulary_size and not known <= vocabulary_size <= 1.05 * known:
         raise ConfigurationError(
@@ -67,6 +134,7 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
     """Mixed into the distributed model."""
 
     swarm_traits: BlockTraits
+    swarm_adapters: BlockAdapters
     speculator: Speculator | None = None
     """Set when the model has been loaded."""
 
@@ -91,8 +159,10 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
         shows = any(
             getattr(settings, name, None) for settings in (generation_config, self.config) for name in INNER_OUTPUTS
         )
-        plain = shows or synced_gpus or generation_config.is_assistant or embeds or foreign
-        if plain or speculator is None or not self._can_speculate(cache) or not model_kwargs.get("use_cache"):
+        hooked = bool(self.swarm_adapters.blocks.hooked())  # they are to see what is in the text, and once
+        plain = shows or hooked or synced_gpus or generation_config.is_assistant or embeds or foreign
+        plain = plain or not model_kwargs.get("use_cache")
+        if plain or speculator is None or not self._can_speculate(cache) or speculator.leaves_to_transformers():
             return super()._sample(
                 input_ids,
                 logits_processor,

@@ -54,8 +54,8 @@ class TextConfig(ClientModelConfig, DecodingOptions):
         }
 
 
-def open_model(config: ClientModelConfig, *, seed: int | None = None) -> tuple[Any, Any]:
-    """The distributed model, to be closed by the caller, and its tokenizer.
+def open_model(config: ClientModelConfig, *, seed: int | None = None, features: bool = False) -> tuple[Any, Any]:
+    """The distributed model, to be closed by the caller, and its tokenizer; `features`: without its head.
 
     Raises:
         ConfigurationError: the model has no tokenizer; and what `AutoDistributedModel.from_pretrained` raises.
@@ -63,14 +63,15 @@ def open_model(config: ClientModelConfig, *, seed: int | None = None) -> tuple[A
     import torch
     import transformers
 
-    from swarmllm.client.distributed_model import AutoDistributedModel
+    from swarmllm.client.distributed_model import AutoDistributedModel, AutoDistributedModelForFeatureExtraction
     from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 
     transformers.logging.set_verbosity_error()
     show_progress = sys.stderr.isatty()
     if not show_progress:
         transformers.logging.disable_progress_bar()
-    model = AutoDistributedModel.from_pretrained(
+    kind = AutoDistributedModelForFeatureExtraction if features else AutoDistributedModel
+    model = kind.from_pretrained(
         config.model,
         revision=config.revision,
         dtype=config.dtype,
@@ -84,7 +85,7 @@ def open_model(config: ClientModelConfig, *, seed: int | None = None) -> tuple[A
     except ConfigurationError:
         model.close()
         raise
-    if model.generation_config.pad_token_id is None:
+    if not features and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     if seed is not None:
         torch.manual_seed(seed)

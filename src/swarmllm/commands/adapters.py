@@ -1,5 +1,7 @@
 """`swarmllm adapters`: what others have trained on a swarm and shared on the hub, found by the tags of its cards.
 
+`swarmllm adapters merge` is `merge_adapter`.
+
 `client/saving` writes those tags into cards, its own and (through `model_tags`) peft's.
 """
 
@@ -8,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,17 @@ from swarmllm.errors import ConfigurationError, SwarmError
 EXAMPLES = """examples:
   swarmllm adapters --base bigscience/bloom --task text-classification
   swarmllm adapters --base ./my-model --json
+  swarmllm adapters merge --adapter me/poet --base ./my-model --output ./my-poet
 """
-TASKS = ("text-generation", "text-classification", "token-classification", "question-answering", "feature-extraction")
+SUBCOMMANDS = {"merge": "swarmllm.commands.merge_adapter"}
+TASKS = (
+    "text-generation",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "fill-mask",
+    "feature-extraction",
+)
 """As the hub calls them; `models/architecture` says which class each is."""
 SWARM_TAG = "swarmllm"
 
@@ -68,7 +80,7 @@ def find_shared(search: Search) -> list[dict[str, Any]]:
     """Repositories of the hub, the most downloaded first: `id`, `method`, `task`, `downloads`, `fingerprint`.
 
     Raises:
-        SwarmError: the hub can't be asked.
+        SwarmError: the hub can't be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
@@ -82,7 +94,7 @@ def find_shared(search: Search) -> list[dict[str, Any]]:
     except OfflineModeIsEnabled as error:
         raise ConfigurationError("HF_HUB_OFFLINE is set, so the hub can't be asked: unset it") from error
     except (HTTPError, OSError) as error:
-        raise SwarmError(f"the hub can't be asked: {error}") from error
+        raise SwarmError(f"the hub can't be reached: {error}") from error
     return [_described(model.id, model.tags or [], model.downloads) for model in found]
 
 
@@ -121,6 +133,10 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in SUBCOMMANDS:
+        status: int = import_module(SUBCOMMANDS[words[0]]).main(words[1:])
+        return status
 
     def program() -> None:
         search = Search(**build_parser().parse_settings(argv))

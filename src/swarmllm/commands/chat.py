@@ -26,8 +26,8 @@ from swarmllm.errors import SwarmError
 
 COMMANDS = (
     "/clear forgets the conversation, /system TEXT begins one with a system prompt, /save FILE writes it as JSON, "
-    "/model NAME changes to another model, /exit ends, /help says this; all else goes to the model, and a line that "
-    "ends with \\ goes on in the next one"
+    "/model NAME changes to another model, /exit ends, /help says this; Ctrl-C ends the model's turn, Ctrl-D the chat; "
+    "all else goes to the model, and a line that ends with \\ goes on in the next one"
 )
 MOST_REMEMBERED = 1000
 """Lines in the history."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, run_command
 from swarmllm.config import SwarmConfig, address_book_path, require_addresses
-from swarmllm.data_structures import ModelRecord, SwarmSnapshot
+from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.swarm.block_map import (
     describe_adapters,
@@ -20,8 +20,10 @@ from swarmllm.swarm.block_map import (
     describe_machines,
     describe_swarm,
     state_name,
+    terminal_width,
 )
 from swarmllm.swarm.routing import find_route, route_cost_ms
+from swarmllm.swarm.stacks import stack_spans
 
 if TYPE_CHECKING:
     from swarmllm.network.p2p.block_directory import BlockDirectory
@@ -42,13 +44,13 @@ class ModelStatus:
     record: ModelRecord
     snapshot: SwarmSnapshot
 
-    def as_text(self) -> str:
-        """A headline, the table of servers, and what that means for users."""
+    def as_text(self, width: int | None = None) -> str:
+        """A headline, the table of servers in lines of `width`, and what that means for users."""
         return "\n".join(
             [
                 f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
                 *self._stacks(),
-                *(f"  {line}" for line in describe_swarm(self.snapshot)),
+                *(f"  {line}" for line in describe_swarm(self.snapshot, width and width - 2)),
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
                 *self._missing_memory(),
@@ -59,20 +61,21 @@ class ModelStatus:
 
     def _stacks(self) -> list[str]:
         """Which blocks are the encoder's, in a model that has one."""
-        first, end = self.record.encoder_blocks, self.record.num_blocks
-        if not 0 < first < end:
+        stacks = stack_spans(self.record.num_blocks, self.record.encoder_blocks)
+        if len(stacks) == 1:
             return []
-        return [f"  blocks 0 to {first - 1} are the encoder's, {first} to {end - 1} the decoder's"]
+        return [
+            "  "
+            + ", ".join(f"{name} 0:{len(span)} is --block_indices {span.start}:{span.end}" for name, span in stacks)
+        ]
 
     def _missing_memory(self) -> list[str]:
         """What those would have to bring who could complete the model."""
         num_missing, block_bytes = len(self.snapshot.missing_blocks()), self.record.block_bytes
         if not num_missing or not block_bytes:
             return []
-        gigabytes = num_missing * block_bytes / 1e9
-        return [
-            f"  {num_missing} blocks of {block_bytes / 1e9:.2f} GB are missing: {gigabytes:.2f} GB, and room for caches"
-        ]
+        each, together = size_in_words(block_bytes), size_in_words(num_missing * block_bytes)
+        return [f"  {num_missing} blocks of {each} are missing: {together}, and room for caches"]
 
     def as_json(self) -> dict[str, Any]:
         """What is announced, and `missing_blocks` and `expected_ms_per_token` (null: it can't be used)."""
@@ -109,7 +112,7 @@ async def look_up(directory: "BlockDirectory", name: str | None = None) -> list[
     found = []
     for record in wanted:
         servers = tuple(s for s in await directory.servers(record.fingerprint) if s.end <= record.num_blocks)
-        found.append(ModelStatus(record, SwarmSnapshot(record.num_blocks, servers)))
+        found.append(ModelStatus(record, SwarmSnapshot(record.num_blocks, servers, record.encoder_blocks)))
     return found
 
 
@@ -164,7 +167,7 @@ async def show_status(config: StatusConfig) -> None:
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
     else:
-        texts = [status.as_text() for status in models] + _same_names(models)
+        texts = [status.as_text(terminal_width()) for status in models] + _same_names(models)
         print("\n\n".join(texts) or "This swarm serves no model.")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from swarmllm.client.view.swarm_view import SwarmView
     from swarmllm.gateway.app import Gateway
-    from swarmllm.gateway.model_choice import ModelChoice
+    from swarmllm.gateway.engine.model_choice import ModelChoice
     from swarmllm.gateway.waiting import Waiting
 
 EXAMPLES = """examples:

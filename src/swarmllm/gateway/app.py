@@ -15,23 +15,24 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from swarmllm.errors import SwarmError
-from swarmllm.gateway.engine import Engine
+from swarmllm.gateway.apis.audio_routes import AudioRoutes
+from swarmllm.gateway.apis.embedding_routes import EmbeddingRoutes
+from swarmllm.gateway.apis.openai_routes import OpenAIRoutes
+from swarmllm.gateway.apis.openapi import document
+from swarmllm.gateway.apis.responder import Responder
+from swarmllm.gateway.apis.token_routes import TokenRoutes
+from swarmllm.gateway.apis.translated_routes import TranslatedRoutes
+from swarmllm.gateway.apis.websocket import WebSocketRoute as GenerateRoute
+from swarmllm.gateway.engine.engine import Engine
+from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import Guard, Rates
-from swarmllm.gateway.language_model import LanguageModel
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.model_choice import ModelChoice
-from swarmllm.gateway.openai_routes import OpenAIRoutes
-from swarmllm.gateway.openapi import document
-from swarmllm.gateway.other_routes import OtherRoutes
 from swarmllm.gateway.page_files import PageFiles
-from swarmllm.gateway.serving import Serving
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.gateway.swarm_watch import SwarmWatch
-from swarmllm.gateway.token_routes import TokenRoutes
-from swarmllm.gateway.websocket import WebSocketRoute as GenerateRoute
+from swarmllm.gateway.swarm.swarm_watch import SwarmWatch
 
-EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 STATUSES = ("ok", "degraded", "dead")
 """Ways to name a model, from the best on."""
 
@@ -45,7 +46,9 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.metrics.read_from(lambda: sum((model.swarm.swarm.counts for model in models), Counter()))
         self.engine = Engine(self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
-        self.watches = {model.name: SwarmWatch(model.swarm.swarm, model.name, self.metrics) for model in models}
+        self.watches = {
+            model.name: SwarmWatch(model.swarm.swarm, model.name, self.metrics, model.about()) for model in models
+        }
         self._rates = Rates(config.requests_per_minute)
         self.app: ASGIApp = Guard(self._starlette(), config, self._rates, self._on_response)
 
@@ -65,10 +68,11 @@ class Gateway:
         )
 
     def _routes(self) -> list[Route | WebSocketRoute]:
-        serving = Serving(self.models, self.engine, self.config)
-        openai, other = OpenAIRoutes(serving, int(time.time())), OtherRoutes(serving)
-        tokens, pages = TokenRoutes(self.models, self.config), PageFiles()
-        generate = GenerateRoute(serving, self._rates)
+        responder = Responder(self.models, self.engine, self.config)
+        openai, other = OpenAIRoutes(responder, int(time.time())), TranslatedRoutes(responder)
+        embedding, self.audio = EmbeddingRoutes(responder), AudioRoutes(responder)
+        tokens, pages = TokenRoutes(responder), PageFiles()
+        generate = GenerateRoute(responder, self._rates)
         return [
             Route("/v1/models", openai.models),
             Route("/v1/models/{name:path}", openai.model),
@@ -84,7 +88,11 @@ class Gateway:
             Route("/api/tags", other.tags),
             Route("/api/show", other.show, methods=["POST"]),
             Route("/api/version", other.version),
-            *(Route(path, other.embeddings, methods=["POST"]) for path in EMBEDDINGS),
+            Route("/v1/embeddings", embedding.embeddings, methods=["POST"]),
+            Route("/api/embed", embedding.embed, methods=["POST"]),
+            Route("/api/embeddings", embedding.one_embedding, methods=["POST"]),
+            Route("/v1/audio/transcriptions", self.audio.transcriptions, methods=["POST"]),
+            Route("/v1/audio/translations", self.audio.translations, methods=["POST"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             WebSocketRoute("/ws/generate", generate.generate),
@@ -113,11 +121,11 @@ class Gateway:
         """Whether an answer could be begun now, by any model; which ones, if there are several."""
         found = [self._health_of(model) for model in self.models]
         best = min(found, key=lambda one: (STATUSES.index(one["status"]), len(one["missing_blocks"])))
-        can_answer = best["status"] != "dead" and (not best["missing_blocks"] or self.models.first.local is not None)
+        can_answer = best["status"] != "dead" and (not best["missing_blocks"] or self.models.has_local)
         more = {"models": found} if len(found) > 1 else {}
         return JSONResponse({**best, **more}, 200 if can_answer else 503)
 
-    def _health_of(self, model: LanguageModel) -> dict[str, Any]:
+    def _health_of(self, model: OfferedModel) -> dict[str, Any]:
         watch = self.watches[model.name]
         missing = watch.missing_blocks()
         status = "dead" if not watch.client_is_alive else "degraded" if missing else "ok"
@@ -128,7 +136,7 @@ class Gateway:
 
     async def _swarm(self, request: Request) -> Response:
         """The same for everybody who asks, so it is written once per change."""
-        model = self.models.named(request.query_params.get("model"))
+        model = self.models.any(request.query_params.get("model"))
         etag, body = self.watches[model.name].as_json()
         headers = {"etag": etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == etag:

@@ -1,7 +1,7 @@
 """Connections on which nobody asks anything don't stay: uvicorn's HTTP protocol with a patience and an upper number.
 
 uvicorn itself waits for ever for the first byte of a request, and for each further one. What comes after the head of a
-request has limits of its own (`serving.read_body`). Used by `gateway/__main__`.
+request has limits of its own (`responder.read_body`). Used by `gateway/__main__`.
 """
 
 import asyncio

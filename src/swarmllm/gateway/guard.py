@@ -22,7 +22,8 @@ OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/t
 PROTECTED = ("/v1/", "/ws/", "/tokenize", "/detokenize", *OLLAMA)
 RATED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/api/chat", "/api/generate"),
+    *("/tokenize", "/detokenize", "/api/chat", "/api/generate", "/v1/embeddings", "/api/embed", "/api/embeddings"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations"),
 )
 """On a WebSocket each message counts instead (`websocket`)."""
 CALLER = "swarmllm.caller"

@@ -16,6 +16,45 @@ MAX_PEERS = 1000
 """Peers with a histogram of their own; the one that was silent longest goes first, since peer ids are endless."""
 
 
+class _Speed:
+    """How long requests take."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        histogram = partial(Histogram, registry=registry)
+        in_ms = partial(histogram, buckets=MS_BUCKETS)
+        self.construct_ms = in_ms("swarmllm_pipeline_construct_ms", "Finding and opening a route.")
+        self.first_token_ms = in_ms("swarmllm_first_token_ms", "From a prompt's turn to its first token.")
+        self.tokens_per_s = histogram(
+            "swarmllm_tokens_per_second",
+            "Of one prompt's answers, after the first token.",
+            buckets=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512),
+        )
+        self._shard_latency_ms = in_ms(
+            "swarmllm_shard_latency_ms", "A step on one server, its queue included.", ["peer_id"]
+        )
+        self._peers: OrderedDict[str, None] = OrderedDict()
+
+    def observe_hop(self, peer_id: str, ms: float) -> None:
+        """One step on that server."""
+        if peer_id not in self._peers and len(self._peers) >= MAX_PEERS:
+            oldest, _ = self._peers.popitem(last=False)
+            self._shard_latency_ms.remove(oldest)
+        self._peers[peer_id] = None
+        self._peers.move_to_end(peer_id)
+        self._shard_latency_ms.labels(peer_id).observe(ms)
+
+
+class _OfSwarm:
+    """What the swarm does to requests, and who is there."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.failovers = counter("swarmllm_failovers", "Routes repaired in the middle of an answer.")
+        self.fallbacks = counter("swarmllm_fallback_to_local", "Answers finished by the local model.")
+        self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
+        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", ["model"])
+
+
 class GatewayMetrics:
     """One gateway's; a registry of its own, so that several can live in one process."""
 
@@ -26,38 +65,13 @@ class GatewayMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        in_ms = partial(histogram, buckets=MS_BUCKETS)
         self.requests = counter("swarmllm_gateway_requests", "Requests answered.", ["route", "status"])
         self.running = gauge("swarmllm_gateway_generations_running", "Prompts being answered.")
         self.waiting = gauge("swarmllm_gateway_generations_waiting", "Prompts waiting for their turn.")
         self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts given up because nobody listened any more.")
         self.prompt_tokens = counter("swarmllm_gateway_prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("swarmllm_gateway_tokens", "Tokens written.")
-        self.construct_ms = in_ms("swarmllm_pipeline_construct_ms", "Finding and opening a route.")
-        self.first_token_ms = in_ms("swarmllm_first_token_ms", "From a prompt's turn to its first token.")
-        self.tokens_per_s = histogram(
-            "swarmllm_tokens_per_second",
-            "Of one prompt's answers, after the first token.",
-            buckets=(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512),
-        )
-        self.shard_latency_ms = in_ms(
-            "swarmllm_shard_latency_ms", "A step on one server, its queue included.", ["peer_id"]
-        )
-        self.failovers = counter("swarmllm_failovers", "Routes repaired in the middle of an answer.")
-        self.fallbacks = counter("swarmllm_fallback_to_local", "Answers finished by the local model.")
-        self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
-        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", ["model"])
-        self._peers: OrderedDict[str, None] = OrderedDict()
-
-    def observe_hop(self, peer_id: str, ms: float) -> None:
-        """One step on that server."""
-        if peer_id not in self._peers and len(self._peers) >= MAX_PEERS:
-            oldest, _ = self._peers.popitem(last=False)
-            self.shard_latency_ms.remove(oldest)
-        self._peers[peer_id] = None
-        self._peers.move_to_end(peer_id)
-        self.shard_latency_ms.labels(peer_id).observe(ms)
+        self.speed, self.swarm = _Speed(self.registry), _OfSwarm(self.registry)
 
     def read_from(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Show what the clients count: errors of the swarm by code, spot checks, wrong answers detected."""

@@ -41,6 +41,10 @@ class GatewayLimits:
     """Largest `n`: answers to one prompt, computed as one batch."""
     max_body_bytes: int = 1 << 20
     """Largest request body."""
+    max_audio_bytes: int = 25 << 20
+    """Largest file with sound, as OpenAI allows. It lies on the disk while it comes and waits."""
+    max_audio_s: int = 1800
+    """Longest sound, in seconds. Half an hour takes some 500 MB of memory while it is heard."""
     max_stored_bytes: int = 1 << 26
     """Responses of /v1/responses that are kept in memory for the next request, together; 0 = none."""
     max_connections: int = 512
@@ -72,6 +76,9 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """Names of this gateway besides this machine's, such as a proxy's. It is asked under localhost and, off loopback,
     by numbers and the machine's own name; other names must be given here: that of the proxy in front of it, or what
     the network calls it. `*`: any, also one that a hostile page has made up."""
+    picture_hosts: tuple[str, ...] = ()
+    """Hosts from which pictures in chats are fetched, such as `example.org` or `10.0.0.5:8000`; `*`: any that has a
+    public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes: ties a gateway to the program that started it."""
 

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarmllm.command_line import one_line
 from swarmllm.errors import MissingBlocksError
+from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.guard import Guard, Rates
-from swarmllm.gateway.model_choice import ModelChoice
 from swarmllm.gateway.page_files import PageFiles
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -89,7 +89,9 @@ class Waiting:
     async def _swarm(self, _: Request) -> Response:
         found: dict[str, Any] = {"model": self._names[0], "known": False, "waiting": self.reason, "num_blocks": 0}
         nothing = dict.fromkeys(("missing_blocks", "route", "servers", "events", "history"), ())
-        return JSONResponse({**found, **nothing, "bottleneck": None, "expected_ms_per_token": None})
+        return JSONResponse(
+            {**found, **nothing, **dict.fromkeys(("bottleneck", "expected_ms_per_token", "tokens_per_s", "about"))}
+        )
 
     async def _not_yet(self, request: Request, _: Exception) -> Response:
         error = ApiError(503, self.reason, code="MissingBlocksError", retry_after_s=RETRY_AFTER_S)

@@ -3,11 +3,13 @@
 architecture           what a Hugging Face model is made of
 refused_architectures  which of them can't be run by a swarm, and why
 block_slots            a block list of which only some blocks are here
+positions              how long a text may be
+sound                  an encoder that hears, as servers have it: its blocks alone
 first_block            what only the first block has, and does for all others
 free_memory            memory that has been freed, given back to the system
-stages                 what a starting server tells of itself
+startup_progress       what a starting server tells of itself
 checkpoint/            what is on disk
-formats/               how weights of few bits are stored
+published_formats/     how weights of few bits are stored
 quantization/          how weights are kept in memory
 parallel/              one block's matrices over several devices
 adapters/              what changes blocks

@@ -6,7 +6,6 @@ code of its own. Called by the rest of `models/`; knows no checkpoint and no net
 
 import copy
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,16 +14,28 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
+from swarmllm.models.refused_architectures import (
+    ENCODERS,
+    EXACT_WITH,
+    HEARING,
+    NO_TEXT,
+    REFUSED_ARCHITECTURES,
+    UNHEARD,
+    UNREAD,
+    UNSEEN,
+)
 
 
 class Task(Enum):
@@ -32,27 +43,36 @@ class Task(Enum):
 
     CAUSAL_LM = "causal language model"
     SEQ_TO_SEQ_LM = "encoder-decoder language model"
+    SPEECH_SEQ_TO_SEQ = "model that hears"
+    IMAGE_TEXT_TO_TEXT = "model that sees"
     SEQUENCE_CLASSIFICATION = "sequence classification model"
     TOKEN_CLASSIFICATION = "token classification model"
     QUESTION_ANSWERING = "question answering model"
+    MASKED_LM = "masked language model"
     FEATURES = "model without a head"
 
 
 TASK_TAGS = {
     Task.CAUSAL_LM: "text-generation",
     Task.SEQ_TO_SEQ_LM: "text2text-generation",
+    Task.SPEECH_SEQ_TO_SEQ: "automatic-speech-recognition",
+    Task.IMAGE_TEXT_TO_TEXT: "image-text-to-text",
     Task.SEQUENCE_CLASSIFICATION: "text-classification",
     Task.TOKEN_CLASSIFICATION: "token-classification",
     Task.QUESTION_ANSWERING: "question-answering",
+    Task.MASKED_LM: "fill-mask",
     Task.FEATURES: "feature-extraction",
 }
 """What the hub calls them."""
 _MAPPINGS = {
     Task.CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING,
     Task.SEQ_TO_SEQ_LM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    Task.SPEECH_SEQ_TO_SEQ: MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    Task.IMAGE_TEXT_TO_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     Task.TOKEN_CLASSIFICATION: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     Task.QUESTION_ANSWERING: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    Task.MASKED_LM: MODEL_FOR_MASKED_LM_MAPPING,
     Task.FEATURES: MODEL_MAPPING,
 }
 
@@ -140,19 +160,39 @@ def check_supported(config: PreTrainedConfig) -> None:
         UnsupportedModelError: with the reason.
     """
     name = config.model_type
-    if reason := REFUSED_ARCHITECTURES.get(name):
+    settings = EXACT_WITH.get(name)
+    is_exact = settings is not None and all(getattr(config, key, None) == value for key, value in settings.items())
+    if (reason := REFUSED_ARCHITECTURES.get(name)) and not is_exact:
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
     if config.is_encoder_decoder:
-        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-            raise UnsupportedModelError(f"{name} is no encoder-decoder that generates text from text in transformers")
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not hears(config):
+            reason = UNHEARD if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else UNREAD
+            raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
         return
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config):
-        raise UnsupportedModelError(f"{name} has no causal language model in transformers")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config) and not sees(config):
+        reason = NO_TEXT if _sees_or_hears(config) else UNSEEN
+        raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
+
+
+def _sees_or_hears(config: PreTrainedConfig) -> bool:
+    """Whether it is made of several models, or of one that isn't for text."""
+    cls = MODEL_MAPPING.get(type(config), None)
+    return bool(config.sub_configs) or getattr(cls, "main_input_name", "input_ids") != "input_ids"
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
     """Whether positions see later ones, so that there is no KV cache and nothing to generate."""
     return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
+
+
+def hears(config: PreTrainedConfig) -> bool:
+    """Whether the model takes sound, of which its encoder makes what enters the encoder's blocks."""
+    return config.is_encoder_decoder and config.model_type in HEARING
+
+
+def sees(config: PreTrainedConfig) -> bool:
+    """Whether the model takes pictures, so that its text model is a part of it."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
 
 
 def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
@@ -163,14 +203,26 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
     """
     check_supported(config)
     mapping = _MAPPINGS[task]
-    if config.is_encoder_decoder and task != Task.SEQ_TO_SEQ_LM:
+    if hears(config) != (task == Task.SPEECH_SEQ_TO_SEQ) and (hears(config) or type(config) in mapping):
+        name, text = config.model_type, "reads, of which the blocks that hear were not seen to be exact"
+        kind, way = ("hears", "SpeechSeq2Seq") if hears(config) else (text, "Seq2SeqLM")
+        raise UnsupportedModelError(f"{name} is a model that {kind}: use AutoDistributedModelFor{way}")
+    if config.is_encoder_decoder and task in (Task.CAUSAL_LM, Task.TOKEN_CLASSIFICATION, Task.FEATURES):
         raise UnsupportedModelError(
-            f"{config.model_type} is an encoder-decoder: use AutoDistributedModelForSeq2SeqLM or AutoDistributedModel"
+            f"{config.model_type} is an encoder-decoder, of which servers run both stacks: use "
+            "AutoDistributedModelForSeq2SeqLM, AutoDistributedModel, or the class for a sequence's class or for answers"
         )
     if is_encoder(config) and task == Task.CAUSAL_LM:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder, whose positions see later ones, so it can't generate step by step: "
             "use AutoDistributedModelForSequenceClassification or another class without generate()"
+        )
+    cls, whole = (all_of.get(type(config), None) for all_of in (mapping, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))
+    has_head = cls is not None and task not in (Task.CAUSAL_LM, Task.FEATURES)
+    if sees(config) and cls is not whole and not has_head:
+        raise UnsupportedModelError(
+            f"{config.model_type} is a model that sees: use AutoDistributedModelForImageTextToText or "
+            "AutoDistributedModel"
         )
     if type(config) not in mapping:
         raise UnsupportedModelError(f"transformers has no {task.value} for {config.model_type}")
@@ -185,25 +237,37 @@ def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         UnsupportedModelError: it can't be split.
     """
     if config.is_encoder_decoder:
-        return task_class(config, Task.SEQ_TO_SEQ_LM)
+        return task_class(config, Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM)
+    if sees(config):
+        return task_class(config, Task.IMAGE_TEXT_TO_TEXT)
     return task_class(config, Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM)
 
 
 def task_of(config: PreTrainedConfig) -> Task:
     """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
-    if config.is_encoder_decoder:
-        return Task.SEQ_TO_SEQ_LM
+    if sees(config) and not config.is_encoder_decoder:
+        return Task.IMAGE_TEXT_TO_TEXT
     name = (config.architectures or [""])[0]
-    for task in (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING):
+    for task in (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING, Task.MASKED_LM):
         mapping = _MAPPINGS[task]
         if type(config) in mapping and mapping[type(config)].__name__ == name:
             return task
+    if config.is_encoder_decoder:
+        return Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM
     return Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM
+
+
+def stored_prefix(config: PreTrainedConfig) -> str:
+    """What the class that the checkpoint was saved for calls the stack in the names of tensors."""
+    cls = _MAPPINGS[task_of(config)].get(type(config), None)
+    return str(getattr(cls, "base_model_prefix", ""))
 
 
 def decoder_stack(model: PreTrainedModel) -> PreTrainedModel:
     """The module whose forward runs the blocks, from embeddings to the final norm."""
     decoder = model.get_decoder()
+    if decoder is not model and hasattr(decoder, "config") and decoder.get_output_embeddings() is not None:
+        return decoder_stack(decoder)  # of some models that see, the text model comes with its head
     return decoder if hasattr(decoder, "config") else model.base_model
 
 
@@ -214,6 +278,12 @@ def stack_module(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
         encoder = model.get_encoder()
         return encoder
     return decoder_stack(model)
+
+
+def stack_root(model: PreTrainedModel, stack: Stack) -> nn.Module:
+    """The module in which the blocks of that stack are looked for, so that a tower's are not taken for them."""
+    root: nn.Module = stack_module(model, stack) if stack.role or sees(model.config) else model
+    return root
 
 
 def hosted_stack(model: PreTrainedModel) -> Stack:
@@ -229,7 +299,7 @@ def find_blocks(model: PreTrainedModel, stack: Stack | None = None) -> BlockList
         UnsupportedModelError: there is no such list.
     """
     stack = stack or hosted_stack(model)
-    root: nn.Module = stack_module(model, stack) if stack.role else model
+    root = stack_root(model, stack)
     wanted = len(stack.span)
     found = [
         (name, module)
@@ -247,22 +317,3 @@ def cache_argument(stack: nn.Module) -> str:
     """How the stack's forward names its cache: mamba-like models differ."""
     parameters = inspect.signature(stack.forward).parameters
     return "cache_params" if "cache_params" in parameters else "past_key_values"
-
-
-def length_of_equal_rotation(config: PreTrainedConfig) -> float:
-    """Positions up to which a rotary embedding rotates each position alike, whatever else is in the batch.
-
-    Two kinds look at the largest position of a batch and choose their frequencies by it (Phi-3 128k, dynamic NTK).
-    """
-
-    def limits(settings: object) -> Iterable[float]:
-        if isinstance(settings, dict):
-            if settings.get("rope_type", settings.get("type")) in ("dynamic", "longrope"):
-                original = settings.get("original_max_position_embeddings")
-                yield original or getattr(config, "original_max_position_embeddings", None) or length
-            for value in settings.values():
-                yield from limits(value)
-
-    length: float = getattr(config, "max_position_embeddings", 0)
-    found = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
-    return min((limit for settings in found for limit in limits(settings)), default=float("inf"))

@@ -14,7 +14,7 @@ Used by `BlockSpan` and `load_block_span`; knows nothing of caches and devices.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,11 +55,13 @@ class BlockSlots(nn.ModuleList):
         """All that the last wanted block returned."""
         self.extras: tuple[Any, ...] | None = None
         """What placeholders return besides hidden states; None = nothing but None (the probes try other values)."""
-        self._first_argument = next(iter(inspect.signature(blocks[hosted.start - first].forward).parameters))
         self._placeholders = [_Placeholder(self, block) for block in blocks]
-        self._exits = [_Exit(self, block) for block in blocks]
         self._routes: dict[Span, list[Any]] = {}
         self._entries: list[Any] = self._list(hosted)
+
+    @cached_property
+    def _first_argument(self) -> str:
+        return next(iter(inspect.signature(self.block(self.hosted.start).forward).parameters))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,7 +99,7 @@ class BlockSlots(nn.ModuleList):
         """Prepare a forward that stops where the first hosted block would begin; `end` gives what would enter it."""
         self.hidden, self.output = None, None
         start = self.hosted.start - self.first
-        self._entries = [*self._placeholders[:start], *self._exits[start:]]
+        self._entries = [*self._placeholders[:start], *(_Exit(self, one.block) for one in self._placeholders[start:])]
 
     def begin_first_block(self, hidden: Tensor) -> None:
         """Prepare a forward of the first hosted block that keeps in `result` all that it returns."""
@@ -147,7 +149,7 @@ class BlockSlots(nn.ModuleList):
                 block = _Observed(self, block, block_idx, observer)
             entries[place] = _Entry(self, block) if block_idx == span.start else block
         if (end := span.end - self.first) < len(entries):
-            entries[end] = self._exits[end]
+            entries[end] = _Exit(self, self._placeholders[end].block)
         return entries
 
 

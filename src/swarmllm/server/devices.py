@@ -5,9 +5,12 @@ chooses blocks, and counts free memory, when those before it have theirs.
 """
 
 import asyncio
+import itertools
 import json
 import logging
+import os
 import re
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +35,7 @@ _JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def all_devices(config: ServerConfig) -> tuple[str, ...]:
-    """`auto` = all GPUs if there are several, but no more than blocks are asked for.
+    """Those that are named; `auto` = all GPUs if there are several, but no more than blocks are asked for.
 
     With `tensor_parallel`, the devices of each server come one after the other.
 
@@ -40,6 +43,8 @@ def all_devices(config: ServerConfig) -> tuple[str, ...]:
         ConfigurationError: they can't be divided into groups of that size.
     """
     together = config.tensor_parallel
+    if config.device_map:
+        return tuple(name for name, _ in config.blocks_by_device)
     if config.device == ("cpu",):
         return config.device * together
     if config.device != ("auto",):
@@ -67,16 +72,17 @@ def groups_of(devices: Sequence[str], together: int) -> list[tuple[str, ...]]:
 
 
 def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerConfig]:
-    """What the server of each device, or of each few, is told: an even share of the blocks, own identity and own ports.
+    """What the server of each device, or of each few, is told: its share of the blocks, own identity and own ports.
+
+    Shares are even, or what `device_map` says.
 
     Raises:
         ConfigurationError: there are too few blocks, or a setting can't be for several servers.
     """
     groups = groups_of(devices, config.tensor_parallel)
-    count = len(groups)
-    start, end = config.block_indices or (0, config.num_blocks or count)
-    if end - start < count:
-        raise ConfigurationError(f"{end - start} blocks can't be split between {count} devices: name fewer")
+    count, num_blocks = len(groups), config.total_blocks
+    if num_blocks is not None and num_blocks < count:
+        raise ConfigurationError(f"{num_blocks} blocks can't be split between {count} devices: name fewer")
     if config.announce_maddrs and count > 1:
         raise ConfigurationError(
             "announce_maddrs can't be of several servers: name one --device, and start one for each"
@@ -85,14 +91,18 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
         raise ConfigurationError(
             f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
         )
-    cuts = [start + index * (end - start) // count for index in range(count + 1)]
+    if config.port and config.metrics_port and abs(config.port - config.metrics_port) < count:
+        raise ConfigurationError("ports and metrics ports of the devices meet as they count up: choose others")
+    shares = [share for _, share in config.blocks_by_device] or _even_shares(num_blocks or 0, count)
+    ends = list(itertools.accumulate(shares, initial=config.block_indices[0] if config.block_indices else 0))
     machine = uuid.uuid4().hex[:16]
     return [
         replace(
             config,
             device=group,
-            num_blocks=None if config.num_blocks is None else cuts[index + 1] - cuts[index],
-            block_indices=None if config.block_indices is None else (cuts[index], cuts[index + 1]),
+            device_map=(),
+            num_blocks=shares[index] if num_blocks and config.block_indices is None else None,
+            block_indices=None if config.block_indices is None else (ends[index], ends[index + 1]),
             port=config.port + index if config.port else config.port,
             metrics_port=config.metrics_port + index if config.metrics_port else config.metrics_port,
             identity_path=_identity_path(config.identity_path, index),
@@ -101,6 +111,10 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
         )
         for index, group in enumerate(groups)
     ]
+
+
+def _even_shares(total: int, count: int) -> list[int]:
+    return [(index + 1) * total // count - index * total // count for index in range(count)]
 
 
 def _identity_path(path: str | None, index: int) -> str | None:
@@ -193,14 +207,18 @@ class _DeviceServer:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdin.write(json.dumps(asdict(self._settings())).encode() + b"\n")  # nobody else sees what is secret
-        reading = asyncio.gather(self._pass_on_output(process.stdout), self._pass_on_log(process.stderr))
+        reading = asyncio.create_task(self._pass_on(process.stdout, process.stderr))
         try:
             await asyncio.shield(reading)
         finally:
             await _end(process)
             await asyncio.wait({reading}, timeout=1.0)  # what it has said last
+            reading.cancel()  # processes that it has started may still hold the pipes
             process.stdin.close()
         return await process.wait()
+
+    async def _pass_on(self, output: asyncio.StreamReader, log: asyncio.StreamReader) -> None:
+        await asyncio.gather(self._pass_on_output(output), self._pass_on_log(log))
 
     async def _pass_on_output(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
@@ -222,7 +240,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its group: `wait` lasts while anybody holds the pipes
         await process.wait()
 
 

@@ -1,9 +1,12 @@
 """What the swarm is told of this server, as of now. `announcer` asks for it, and so do the metrics."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sized
+from dataclasses import dataclass
 
 from swarmllm.data_structures import MAX_DIGESTS, ServerInfo, ServerState, Span
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.server.device.device import hardware_name
+from swarmllm.server.device.memory import free_bytes
 from swarmllm.server.device.niceness import MAX_MS, Niceness
 from swarmllm.server.measuring.successors import Successors
 from swarmllm.server.peers.links import Links
@@ -32,7 +35,13 @@ class OwnRecord:
     loaded: Loaded | None = None
     asleep: ServerInfo | None = None
     """What was last announced of blocks that nobody has used since, while they aren't in memory."""
-    budget: CacheBudget = field(default_factory=lambda: CacheBudget(0))
+    sessions: Sized = ()
+    """Those on the blocks that are loaded."""
+
+    @property
+    def budget(self) -> CacheBudget:
+        """The room for sessions; none while no blocks are loaded."""
+        return CacheBudget(0) if self.loaded is None else self.loaded.budget
 
     def describe(self) -> ServerInfo:
         """What is to be announced now."""
@@ -50,6 +59,8 @@ class OwnRecord:
             quant_type=self.loader.quantization.quant_type,
             version=__version__,
             public_name=config.public_name,
+            hardware=hardware_name(self.loader.device, config.tensor_parallel),
+            memory_left_bytes=max(0, free_bytes(self.loader.device)),
             machine=config.machine,
             adapters=self.loader.adapters.names,
             inner_states=True,
@@ -79,6 +90,7 @@ class OwnRecord:
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,
                 "failures_seen": thread.load.num_failures,
+                "num_sessions": len(self.sessions),
                 "cache_tokens_left": self.budget.left_bytes // loaded.bytes_per_token,
                 "traits": loaded.parts.traits,
                 "weights": loaded.parts.digests if len(self.span) <= MAX_DIGESTS else "",

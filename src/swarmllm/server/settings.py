@@ -25,6 +25,11 @@ from swarmllm.invite import Invite
 QUANT_TYPES = ("auto", "none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4")
 """`models/quantization` knows what they mean; here because nothing heavy may be imported for --help."""
 
+DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
+"""On which blocks can compute; the last two have never been tried."""
+
+MAX_TENSOR_PARALLEL = 16
+"""Assumed: no machine has more devices that are worth sharing a block."""
 REACHABILITIES = ("auto", "public", "private")
 
 
@@ -95,9 +100,12 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """What a server serves, and to whom."""
 
     num_blocks: int | None = None
-    """How many blocks to serve: those that the swarm lacks most. None = as many as fit."""
+    """How many blocks to serve, those that the swarm lacks most; auto, as without it: as many as fit."""
     block_indices: tuple[int, int] | None = None
     """Serve exactly blocks [START, END)."""
+    device_map: tuple[str, ...] = ()
+    """Blocks of each of several devices: cuda:0=12 cpu=4. In place of `device` and `num_blocks`; with
+    `block_indices`, they have those in this order. Each has a server process of its own."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
     peers_beside: bool = field(default=False, metadata={"flag": False})
@@ -132,6 +140,28 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Address to listen on for that."""
 
     @property
+    def blocks_by_device(self) -> list[tuple[str, int]]:
+        """What `device_map` says.
+
+        Raises:
+            ConfigurationError: it can't be read.
+        """
+        entries = [entry.rpartition("=") for entry in self.device_map]
+        if not all(name and count.isdecimal() and int(count) > 0 for name, _, count in entries):
+            raise ConfigurationError(
+                f"device_map must be devices with their numbers of blocks, like cuda:0=12 cpu=4, not "
+                f"{' '.join(self.device_map)}"
+            )
+        return [(name, int(count)) for name, _, count in entries]
+
+    @property
+    def total_blocks(self) -> int | None:
+        """How many blocks were asked for, whichever way; None if that is left to what fits."""
+        if self.block_indices is not None:
+            return self.block_indices[1] - self.block_indices[0]
+        return self.num_blocks or sum(count for _, count in self.blocks_by_device) or None
+
+    @property
     def announces_on_lan(self) -> bool:
         """Whether the swarm is begun here or found on the local network, so that it is announced there, too."""
         return self.lan_discovery and not self.swarm_name and (not self.initial_peers or self.peers_beside)
@@ -159,6 +189,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
         if not 0 <= self.balance_quality <= 1:
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
+            raise ConfigurationError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 40)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
@@ -168,15 +200,49 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
         if self.reachability == "private" and self.new_swarm:
             raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
-        if not self.device:
-            raise ConfigurationError("name a device, or leave --device out")
+        self._require_devices()
+        self._require_device_map()
         self._require_tensor_parallel()
         self._require_offload()
         self._require_blocks_and_record()
         self._require_swarm()
 
+    def _require_device_map(self) -> None:
+        """Raises ConfigurationError unless it is the only word on devices and agrees with that on blocks."""
+        if not self.device_map:
+            return
+        shares = self.blocks_by_device
+        num_blocks = sum(count for _, count in shares)
+        if len(shares) == 1:
+            raise ConfigurationError(
+                f"device_map is for several devices: give --device {shares[0][0]} --num_blocks {num_blocks}"
+            )
+        if self.device != ("auto",) or self.num_blocks is not None:
+            raise ConfigurationError("device_map names devices and their blocks: leave --device and --num_blocks out")
+        if self.tensor_parallel > 1:
+            raise ConfigurationError("give --device_map or --tensor_parallel, not both")
+        start, end = self.block_indices or (0, num_blocks)
+        if end - start != num_blocks:
+            raise ConfigurationError(f"device_map is about {num_blocks} blocks, and block_indices about {end - start}")
+
+    def _require_devices(self) -> None:
+        """Raises ConfigurationError unless there are such devices anywhere."""
+        if not self.device:
+            raise ConfigurationError("name a device, or leave --device out")
+        names = [name for name, _ in self.blocks_by_device] or self.device
+        if "auto" in names and (len(names) > 1 or self.device_map):
+            raise ConfigurationError("auto is for all devices, not one of several: name each, or leave --device out")
+        for name in names:
+            if name != "auto":
+                require_device(name)
+
     def _require_tensor_parallel(self) -> None:
         """Raises ConfigurationError unless this many devices can share blocks."""
+        if self.tensor_parallel > MAX_TENSOR_PARALLEL:
+            raise ConfigurationError(
+                f"tensor_parallel must be 1 to {MAX_TENSOR_PARALLEL}, not {self.tensor_parallel}: that many processes "
+                "would be started"
+            )
         if self.tensor_parallel > 1 and self.offload != 0:
             raise ConfigurationError(
                 "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"
@@ -190,10 +256,10 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(
                 f"offload must be 0 (none), auto, or at least 2, not {self.offload}: one of them is always in memory"
             )
-        start, end = self.block_indices or (0, self.num_blocks or 0)
-        if (self.offload or 0) > end - start > 0:
-            raise ConfigurationError(f"of {end - start} blocks, {self.offload} can't be offloaded")
-        if self.offload is None and end - start == 0:
+        num_blocks = self.total_blocks or 0
+        if (self.offload or 0) > num_blocks > 0:
+            raise ConfigurationError(f"of {num_blocks} blocks, {self.offload} can't be offloaded")
+        if self.offload is None and num_blocks == 0:
             raise ConfigurationError("say with --num_blocks or --block_indices how many blocks --offload auto is about")
 
     def _require_blocks_and_record(self) -> None:
@@ -227,6 +293,13 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 "name peers of the swarm to join with --initial_peers (or SWARMLLM_INITIAL_PEERS), "
                 "or start one with --new_swarm"
             )
+
+
+def require_device(name: str) -> None:
+    """Raises ConfigurationError unless blocks can compute on such a device, if there is one here."""
+    kind, colon, index = name.partition(":")
+    if kind not in DEVICE_KINDS or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
+        raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
 
 
 def memory_limit_bytes(text: str, total_bytes: int) -> int:

@@ -25,7 +25,6 @@ from swarmllm.server.downloads import in_background
 from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.peers.other_servers import OtherServers
 from swarmllm.server.rebalancer import Rebalancer
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
 from swarmllm.server.span_loader import LOADING_FAILURES, Loaded, describe_changed
@@ -74,7 +73,8 @@ class SpanLife:
     async def run(self, stop: asyncio.Event, started_at: float) -> None:
         """Return when the server has been told to stop, and serves nothing any more."""
         loaded = await self._load(stop)
-        logger.info("ready %.1f s after the start", time.monotonic() - started_at)
+        if loaded is not None:
+            logger.info("ready %.1f s after the start", time.monotonic() - started_at)
         while loaded is not None:
             target = await self._serve(loaded, stop)
             del loaded  # its memory is for the next blocks, or for others
@@ -95,6 +95,8 @@ class SpanLife:
         began_at = time.monotonic()
         loaded = await unless_stopped(stop, self._loader.load(record.span))
         self._load_s = time.monotonic() - began_at
+        if loaded is None:
+            logger.info("leaving, though blocks %s are still loading", record.span)
         return loaded
 
     async def _sleep(self, stop: asyncio.Event) -> Loaded | None:
@@ -200,21 +202,21 @@ class SpanLife:
 
     def _serving(self, loaded: Loaded) -> Serving:
         config, loader, limits = self._config, self._loader, self._access.limits
-        budget = self._record.budget = CacheBudget(loaded.room.sessions)
         pages = PrefixCache(loaded.room.pages) if loaded.room.pages else None
+        sessions = self._record.sessions = SessionTable(
+            loaded.packer,
+            loaded.inputs.hidden_bytes,
+            loader.executor,
+            loaded.budget,
+            pages,
+            compression=config.compression,
+            limits=limits,
+            max_sessions=config.max_sessions,
+        )
         return Serving(
             parts=loaded.parts,
             executor=loader.executor,
-            sessions=SessionTable(
-                loaded.packer,
-                loaded.inputs.hidden_bytes,
-                loader.executor,
-                budget,
-                pages,
-                compression=config.compression,
-                limits=limits,
-                max_sessions=config.max_sessions,
-            ),
+            sessions=sessions,
             limits=limits,
             max_batch_tokens=config.max_batch_tokens,
             served_adapters=loader.adapters,

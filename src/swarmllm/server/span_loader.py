@@ -4,13 +4,13 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 from swarmllm.config import own_cache_dir
-from swarmllm.data_structures import Span, SwarmSnapshot
+from swarmllm.data_structures import Span, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
 from swarmllm.models.architecture import parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from swarmllm.models.span.loading import load_block_span, span_tensor_names
 from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.stages import stage
+from swarmllm.models.startup_progress import stage
 from swarmllm.server.adapters.served_adapters import ServedAdapters
 from swarmllm.server.device.accelerator import accelerator_of
 from swarmllm.server.device.device import resolve_device
@@ -47,6 +47,7 @@ from swarmllm.server.measuring.throughput import (
     measure_throughput,
     prefill_tokens_beside_decode,
 )
+from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.server.streams.stack_parts import StackPart, StackParts
@@ -74,6 +75,11 @@ class Loaded:
     @property
     def blocks(self) -> BlockSpan:
         return self.packer.blocks
+
+    @cached_property
+    def budget(self) -> CacheBudget:
+        """The room for sessions on them."""
+        return CacheBudget(self.room.sessions)
 
     @property
     def parts(self) -> StackParts:
@@ -136,8 +142,8 @@ class SpanLoader:
         num_blocks = num_blocks_that_fit(sizes, self._cache_bytes(), self._usable_bytes, self._config.offload or 0)
         if num_blocks == 0:
             raise ConfigurationError(
-                f"not even one block fits into the memory of {self.device}: it takes {max(sizes) / 1e9:.2f} GB, "
-                f"{self._usable_bytes / 1e9:.2f} GB may be used"
+                f"not even one block fits into the memory of {self.device}: it takes {size_in_words(max(sizes))}, "
+                f"{size_in_words(self._usable_bytes)} may be used"
             )
         return num_blocks
 
@@ -239,15 +245,15 @@ class SpanLoader:
         room = cache_room(
             left,
             bytes_per_token=_bytes_per_token(blocks, inputs),
-            bytes_per_session=blocks.cache_bytes_per_session,
+            bytes_per_session=blocks.cache_sizes.bytes_per_session,
             session_tokens=config.attn_cache_tokens,
             prefix_tokens=config.prefix_cache_tokens,
         )
         logger.info(
-            "the blocks take %.2f GB of memory; %.2f GB are for sessions, %.2f GB for prompts that begin alike",
-            (blocks.num_bytes + other_bytes) / 1e9,
-            room.sessions / 1e9,
-            room.pages / 1e9,
+            "the blocks take %s of memory; %s are for sessions, %s for prompts that begin alike",
+            size_in_words(blocks.num_bytes + other_bytes),
+            size_in_words(room.sessions),
+            size_in_words(room.pages),
         )
         return room
 
@@ -275,4 +281,4 @@ def describe_changed(name: str, filenames: Sequence[str]) -> str:
 
 
 def _bytes_per_token(blocks: BlockSpan, inputs: InputChecks) -> int:
-    return blocks.cache_bytes_per_token + inputs.hidden_bytes
+    return blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes

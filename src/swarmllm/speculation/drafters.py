@@ -1,5 +1,7 @@
 """Guesses of what comes next: by n-grams of the text so far, prompt included, or by a small model in this process.
 
+A head of the model's own guesses in `mtp_drafter`.
+
 A drafter follows the text (`extend`), begins a guess where the text ends (`begin`), and goes on with it as far as it is
 asked (`more`), taking its own guesses for right. Guesses are certain, not drawn: that makes them easy to check against
 any distribution (see `speculation/sampling_loop`). Each has a kind, by which `speculation/planner` measures acceptance.
@@ -7,7 +9,8 @@ any distribution (see `speculation/sampling_loop`). Each has a kind, by which `s
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +36,15 @@ MODEL_PRIOR = 0.6
 class Drafter(Protocol):
     """One text's guesses."""
 
+    @property
+    def name(self) -> str:
+        """Who guesses: what it costs is known by it."""
+        ...
+
+    def following(self, model: Any) -> AbstractContextManager[None]:
+        """Within, the drafter may look at the model's forwards, all of which are of this text."""
+        ...
+
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
         ...
@@ -50,8 +62,17 @@ class Drafter(Protocol):
         ...
 
 
-class SilentDrafter:
+class _TextAlone:
+    """A drafter that looks at nothing but the tokens."""
+
+    def following(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class SilentDrafter(_TextAlone):
     """Never guesses: for texts that only tell how far away the swarm is."""
+
+    name = "silent"
 
     def extend(self, tokens: Sequence[int]) -> None:
         pass
@@ -66,12 +87,14 @@ class SilentDrafter:
         return []
 
 
-class NGramDrafter:
+class NGramDrafter(_TextAlone):
     """Copies what followed the place that looks most like the end of the text (prompt lookup).
 
     The longest match counts, of several the latest. A copy may run into its own guesses, which repeats them. Where the
     text replaces something and nothing else matches, the last copy is resumed behind it, as if as much was replaced.
     """
+
+    name = "ngram"
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -104,7 +127,8 @@ class NGramDrafter:
         since = end + 1 - self._began_at
         resumed = self._source - len(self._guesses) + since
         if since:
-            right = self._tokens[self._began_at : self._began_at + 1] == self._guesses[:1]
+            guess = self._guesses[:1] or self._tokens[self._source : self._source + 1]  # if it was not asked
+            right = self._tokens[self._began_at : self._began_at + 1] == guess
             self._deviations = 0 if right else self._deviations + 1
         self._guesses, self._began_at, self._match = [], end + 1, 0
         places = self._pairs[self._tokens[end - 1], self._tokens[end]] if end else []
@@ -151,8 +175,10 @@ def _kind_of_match(match: int) -> tuple[int, float]:
     return match.bit_length(), match / (match + 1)
 
 
-class ModelDrafter:
+class ModelDrafter(_TextAlone):
     """The likeliest tokens of a small model with the same vocabulary."""
+
+    name = "model"
 
     def __init__(self, model: PreTrainedModel, vocabulary_size: int) -> None:
         self._model = model
@@ -161,6 +187,7 @@ class ModelDrafter:
         self._cache.activate_past_recording()
         self._tokens: list[int] = []
         self._guesses: list[int] = []
+        self._began_at = 0
         self._seen: list[int] = []
         """Tokens that the cache has been fed."""
 
@@ -168,7 +195,7 @@ class ModelDrafter:
         self._tokens.extend(tokens)
 
     def begin(self) -> bool:
-        self._guesses = []
+        self._guesses, self._began_at = [], len(self._tokens)
         same = 0
         for seen, token in zip(self._seen, self._tokens, strict=False):
             if seen != token:
@@ -184,7 +211,7 @@ class ModelDrafter:
     def more(self, count: int) -> list[int]:
         first = len(self._guesses)
         for _ in range(count):
-            new = (self._tokens + self._guesses)[len(self._seen) :]
+            new = (self._tokens[: self._began_at] + self._guesses)[len(self._seen) :]
             ids = torch.tensor([new], device=self._model.device)
             logits: Tensor = self._model(ids, past_key_values=self._cache, use_cache=True).logits
             self._seen += new

@@ -11,7 +11,7 @@ There is no clock and no randomness here; times are passed in.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CHUNKS = (1, 2, 4, 8, 16, 32)
 DEPTHS = (1, 2, 3, 4, 6, 8)
@@ -162,13 +162,16 @@ class Planner:
 
     min_latency_s: float = 0.0
     """Run ahead only where a round trip is longer than its computing by at least this."""
+    drafter: str = ""
+    """Who guesses now."""
     _latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _compute_s: _Average = field(default_factory=_Average)
     _busiest_s: _Average = field(default_factory=_Average)
     _further_s: _Average = field(default_factory=_Average)
     _further_busiest_s: _Average = field(default_factory=_Average)
     _client_s: _Average = field(default_factory=_Average)
-    _draft_s: _Average = field(default_factory=_Average)
+    _draft_s: dict[str, _Average] = field(default_factory=dict)
+    """By who guessed."""
     _accepted: dict[int, _Acceptance] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ what the loop has seen
@@ -208,7 +211,7 @@ class Planner:
 
     def saw_draft(self, num_tokens: int, took_s: float) -> None:
         """Note that this many tokens were guessed in this time."""
-        self._draft_s.add(took_s / num_tokens)
+        self._draft_s.setdefault(self.drafter, _Average()).add(took_s / num_tokens)
 
     def saw_verdict(self, kind: int, right: int, wrong: int) -> None:
         """Count right and wrong guesses of this kind; those after the first wrong one don't count."""
@@ -230,7 +233,7 @@ class Planner:
             token_s=further_s,
             stage_s=max(busiest_s, self._client_s.value),
             stage_token_s=further_busiest_s,
-            draft_s=self._draft_s.value,
+            draft_s=self._draft_s.get(self.drafter, _Average()).value,
         )
 
     @property
@@ -241,6 +244,17 @@ class Planner:
     def acceptance(self, kind: int, prior: float) -> float:
         """Share of guesses of this kind that are right, given what is assumed before any was seen."""
         return self._accepted.get(kind, _Acceptance()).estimate(prior)
+
+    def seconds_per_token(self, acceptance: Sequence[float], drafter: str) -> float:
+        """What the best plan would take with this drafter's guesses, given the probabilities that they are right.
+
+        Before it is known what steps cost, it is the share of guesses that are wrong, so that the surest is best.
+        """
+        costs = self.costs
+        if costs is None:
+            return 1 - acceptance[0]
+        costs = replace(costs, draft_s=self._draft_s.get(drafter, _Average()).value)
+        return seconds_per_token(best_plan(acceptance, costs), survival(acceptance), costs)
 
     def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
         """Plan at most `max_tokens` guesses now, given the probabilities that the next ones are right."""

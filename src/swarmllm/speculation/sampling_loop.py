@@ -158,19 +158,8 @@ class Speculation:
         self._text = text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         self._kwargs = model_kwargs
         cache: RemoteCache = model_kwargs[self._cache_name]
-        outputs = self._model._prefill(input_ids, generation_config, self._kwargs, is_first_iteration=True)
-        self._advance(outputs)
-        self._drafter.extend(input_ids[0].tolist())
-        self._drafter.extend([text.take(outputs.logits[:, -1])])
-        self._planner.new_text()
-        try:
-            while not text.finished:
-                if self._planner.latency_pays and self._drafter.begin() and (plan := self._plan(0)):
-                    self._run_ahead(plan)
-                else:
-                    self._step()
-        finally:
-            self._leave()
+        with self._drafter.following(self._model):
+            self._generate(input_ids, generation_config)
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -182,11 +171,31 @@ class Speculation:
             past_key_values=cache,
         )
 
+    def _generate(self, input_ids: Tensor, generation_config: GenerationConfig) -> None:
+        text = self._text
+        outputs = self._model._prefill(input_ids, generation_config, self._kwargs, is_first_iteration=True)
+        self._advance(outputs)
+        self._drafter.extend(input_ids[0].tolist())
+        self._drafter.extend([text.take(outputs.logits[:, -1])])
+        self._planner.new_text()
+        try:
+            while not text.finished:
+                if self._planner.latency_pays and self._drafter.begin() and (plan := self._first_plan()):
+                    self._run_ahead(plan)
+                else:
+                    self._step()
+        finally:
+            self._leave()
+
     def _room(self) -> int:
         """Most guesses that may follow the text and the guesses under way: none beyond what would be fed plainly."""
         length = self._text.length + len(self._guesses)
         limit = self._text._config.max_length
         return min(limit - 1 if limit is not None else length + MAX_MATCH, self._session.max_length) - length
+
+    def _first_plan(self) -> Plan:
+        self._planner.drafter = self._drafter.name
+        return self._plan(0)
 
     def _plan(self, room_taken: int) -> Plan:
         kinds = self._drafter.kinds(MAX_MATCH + 1)

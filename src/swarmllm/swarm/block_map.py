@@ -6,18 +6,21 @@
 Used by `swarmllm status` and the demo. Everything that servers announce is shown without control characters.
 """
 
+import shutil
+import sys
 from collections.abc import Container, Sequence
 
 from swarmllm.data_structures import ServerInfo, ServerState, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
 from swarmllm.swarm.explain import explain_route
 from swarmllm.swarm.route_costs import RouteCosts
-from swarmllm.swarm.routing import describe_blocks, find_route
-from swarmllm.swarm.weights import agreed_digests, contradicts
+from swarmllm.swarm.routing import find_route
+from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
+from swarmllm.swarm.weight_digests import agreed_digests, contradicts
 
 MAX_MAP_COLUMNS = 64
 """A map of more blocks than this shows several per column, so that a line fits a terminal."""
-HELD, PARTLY_HELD, NOT_HELD = "█", "▒", "·"
+HELD, PARTLY_HELD, NOT_HELD, BETWEEN_STACKS = "█", "▒", "·", "│"
 COLUMNS = (
     *(
         "",
@@ -34,31 +37,52 @@ COLUMNS = (
         "version",
     ),
     "name",
+    "hardware",
 )
+NUM_OPTIONAL = 2
+"""Columns at the end that are left out if no server says anything of it."""
+LEAST_NEEDED = ("version", "hardware", "p95 ms", "cache", "failed", "served", "weights", "ms/token", "name", "tokens/s")
+"""Columns that a narrow terminal does without, in this order."""
 
 
-def draw_blocks(held: Container[int], num_blocks: int) -> str:
-    """One character per block, or per group of blocks if there are many."""
+def draw_blocks(held: Container[int], num_blocks: int, encoder_blocks: int = 0) -> str:
+    """One character per block, or per group of blocks if there are many; a line between the stacks."""
     per_column = -(-num_blocks // MAX_MAP_COLUMNS)
-    drawn = []
-    for first in range(0, num_blocks, per_column):
-        group = range(first, min(first + per_column, num_blocks))
-        num_held = sum(block in held for block in group)
-        drawn.append(HELD if num_held == len(group) else PARTLY_HELD if num_held else NOT_HELD)
-    return "".join(drawn)
+    return BETWEEN_STACKS.join(
+        "".join(
+            _column(held, range(first, min(first + per_column, stack.end)))
+            for first in range(stack.start, stack.end, per_column)
+        )
+        for _, stack in stack_spans(num_blocks, encoder_blocks)
+    )
 
 
-def describe_swarm(snapshot: SwarmSnapshot) -> list[str]:
-    """The lines of the table: its head, each server by its first block, and what all of them together hold."""
+def _column(held: Container[int], group: range) -> str:
+    num_held = sum(block in held for block in group)
+    return HELD if num_held == len(group) else PARTLY_HELD if num_held else NOT_HELD
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that standard output is; None: it is none, and lines may be of any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def describe_swarm(snapshot: SwarmSnapshot, width: int | None = None) -> list[str]:
+    """The lines of the table: its head, each server by its first block, and what all of them together hold.
+
+    Where lines would be longer than `width`, columns are left out, and the last line names them.
+    """
     servers = sorted(snapshot.servers, key=lambda server: (server.start, server.end, server.peer_id))
-    rows = [COLUMNS, *(_row(server, snapshot.num_blocks) for server in servers)]
-    if not any(server.public_name for server in servers):
-        rows = [row[:-1] for row in rows]
+    rows = [COLUMNS, *(_row(server, snapshot) for server in servers)]
+    columns, left_out = _fitting(_told(list(zip(*rows, strict=True))), width)
+    rows = list(zip(*columns, strict=True))
     if snapshot.missing_blocks():
         together = set(range(snapshot.num_blocks)).difference(snapshot.missing_blocks())
-        rows.append((draw_blocks(together, snapshot.num_blocks), "all that are online", *[""] * (len(rows[0]) - 2)))
+        drawn = draw_blocks(together, snapshot.num_blocks, snapshot.encoder_blocks)
+        rows.append((drawn, "all that are online", *[""] * (len(rows[0]) - 2)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(room) for cell, room in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*lines, f"a wider terminal also shows: {', '.join(left_out)}"] if left_out else lines
 
 
 def describe_coverage(snapshot: SwarmSnapshot) -> str:
@@ -68,7 +92,7 @@ def describe_coverage(snapshot: SwarmSnapshot) -> str:
     """
     missing = snapshot.missing_blocks()
     if missing:
-        return f"missing: nobody serves {describe_blocks(missing)}"
+        return f"missing: nobody serves {describe_blocks(missing, snapshot.encoder_blocks)}"
     try:
         route = find_route(snapshot)
     except MissingBlocksError as error:
@@ -91,7 +115,10 @@ def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
     lines = []
     for name, blocks in sorted(held.items()):
         missing = [block for block in range(snapshot.num_blocks) if block not in blocks]
-        lines.append(f"adapter {name}: " + (f"not on {describe_blocks(missing)}" if missing else "complete"))
+        lines.append(
+            f"adapter {name}: "
+            + (f"not on {describe_blocks(missing, snapshot.encoder_blocks)}" if missing else "complete")
+        )
     return lines
 
 
@@ -100,8 +127,8 @@ def describe_different_weights(snapshot: SwarmSnapshot) -> list[str]:
     chosen = agreed_digests(snapshot.online())
     others = {server.peer_id: contradicts(server.digests(), chosen) for server in snapshot.online()}
     return [
-        f"weights differ: {short_peer_id(peer_id)} made {describe_blocks(blocks)} of other files than most servers, so "
-        "no client uses both: compare the files, or name it in blocked_servers"
+        f"weights differ: {short_peer_id(peer_id)} made {describe_blocks(blocks, snapshot.encoder_blocks)} of other "
+        "files than most servers, so no client uses both: compare the files, or name it in blocked_servers"
         for peer_id, blocks in others.items()
         if blocks
     ]
@@ -138,12 +165,12 @@ def _state(server: ServerInfo) -> str:
     return f"{name} at {server.speed_share:.0%}" if server.speed_share else f"{name}, paused"
 
 
-def _row(server: ServerInfo, num_blocks: int) -> Sequence[str]:
+def _row(server: ServerInfo, snapshot: SwarmSnapshot) -> Sequence[str]:
     measured = server.throughput > 0
     return (
-        draw_blocks(server.span, num_blocks),
+        draw_blocks(server.span, snapshot.num_blocks, snapshot.encoder_blocks),
         short_peer_id(server.peer_id),
-        f"{server.start}:{server.end}",
+        describe_span(server.start, server.end, snapshot.encoder_blocks),
         _state(server),
         f"{server.throughput:.0f}" if measured else "-",
         f"{server.decode_ms_per_block * len(server.span):.1f}" if measured else "-",
@@ -154,4 +181,23 @@ def _row(server: ServerInfo, num_blocks: int) -> Sequence[str]:
         server.dtype if server.quant_type == "none" else server.quant_type,
         server.version,
         server.public_name,
+        server.hardware,
     )
+
+
+def _told(columns: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Without those at the end in which nobody says anything."""
+    first = len(COLUMNS) - NUM_OPTIONAL
+    return [column for index, column in enumerate(columns) if index < first or any(column[1:])]
+
+
+def _fitting(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[Sequence[str]], list[str]]:
+    """The columns whose lines are no longer than `width`, and the heads of those that had to go."""
+    kept, left_out = list(columns), []
+    for head in LEAST_NEEDED:
+        if width is None or sum(max(map(len, column)) + 2 for column in kept) - 2 <= width:
+            break
+        if head in (heads := [column[0] for column in kept]):
+            del kept[heads.index(head)]
+            left_out.append(head)
+    return kept, left_out

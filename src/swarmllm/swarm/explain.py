@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from swarmllm.data_structures import RouteHop, SwarmSnapshot
 from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import route_cost_ms
+from swarmllm.swarm.stacks import describe_span
 
 
 class Route(list[RouteHop]):
@@ -37,7 +38,12 @@ def explain_route(
     lines = [_in_numbers(f"{total_ms:.1f} ms per token", network_ms, queue_ms, total_ms - network_ms - queue_ms)]
     if len(route) > 1:
         lines += [
-            _in_numbers(f"  {hop.span} …{hop.server.peer_id[-6:]}", cost.network_ms, cost.queue_ms, cost.compute_ms)
+            _in_numbers(
+                f"  {_blocks_of(hop, snapshot)} …{hop.server.peer_id[-6:]}",
+                cost.network_ms,
+                cost.queue_ms,
+                cost.compute_ms,
+            )
             for hop, cost in zip(route, of_hops, strict=True)
         ]
     lines += _faster_alone(route, snapshot, costs)
@@ -48,6 +54,12 @@ def explain_route(
 
 def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float) -> str:
     return f"{what}: network {network_ms:.1f} ms, queue {queue_ms:.1f} ms, computing {compute_ms:.1f} ms"
+
+
+def _blocks_of(hop: RouteHop, snapshot: SwarmSnapshot) -> str:
+    """`[0, 4)`, or of which stack they are."""
+    of_stack = snapshot.encoder_blocks
+    return describe_span(hop.span.start, hop.span.end, of_stack) if of_stack else str(hop.span)
 
 
 def _faster_alone(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> list[str]:

@@ -21,6 +21,7 @@ from scipy.optimize import linprog
 from swarmllm.data_structures import RouteHop, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
 from swarmllm.swarm.route_costs import HOP_COST_MS, RouteCosts, route_tokens_per_s, seconds_per_token
+from swarmllm.swarm.stacks import describe_blocks
 
 BEAM_WIDTH = 32
 """Servers per boundary that a way may change from. Measured in benchmarks/routes.py: the best route was never missed
@@ -63,7 +64,7 @@ def find_route(
     servers = [s for s in snapshot.online() if s.peer_id not in avoid and s.start < span.end and s.end > span.start]
     route = _Search(servers, span, costs or RouteCosts()).run(beam_width) if servers else None
     if route is None:
-        raise _missing(servers, span)
+        raise _missing(servers, span, snapshot.encoder_blocks)
     return route
 
 
@@ -287,21 +288,9 @@ class _Search:
         return route[::-1]
 
 
-def _missing(servers: Sequence[ServerInfo], span: Span) -> MissingBlocksError:
+def _missing(servers: Sequence[ServerInfo], span: Span, encoder_blocks: int) -> MissingBlocksError:
     held = {block for server in servers for block in server.span}
     missing = [block for block in span if block not in held]
     if missing:
-        return MissingBlocksError(f"nobody serves {describe_blocks(missing)}", missing)
+        return MissingBlocksError(f"nobody serves {describe_blocks(missing, encoder_blocks)}", missing)
     return MissingBlocksError(f"the servers of blocks {span} can't be joined: their cuts are not allowed there", ())
-
-
-def describe_blocks(blocks: Sequence[int]) -> str:
-    """[3, 4, 5, 9] → 'blocks 3–5, 9'."""
-    runs: list[list[int]] = []
-    for block in sorted(blocks):
-        if runs and block == runs[-1][1] + 1:
-            runs[-1][1] = block
-        else:
-            runs.append([block, block])
-    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-    return f"block{'s' if len(blocks) > 1 else ''} {text}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmllm.client.session.in_flight import InFlight
-from swarmllm.client.session.session_text import SessionText
+from swarmllm.client.session.session_text import SessionText, TextRoom
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -50,7 +50,7 @@ def reported() -> list[SwarmError]:
 @pytest.fixture
 def in_flight(hops: OneHop, reported: list[SwarmError]) -> InFlight:
     view: Any = SimpleNamespace(report=reported.append)
-    in_flight = InFlight(view, SessionText(BlockTraits(), 10), hops, asyncio.Lock())  # type: ignore[arg-type]
+    in_flight = InFlight(view, SessionText(BlockTraits(), TextRoom(10)), hops, asyncio.Lock())  # type: ignore[arg-type]
     in_flight.begin_epoch()
     return in_flight
 

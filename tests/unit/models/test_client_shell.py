@@ -30,7 +30,7 @@ class FakeSession:
 
     def select_batch(self, indices: Sequence[int]) -> None: ...
     def record_past(self) -> None: ...
-    def remember(self, inputs: BlockInputs) -> None:
+    def remember(self, inputs: BlockInputs, part: Any = None) -> None:
         self.position += inputs.seq_len
 
 
@@ -43,7 +43,7 @@ class AddsOne:
         self.steps = 0
         """Calls with a session."""
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None) -> Tensor:
+    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Any = None) -> Tensor:
         self.calls.append(inputs)
         if cache is not None:
             self.steps += 1
@@ -220,7 +220,7 @@ def test_gradients_to_what_came_before_are_refused(model: Any) -> None:
 
 def test_a_deferred_cache_keeps_what_callers_change_later(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     remembered: list[BlockInputs] = []
-    monkeypatch.setattr(FakeSession, "remember", lambda self, inputs: remembered.append(inputs))
+    monkeypatch.setattr(FakeSession, "remember", lambda self, inputs, part: remembered.append(inputs))
     embeds, mask = torch.ones(1, 3, 8), torch.ones(1, 3, dtype=torch.long)
     model(inputs_embeds=embeds, attention_mask=mask)
     embeds.zero_()

@@ -274,7 +274,7 @@ async def test_what_cannot_be_announced(peer: FakePeer) -> None:
 
 
 async def test_the_longest_announcement_that_is_taken_is_valid(peer: FakePeer) -> None:
-    await directory(peer).announce(MODEL, info(adapters=("x" * 118,) * 60))
+    await directory(peer).announce(MODEL, info(adapters=("x" * 117,) * 60))
     (text,) = peer.records[KEY].values()
     assert len(text) > MAX_VALUE_BYTES - 512
     assert validator().validate(record(content=[KEY, text]))
@@ -288,6 +288,9 @@ async def test_a_server_of_eighty_blocks_has_room_for_all_it_may_say(peer: FakeP
         round_trips=tuple((MALLORY.peer_id, 123.456) for _ in range(MAX_ROUND_TRIPS)),
         adapters=("x" * 96,) * 32,  # as many and as long as servers offer
         public_name="x" * 64,
+        hardware="x" * 64,
+        memory_left_bytes=80 << 30,
+        num_sessions=256,
     )
     assert await directory(peer).announce(MODEL, crowded)
 

@@ -1,5 +1,10 @@
 """How what a machine is told is divided between its devices, and what can't be."""
 
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,11 @@ from hypothesis import strategies as st
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.p2p.identity import Identity
+from swarmllm.server import devices
 from swarmllm.server.__main__ import parse_config
+from swarmllm.server.device.device import resolve_device
 from swarmllm.server.devices import _DeviceServer, all_devices, of_each_device
-from swarmllm.server.settings import ServerConfig
+from swarmllm.server.settings import MAX_TENSOR_PARALLEL, ServerConfig
 
 ASKED = ["--model", "M", "--new_swarm"]
 TWO = ("cpu", "cuda:1")
@@ -34,6 +41,79 @@ def test_shares_are_even(count: int, more: int, start: int) -> None:
     spans = [one.block_indices for one in of_each_device(config(block_indices=(start, start + num_blocks)), devices)]
     covered = [block for span in spans for block in range(*(span or (0, 0)))]
     assert covered == list(range(start, start + num_blocks))
+
+
+@given(shares=st.lists(st.integers(1, 40), min_size=2, max_size=6), start=st.none() | st.integers(0, 50))
+def test_shares_are_what_the_map_says(shares: list[int], start: int | None) -> None:
+    device_map = tuple(f"cuda:{index}={count}" for index, count in enumerate(shares))
+    indices = None if start is None else (start, start + sum(shares))
+    asked = config(device_map=device_map, block_indices=indices)
+    devices = all_devices(asked)
+    assert devices == tuple(f"cuda:{index}" for index in range(len(shares)))
+    each = of_each_device(asked, devices)
+    assert [(one.device, one.device_map) for one in each] == [((device,), ()) for device in devices]
+    if start is None:
+        assert [one.num_blocks for one in each] == shares
+    else:
+        assert [end - begin for begin, end in (one.block_indices or (0, 0) for one in each)] == shares
+        covered = [block for one in each for block in range(*(one.block_indices or (0, 0)))]
+        assert covered == list(range(start, start + sum(shares)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"device_map": "cpu"}, "like cuda:0=12 cpu=4, not cpu"),
+        ({"device_map": ("cpu=2", "cuda=0")}, "like cuda:0=12 cpu=4, not cpu=2 cuda=0"),
+        ({"device_map": ("cpu=2", "=2")}, "like cuda:0=12 cpu=4"),
+        ({"device_map": ("cpu=2", "cuda=1.5")}, "like cuda:0=12 cpu=4"),
+        ({"device_map": "cpu=5 cpu=3"}, "device 'cpu=5 cpu' can't be used"),
+        ({"device_map": ("cpu=2",)}, "give --device cpu --num_blocks 2"),
+        ({"device_map": ("cpu=2", "cuda=3"), "device": "cpu"}, "leave --device and --num_blocks out"),
+        ({"device_map": ("cpu=2", "cuda=3"), "num_blocks": 5}, "leave --device and --num_blocks out"),
+        ({"device_map": ("cpu=2", "cuda=3"), "tensor_parallel": 2}, "give --device_map or --tensor_parallel"),
+        ({"device_map": ("cpu=2", "cuda=3"), "block_indices": (0, 4)}, "about 5 blocks, and block_indices about 4"),
+        ({"device_map": ("cpu=2", "cuda=3"), "offload": 6}, "of 5 blocks, 6 can't be offloaded"),
+    ],
+)
+def test_maps_that_cannot_be(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        config(**settings)
+
+
+@pytest.mark.parametrize("name", ["meta", "gpu", "CPU", "xla:0", "cpu:1", "cuda:", "cuda:x", "cpu,cpu", " cpu", ""])
+def test_devices_on_which_nothing_computes_are_refused(name: str) -> None:
+    """Before anything is read or started, however they are named."""
+    reason = r"can't be used: name one of cpu, cuda, mps, xpu"
+    with pytest.raises(ConfigurationError, match=reason):
+        resolve_device(name)
+    for settings in ({"device": (name,)}, {"device": ("cpu", name)}):
+        with pytest.raises(ConfigurationError, match=reason):
+            config(**settings)
+    if name:
+        with pytest.raises(ConfigurationError, match=reason):
+            config(device_map=("cpu=2", f"{name}=3"))
+
+
+@pytest.mark.parametrize("settings", [{"device": ("auto", "cpu")}, {"device": ("auto", "auto")}])
+def test_auto_is_not_one_of_several(settings: dict[str, Any]) -> None:
+    """Its process would take all GPUs, beside those of the others."""
+    with pytest.raises(ConfigurationError, match="auto is for all devices"):
+        config(**settings)
+    with pytest.raises(ConfigurationError, match="auto is for all devices"):
+        config(device_map=("cpu=1", "auto=3"))
+
+
+@pytest.mark.parametrize("name", ["cuda:7", "mps", "xpu"])
+def test_devices_that_are_not_here_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^device '{name}' can't be used here: [^.\\n]+(\\.[a-z][^.\\n]*)*$"):
+        resolve_device(name)  # in one sentence
+
+
+def test_one_block_is_not_shared_by_hundreds_of_processes() -> None:
+    assert config(tensor_parallel=MAX_TENSOR_PARALLEL).tensor_parallel == MAX_TENSOR_PARALLEL
+    with pytest.raises(ConfigurationError, match="tensor_parallel must be 1 to 16, not 3000"):
+        config(tensor_parallel=3000)
 
 
 def test_each_has_its_device_and_ports_and_the_name_of_the_machine() -> None:
@@ -67,6 +147,9 @@ def test_identities_come_from_one(tmp_path: Path) -> None:
         ({"announce_maddrs": ("/ip4/1.2.3.4/tcp/5",)}, "name one --device"),
         ({"host_maddrs": ("/ip4/0.0.0.0/tcp/5",)}, "a port of its own"),
         ({"num_blocks": 4, "offload": 3}, "of 2 blocks, 3 can't be offloaded"),
+        ({"metrics_port": 65535}, "metrics_port must be 0 to 65535, not 65536"),
+        ({"port": 40001, "metrics_port": 40002}, "meet as they count up"),
+        ({"port": 40002, "metrics_port": 40001}, "meet as they count up"),
         ({"port": 65535}, "port must be 0 to 65535"),
     ],
 )
@@ -128,3 +211,25 @@ def test_flags() -> None:
     assert parse_config([*ASKED, "--device", "cuda:0", "cuda:1"]).device == ("cuda:0", "cuda:1")
     with pytest.raises(ConfigurationError, match="name a device"):
         config(device=())
+    assert parse_config([*ASKED, "--device_map", "cuda:0=12", "cpu=4"]).device_map == ("cuda:0=12", "cpu=4")
+
+
+async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As followers of --tensor_parallel that are still starting when Ctrl-C comes."""
+    program, holder = tmp_path / "program", tmp_path / "holder"
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {holder}.new && mv {holder}.new {holder}\nexec sleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    running = asyncio.create_task(_DeviceServer("cpu", config(), ()).run())
+    monkeypatch.setattr(devices, "STOP_TIMEOUT_S", 0.5)
+    while not holder.exists():  # noqa: ASYNC110 - another process makes it
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running}, timeout=20)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    still = (await asyncio.wait(left, timeout=10))[1] if left else set()
+    with suppress(ProcessLookupError):
+        os.kill(int(holder.read_text()), signal.SIGKILL)
+    assert not still

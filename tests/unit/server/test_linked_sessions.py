@@ -24,6 +24,7 @@ from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.network.wire.stream import FrameStream
 from swarmllm.server.peers.links import Link
+from swarmllm.server.sessions.outlet import Outlet
 from swarmllm.server.sessions.session import Session
 
 ID = "0" * 32
@@ -46,8 +47,9 @@ class TakesAll:
 
 
 async def test_it_is_freed_without_the_garbage_collector() -> None:
+    outlet = Outlet(MagicMock(), 4, "none")
     given = {field.name: MagicMock() for field in dataclasses.fields(Session) if field.init}
-    session = Session(**{**given, "epoch": 0, "on_close": lambda session: None})
+    session = Session(**{**given, "epoch": 0, "outlet": outlet, "on_close": lambda session: None})
     link: Any = TakesAll()
     await session.link_to(link, Successor(peer_id="p" * 46, session=ID, token=ID))
     assert ID in link.listeners
@@ -62,10 +64,16 @@ async def test_it_is_freed_without_the_garbage_collector() -> None:
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+def spans(tmp_path_factory: pytest.TempPathFactory) -> list[BlockSpan]:
+    """The same blocks for each of two servers, which compute at the same time."""
     directory = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
-    return load_block_span(open_checkpoint(str(directory)), Span(0, 2), progress=False)
+    return [load_block_span(open_checkpoint(str(directory)), Span(0, 2), progress=False) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def blocks(spans: list[BlockSpan]) -> BlockSpan:
+    return spans[0]
 
 
 def inputs(blocks: BlockSpan, batch_size: int, seq_len: int) -> BlockInputs:
@@ -97,9 +105,11 @@ def link_stream(swarm: InProcessServers) -> FrameStream:
     return link.stream
 
 
-async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(blocks: BlockSpan) -> None:
+async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
+    spans: list[BlockSpan], blocks: BlockSpan
+) -> None:
     expected = blocks.forward(inputs(blocks, 1, 5))
-    async with in_process_servers(blocks, blocks) as swarm:
+    async with in_process_servers(*spans) as swarm:
         first, _ = swarm.servers.values()
         staying, leaving = Client(swarm), Client(swarm)
         await staying.open(1)
@@ -122,8 +132,8 @@ async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
         assert link_stream(swarm) is link
 
 
-async def test_a_successor_that_sends_much_loses_its_link(blocks: BlockSpan) -> None:
-    async with in_process_servers(blocks, blocks) as swarm:
+async def test_a_successor_that_sends_much_loses_its_link(spans: list[BlockSpan], blocks: BlockSpan) -> None:
+    async with in_process_servers(*spans) as swarm:
         client = Client(swarm)
         await client.open(1)
         link = link_stream(swarm)
@@ -135,8 +145,8 @@ async def test_a_successor_that_sends_much_loses_its_link(blocks: BlockSpan) -> 
         assert link.closed
 
 
-async def test_a_link_that_is_closed_here_can_be_survived(blocks: BlockSpan) -> None:
-    async with in_process_servers(blocks, blocks) as swarm:
+async def test_a_link_that_is_closed_here_can_be_survived(spans: list[BlockSpan], blocks: BlockSpan) -> None:
+    async with in_process_servers(*spans) as swarm:
         client = Client(swarm)
         await client.open(1)
         (link,) = next(iter(swarm.servers.values())).links._links.values()
@@ -149,8 +159,10 @@ async def test_a_link_that_is_closed_here_can_be_survived(blocks: BlockSpan) -> 
             await Link(link.stream).send(MessageType.STEP, {})
 
 
-async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(blocks: BlockSpan) -> None:
-    async with in_process_servers(blocks, blocks) as swarm:
+async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(
+    spans: list[BlockSpan], blocks: BlockSpan
+) -> None:
+    async with in_process_servers(*spans) as swarm:
         client = Client(swarm)
         await client.open(1)
         await client.step(0, inputs(blocks, 1, 100))
@@ -172,11 +184,11 @@ async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(
 
 
 async def test_a_server_without_memory_says_so_offers_less_and_goes_on(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+    spans: list[BlockSpan], blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = inputs(blocks, 1, 100)
     expected = blocks.forward(prompt)
-    async with in_process_servers(blocks, blocks) as swarm:
+    async with in_process_servers(*spans) as swarm:
         _, second = swarm.servers.values()
         client = Client(swarm)
         await client.open(1)

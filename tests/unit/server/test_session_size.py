@@ -7,6 +7,7 @@ import pytest
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import SessionLengthExceededError
+from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.server.sessions.session_size import BESIDE_BYTES, INPUTS_FACTOR, session_size
 
@@ -16,7 +17,8 @@ HIDDEN_BYTES = 10
 def blocks(longest_text: int | None = None) -> Any:
     """Four of them; each keeps 3 bytes for a position."""
     span = Span(4, 8)
-    return SimpleNamespace(span=span, cache_bytes_per_token=12, cache_bytes_per_session=100, longest_text=longest_text)
+    sizes = CacheSizes(bytes_per_token=12, bytes_per_session=100)
+    return SimpleNamespace(span=span, cache_sizes=sizes, longest_text=longest_text)
 
 
 def header(max_length: int, start: int = 4, end: int = 8) -> OpenHeader:

@@ -1,5 +1,6 @@
 """What a measurement takes of the time, and what follows from its figures."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_no_stall_of_the_machine_makes_blocks_look_slow(clock: Clock) -> None:
         measured = measure_throughput(clock.packer())
         assert measured.decode_ms_per_block == pytest.approx(clock.block_s * 1e3)
         assert measured.forward_tokens_per_s == pytest.approx(1 / clock.block_s / len(HOSTED))
+
+
+def test_what_was_not_measured_is_not_logged() -> None:
+    words = throughput._in_words(replace(SLOW, num_threads=1))
+    assert words == "100 tokens/s in batches; a decode step takes 2.00 ms per block, with 1 thread"
+    words = throughput._in_words(
+        replace(SLOW, decode_ms_per_block_batch8=3.0, context_ms_per_block_per_1k=0.5, num_threads=2)
+    )
+    assert words.endswith("2.00 ms per block, 3.00 for 8 rows, 0.500 more per 1000 tokens of context, with 2 threads")
 
 
 def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:

@@ -3,7 +3,9 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmllm.speculation.best_drafter import BestDrafter
 from swarmllm.speculation.drafters import RESUMED_KIND, ModelDrafter, NGramDrafter, SilentDrafter
+from swarmllm.speculation.planner import Planner
 
 
 def drafter(*tokens: int) -> NGramDrafter:
@@ -84,6 +86,24 @@ def test_a_model_guesses_its_likeliest_tokens() -> None:
     assert guessing.more(3) == again
 
 
+def test_a_model_goes_on_from_guesses_that_the_text_has_by_now() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30)
+    ids = torch.tensor([[3, 8, 5]])
+    expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 3:].tolist()
+
+    guessing = ModelDrafter(model, 32)
+    guessing.extend([3, 8, 5])
+    assert guessing.begin()
+    first = guessing.more(3)
+    guessing.extend(first[:2])
+    assert first + guessing.more(3) == expected
+
+
 def test_a_model_never_guesses_what_the_other_does_not_know() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -93,6 +113,64 @@ def test_a_model_never_guesses_what_the_other_does_not_know() -> None:
     guessing.extend([3])
     assert guessing.begin()
     assert guessing.more(4) == []
+
+
+class Sure(SilentDrafter):
+    """Guesses one token, of one kind."""
+
+    def __init__(self, name: str, token: int, prior: float, *, ready: bool = True) -> None:
+        self.name, self.token, self.prior, self.ready = name, token, prior, ready
+
+    def begin(self) -> bool:
+        return self.ready
+
+    def more(self, count: int) -> list[int]:
+        return [self.token] * count
+
+    def kinds(self, count: int) -> list[tuple[int, float]]:
+        return [(self.token, self.prior)] * count
+
+
+def seasoned(**draft_s: float) -> Planner:
+    planner = Planner()
+    for _ in range(3):
+        planner.saw_step(1, [0.001, 0.001], took_s=0.25, client_s=0.001)
+    for name, seconds in draft_s.items():
+        planner.drafter = name
+        planner.saw_draft(1, seconds)
+    return planner
+
+
+def test_of_several_drafters_the_surest_guesses() -> None:
+    for planner in (Planner(), seasoned()):
+        best = BestDrafter([Sure("a", 1, 0.4), Sure("b", 2, 0.9), Sure("c", 3, 0.95, ready=False)], planner)
+        assert best.begin()
+        assert (best.name, best.more(2)) == ("b", [2, 2])
+    assert not BestDrafter([Sure("c", 3, 0.95, ready=False)], Planner()).begin()
+
+
+def test_of_several_drafters_one_that_takes_long_does_not_guess() -> None:
+    best = BestDrafter([Sure("a", 1, 0.8), Sure("b", 2, 0.9)], seasoned(a=0.0001, b=0.2))
+    assert best.begin()
+    assert best.name == "a"
+
+
+def test_a_drafter_that_is_always_wrong_gives_way() -> None:
+    planner = seasoned()
+    best = BestDrafter([Sure("a", 1, 0.5), Sure("b", 2, 0.9)], planner)
+    planner.saw_verdict(2, 0, 20)
+    assert best.begin()
+    assert best.name == "a"
+
+
+def test_an_unasked_copy_is_judged_by_what_it_would_have_said() -> None:
+    guessing = drafter(1, 2, 3, 4, 5, 6, 7, 8, 1, 2)
+    for token in (3, 4, 5):
+        assert guessing.begin()  # somebody else guesses
+        guessing.extend([token])
+    guessing.extend([99])
+    assert guessing.begin()
+    assert guessing.more(2) == [7, 8]
 
 
 def test_silence() -> None:

@@ -4,11 +4,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 
 
 class Runner(Protocol):
@@ -34,28 +33,39 @@ class RemoteCall(torch.autograd.Function):
         span: Span,
         grad_enabled: bool,
         hidden_states: Tensor,
-        embeds: Tensor | None,
-        source: Tensor | None,
-        *trained: Tensor,
+        *more: Tensor | None,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
         outputs, stages = runner.forward(inputs.detached(), span, keep=keep)
         if keep:
             ctx.runner, ctx.stages = runner, stages
-            ctx.like = [(t.shape, t.device, t.dtype) for t in trained]
+            ctx.like = [(t.shape, t.device, t.dtype) for t in more[len(BESIDE) :] if t is not None]
             ctx.may_overflow = _scales_losses()
+            # Saved by autograd itself, they would be computed anew under gradient checkpointing: through the swarm.
+            floats = [t for t in (hidden_states, *more) if t is not None and t.is_floating_point()]
+            ctx.versions = [(t, t._version) for t in floats if not t.is_inference()]
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "servers answer gradients, and no gradients of gradients: call backward() or grad() without "
+                "create_graph=True"
+            )
         if not ctx.may_overflow and not bool(grad_outputs.isfinite().all()):
             raise ConfigurationError(
                 "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
                 "lower the learning rate"
             )
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise ConfigurationError(
+                "parameters or hidden states were changed in place after the forward, so the blocks would answer "
+                "gradients of something else: call backward() before optimizer.step() and other changes"
+            )
         grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
-        _, _, _, _, hidden, embeds, source, *trained = ctx.needs_input_grad
+        _, _, _, _, hidden, *more = ctx.needs_input_grad
+        beside, trained = more[: len(BESIDE)], more[len(BESIDE) :]
         of_adapter: list[Tensor | None] = []
         for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
             grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
@@ -63,8 +73,7 @@ class RemoteCall(torch.autograd.Function):
         return (
             *(None, None, None, None),
             grads["hidden_states"] if hidden else None,
-            grads["inputs_embeds"] if embeds else None,
-            grads["encoder_hidden_states"] if source else None,
+            *(grads[name] if wanted else None for name, wanted in zip(BESIDE, beside, strict=True)),
             *of_adapter,
         )
 

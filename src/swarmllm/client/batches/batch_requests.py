@@ -26,7 +26,7 @@ class Neighbours:
 
     source: Predecessor | None = None
     target: Target | None = None
-    lean: bool = False
+    without_pushed: bool = False
 
 
 ALONE = Neighbours()
@@ -147,7 +147,7 @@ def _header(hop: RouteHop, inputs: BlockInputs, neighbours: Neighbours, compress
         tensors=(),
         source=neighbours.source,
         target=neighbours.target,
-        lean=neighbours.lean,
+        without_pushed=neighbours.without_pushed,
         compression=compression,
         **fields,
     )

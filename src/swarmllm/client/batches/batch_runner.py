@@ -5,15 +5,18 @@ server that has room keeps what it has computed for the backward that comes.
 """
 
 import itertools
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from swarmllm.client.batches.autograd_function import RemoteCall
 from swarmllm.client.batches.batch_requests import BatchRequests
-from swarmllm.client.batches.hop_batches import BESIDE, Gradients, HopBatches, added_up
+from swarmllm.client.batches.hop_batches import Gradients, HopBatches, added_up
 from swarmllm.client.batches.micro_batches import MicroBatches, Stage
 from swarmllm.client.batches.padding import Excerpt, Layout
 from swarmllm.client.batches.pushed_batches import PushedBatches
@@ -21,7 +24,9 @@ from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.concurrency import Job, in_turns
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+
+Result = TypeVar("Result")
 
 MICRO_BATCHES_PER_HOP = 4
 """Micro-batches per server of the route, made of a batch and under way at a time: one is computed while the others are
@@ -37,6 +42,8 @@ class BatchRunner:
     def __init__(self, view: SwarmView, traits: BlockTraits) -> None:
         self._view = view
         self.traits = traits
+        self.waited_s = 0.0
+        """Seconds, in all, that callers have waited for servers and the network, forwards and backwards."""
         self.requests = BatchRequests(view)
         self.pushed = PushedBatches(view, self.requests)
         hops = HopBatches(self.requests, traits)
@@ -44,7 +51,7 @@ class BatchRunner:
         self._micro_batches = MicroBatches(view, hops, self.pushed, self.spot_checks)
 
     def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
-        """The outputs of the blocks of `span`; differentiable with respect to hidden_states and inputs_embeds.
+        """The outputs of the blocks of `span`; differentiable with respect to hidden_states and `BESIDE`.
 
         Raises:
             SwarmError: the swarm can't do it within the retries.
@@ -55,11 +62,17 @@ class BatchRunner:
             span,
             torch.is_grad_enabled(),
             inputs.hidden_states,
-            inputs.inputs_embeds,
-            inputs.encoder_hidden_states,
+            *(getattr(inputs, name) for name in BESIDE),
             *inputs.trained,
         )
         return outputs
+
+    def _wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
+        began_at = time.perf_counter()
+        try:
+            return self._view.loop.run(work)
+        finally:
+            self.waited_s += time.perf_counter() - began_at
 
     def close(self) -> None:
         """Close the streams; call it in the event loop."""
@@ -68,7 +81,7 @@ class BatchRunner:
     def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, "Computed"]:
         """Outputs, and per micro-batch what each server was given; `keep` if a backward will come."""
         layout = Layout(inputs, self.traits)
-        excerpts, results = self._view.loop.run(self._forward(inputs, layout, span, keep))
+        excerpts, results = self._wait_for(self._forward(inputs, layout, span, keep))
         outputs = layout.put_back(
             "hidden_states", [(out, excerpt) for (out, _), excerpt in zip(results, excerpts, strict=True)]
         )
@@ -93,7 +106,9 @@ class BatchRunner:
             of_route: list[Job[tuple[Tensor, list[Stage]]]] = []
             for rows in layout.micro_batches(part, min(cap, wanted)):
                 cut, excerpt = layout.cut(inputs, rows)
-                of_route.append(partial(self._micro_batches.forward, cut, span, route, keep=keep, lean=not keep))
+                of_route.append(
+                    partial(self._micro_batches.forward, cut, span, route, keep=keep, without_pushed=not keep)
+                )
                 parts.append((cut, excerpt))
             groups.append((num_parts, of_route))
         results = await in_turns(groups)
@@ -103,7 +118,7 @@ class BatchRunner:
 
     def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
         """Gradients of the first span's hidden_states, and of what travels beside them, an adapter included."""
-        found = self._view.loop.run(self._backward(computed, grad_outputs))
+        found = self._wait_for(self._backward(computed, grad_outputs))
         whole: Gradients = {}
         for name in found[0]:
             if name in ("hidden_states", *BESIDE):

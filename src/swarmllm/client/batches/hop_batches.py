@@ -17,11 +17,9 @@ from swarmllm.client.view.inner_answers import parts_at_once, take_inner
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import CorruptActivationsError
 from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
-from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs
 from swarmllm.network.wire.protocol import MessageType
 
-BESIDE = ("inputs_embeds", "encoder_hidden_states")
-"""What all servers of a route are given, and so have gradients of that add up."""
 Gradients = dict[str, Tensor]
 """Gradients of `hidden_states` and `BESIDE`, and as `adapter.INDEX` those of the adapter's tensors."""
 Kept = tuple[ServerInfo, int]

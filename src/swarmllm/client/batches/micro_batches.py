@@ -10,13 +10,13 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from swarmllm.client.batches.hop_batches import BESIDE, Gradients, HopBatches, Kept
+from swarmllm.client.batches.hop_batches import Gradients, HopBatches, Kept
 from swarmllm.client.batches.pushed_batches import Part, PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.errors import MissingBlocksError, SessionLostError, SwarmError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries
 
@@ -41,7 +41,7 @@ class _Forward:
     start: int
     """The block that comes next."""
     keep: bool
-    lean: bool
+    without_pushed: bool
     pushing: bool = True
     """Whether servers may pass on to each other; after a failure everything is relayed."""
     stages: list[Stage] = field(default_factory=list)
@@ -64,13 +64,13 @@ class MicroBatches:
         route: list[RouteHop] | None = None,
         *,
         keep: bool = False,
-        lean: bool = False,
+        without_pushed: bool = False,
     ) -> tuple[Tensor, list[Stage]]:
         """Outputs and stages, first along `route`; when a server fails, the rest takes another one from there on.
 
-        `lean`: the stages aren't needed, and what was passed on is not among them.
+        `without_pushed`: the stages aren't needed, and what was passed on is not among them.
         """
-        run = _Forward(inputs, span.start, keep, lean)
+        run = _Forward(inputs, span.start, keep, without_pushed)
         shows = inputs.inner is not None
         retries = self._view.retries()
         while run.start < span.end:
@@ -106,10 +106,10 @@ class MicroBatches:
     async def _forward_chain(self, run: _Forward, chain: list[RouteHop]) -> None:
         """Servers that pass on to each other; if one can't, the rest is left to be relayed."""
         parts = [Part(hop, run.inputs) for hop in chain]
-        outcome = await self._pushed.run(MessageType.FORWARD, parts, keep=run.keep, lean=run.lean)
+        outcome = await self._pushed.run(MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed)
         for hop, answer in zip(chain, outcome.answers, strict=False):
             self._hops.show(answer, hop, run.inputs)
-            if run.lean and answer.header.pushed and hop is not chain[-1]:
+            if run.without_pushed and answer.header.pushed and hop is not chain[-1]:
                 continue
             kept = (hop.server, answer.header.id) if run.keep else None
             run.advance(hop.span, self._hops.outputs(answer, run.inputs), kept)
@@ -148,7 +148,7 @@ class MicroBatches:
         parts = [
             Part(RouteHop(stage.kept[0], stage.span), stage.inputs, stage.kept[1]) for stage in chain if stage.kept
         ]
-        outcome = await self._pushed.run(MessageType.BACKWARD, parts, grad_outputs, lean=True)
+        outcome = await self._pushed.run(MessageType.BACKWARD, parts, grad_outputs, without_pushed=True)
         num_done = len(outcome.answers)
         try:
             if outcome.error is not None:

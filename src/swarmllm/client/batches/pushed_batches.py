@@ -110,9 +110,9 @@ class PushedBatches:
         grad_outputs: Tensor | None = None,
         *,
         keep: bool = False,
-        lean: bool = False,
+        without_pushed: bool = False,
     ) -> Outcome:
-        """FORWARD or BACKWARD through all parts in this order; `lean`: nobody answers what is passed on."""
+        """FORWARD or BACKWARD through all parts in this order; `without_pushed`: nobody answers what is passed on."""
         timeout_s = 2 * len(parts) * self._view.config.step_timeout_s  # the last one waits for all before it
 
         def request(part: Part, neighbours: Neighbours) -> Awaitable[Result]:
@@ -135,7 +135,7 @@ class PushedBatches:
                 return await self._follow(
                     [
                         _Link(part, neighbours, tasks.create_task(_outcome(request(part, neighbours))))
-                        for part, neighbours in _with_neighbours(parts, lean)
+                        for part, neighbours in _with_neighbours(parts, without_pushed)
                     ]
                 )
         finally:
@@ -217,7 +217,7 @@ class _Link:
         return error if isinstance(error, SwarmError) else None
 
 
-def _with_neighbours(parts: Sequence[Part], lean: bool) -> Iterator[tuple[Part, Neighbours]]:
+def _with_neighbours(parts: Sequence[Part], without_pushed: bool) -> Iterator[tuple[Part, Neighbours]]:
     """Each part, with what its request says about its neighbours."""
     source: Predecessor | None = None
     for part, after in zip(parts, [*parts[1:], None], strict=True):
@@ -226,7 +226,7 @@ def _with_neighbours(parts: Sequence[Part], lean: bool) -> Iterator[tuple[Part, 
             return
         token = secrets.token_hex(16)
         target = Target(peer_id=after.peer_id, addrs=after.hop.server.addrs, token=token)
-        yield part, Neighbours(source, target, lean)
+        yield part, Neighbours(source, target, without_pushed)
         source = Predecessor(peer_id=part.peer_id, token=token)
 
 

@@ -152,7 +152,7 @@ class Chain:
             SwarmError: none does.
         """
         self._in_flight.is_linked = False
-        if isinstance(error, CacheFullError) and self.text.ask_for_less():
+        if isinstance(error, CacheFullError) and self.text.room.ask_for_less():
             return
         self.view.report(error)
         if self.on_failure is not None:

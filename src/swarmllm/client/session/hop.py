@@ -24,13 +24,13 @@ class ChainState:
     """A chain as all its requests describe it: how often it was repaired, and its batch's rows chosen."""
 
     epoch: int
-    rows: int = 0
+    num_choices: int = 0
     batch_index: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The terms on which a chain's sessions are opened, the same on every server."""
+class SessionSettings:
+    """What a chain's sessions are opened with, the same on every server."""
 
     on_answer: OnAnswer
     batch_size: int
@@ -56,26 +56,26 @@ class Hop:
     """Steps go in the order in which they were given, also where a long one is packed in a thread meanwhile."""
 
     @classmethod
-    async def open(cls, view: SwarmView, route_hop: RouteHop, terms: Terms, *, epoch: int) -> Self:
+    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, epoch: int) -> Self:
         """Connect, and lease KV cache for the session.
 
         Raises:
             SwarmError: the server can't be reached or refuses.
         """
-        connection = await view.open_connection(route_hop.server, terms.on_answer)
+        connection = await view.open_connection(route_hop.server, settings.on_answer)
         session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
         hop = cls(route_hop, connection, session, token, timeout_s)
         try:
-            await hop._lease(view, terms, epoch)
+            await hop._lease(view, settings, epoch)
         except BaseException:
             connection.close()
             raise
         view.health.succeeded(hop.peer_id)
         return hop
 
-    async def _lease(self, view: SwarmView, terms: Terms, epoch: int) -> None:
+    async def _lease(self, view: SwarmView, settings: SessionSettings, epoch: int) -> None:
         adapter = await view.adapters.header_fields(
-            self.connection, terms.adapter, self.span, timeout_s=view.config.step_timeout_s
+            self.connection, settings.adapter, self.span, timeout_s=view.config.step_timeout_s
         )
         header = OpenHeader(
             id=new_request_id(),
@@ -83,11 +83,11 @@ class Hop:
             token=self.token,
             start=self.span.start,
             end=self.span.end,
-            batch_size=terms.batch_size,
-            max_length=terms.max_length,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
             epoch=epoch,
-            record_past=terms.record_past,
-            source_length=terms.source_length,
+            record_past=settings.record_past,
+            source_length=settings.source_length,
             compression=view.config.compression,
             **adapter,
         )
@@ -162,7 +162,7 @@ class Hop:
             batch_size=inputs.batch_size,
             seq_len=inputs.seq_len,
             tensors=(),
-            rows=state.rows,
+            num_choices=state.num_choices,
             batch_index=state.batch_index,
             ones_mask=ones_mask,
             replay_hops=replay_hops,
@@ -185,7 +185,7 @@ class Hop:
             epoch=state.epoch,
             length=length,
             replay_hops=replay_hops,
-            rows=state.rows,
+            num_choices=state.num_choices,
             batch_index=state.batch_index,
         )
         await self.connection.send(MessageType.REPLAY, header)

@@ -23,7 +23,7 @@ from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
 from swarmllm.client.session.chain import Chain
 from swarmllm.client.session.legs import Leg, Legs, LocalLeg, RemoteLeg
 from swarmllm.client.session.pipelined_chain import PipelinedChain
-from swarmllm.client.session.session_text import SessionText
+from swarmllm.client.session.session_text import SessionText, TextRoom
 from swarmllm.client.session.user_inputs import block_inputs, check_position
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
@@ -63,31 +63,24 @@ class InferenceSession:
         max_length = DEFAULT_MAX_LENGTH if max_length is None else operator.index(max_length)
         batch_size = operator.index(batch_size)
         view.loop.check_open()
-        if not (1 <= max_length <= MAX_POSITION and 1 <= batch_size <= MAX_BATCH):
-            raise ConfigurationError(
-                f"max_length must be 1 to {MAX_POSITION} and batch_size 1 to {MAX_BATCH}, "
-                f"not {max_length} and {batch_size}"
-            )
+        _check_size(max_length, batch_size)
         self.batch_size = batch_size
         self.history: Tensor | None = None
         """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
         self.step_s = 0.0
         """Seconds that the last step took."""
-        self._loop = view.loop
-        self._hidden_size = view.hidden_size
         legs: list[Leg] = []
         self._span = span or Span(0, view.num_blocks)
         for part, here in local.parts(self._span):
-            text = SessionText(traits, max_length, grows, guessed)
+            text = SessionText(traits, TextRoom(max_length, grows, guessed))
             if here is None:
                 legs.append(RemoteLeg(view.loop, PipelinedChain(view, text, spot_checks, part)))
             else:
                 legs.append(LocalLeg(here, text))
         self._legs, self._local = Legs(legs, noise_for(view.config, traits)), local
-        self._text, self._chain = legs[0].text, self._legs.chains[0]
         self._generating = threading.Lock()
         # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
-        self._close = weakref.finalize(self, _close_chains, self._loop, self._legs.chains)
+        self._close = weakref.finalize(self, _close_chains, view.loop, self._legs.chains)
         self._close.atexit = False
 
     def step(
@@ -112,7 +105,7 @@ class InferenceSession:
         """
         inputs = block_inputs(
             self._text.traits,
-            self._hidden_size,
+            self._chain.view.hidden_size,
             hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -125,11 +118,11 @@ class InferenceSession:
         self.history = None
         return self.run(inputs)
 
-    def run(self, inputs: BlockInputs) -> Tensor:
-        """Run all blocks on inputs that are already together."""
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """Run all blocks, or a part of them after the others, on inputs that are already together."""
         self._check_open()
         began_at = time.perf_counter()
-        output = self._legs.run(inputs)
+        output = self._legs.run(inputs, part)
         self.step_s = time.perf_counter() - began_at
         return output
 
@@ -152,29 +145,36 @@ class InferenceSession:
         if self._close.alive:
             self._legs.abandon()
 
-    def remember(self, inputs: BlockInputs) -> None:
-        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
-        self._legs.remember(inputs)
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
+        """The blocks, or a part of them, have seen `inputs` elsewhere: servers compute them again when it goes on."""
+        self._legs.remember(inputs, part)
 
     def fork(self) -> "InferenceSession":
         """Another session with the same past, which servers compute again when it is continued."""
         self._check_open()
-        chain, text = self._chain, self._text
+        text = self._text
         twin = InferenceSession(
-            chain.view,
+            self._chain.view,
             text.traits,
-            chain.spot_checks,
-            max_length=text.max_length,
+            self._chain.spot_checks,
+            max_length=text.room.max_length,
             batch_size=self.batch_size,
-            grows=text.grows,
+            grows=text.room.grows,
             local=self._local,
             span=self._span,
         )
-        for twins in twin._legs.texts:
-            twins.record_past, twins.guessed = text.record_past, text.guessed
-        for inputs in self._legs.past():
-            twin._legs.remember(inputs, was_sent=True)
+        twin._legs.follow(self._legs)
         return twin
+
+    @property
+    def _text(self) -> SessionText:
+        """That of the first leg."""
+        return self._legs.texts[0]
+
+    @property
+    def _chain(self) -> PipelinedChain:
+        """The first one."""
+        return self._legs.chains[0]
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -183,7 +183,7 @@ class InferenceSession:
     @property
     def max_length(self) -> int:
         """Positions that the servers keep room for."""
-        return min(text.max_length for text in self._legs.texts)
+        return min(text.room.max_length for text in self._legs.texts)
 
     @property
     def position(self) -> int:
@@ -282,6 +282,13 @@ class InferenceSession:
     def __exit__(self, *_: object) -> None:
         _entered.set(tuple(session for session in _entered.get() if session is not self))
         self.close()
+
+
+def _check_size(max_length: int, batch_size: int) -> None:
+    if not (1 <= max_length <= MAX_POSITION and 1 <= batch_size <= MAX_BATCH):
+        raise ConfigurationError(
+            f"max_length must be 1 to {MAX_POSITION} and batch_size 1 to {MAX_BATCH}, not {max_length} and {batch_size}"
+        )
 
 
 def _close_chains(loop: EventLoop, chains: Sequence[Chain]) -> None:

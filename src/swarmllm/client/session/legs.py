@@ -5,6 +5,7 @@ A server that is lost concerns its own leg alone, and what is behind it waits.
 
     event                          what happens
     run                            each leg computes what the one before it gave; local ones here, at once
+    run a part                     only its legs, which are cut out of longer ones if need be; the others follow
     a leg fails                    the text stays where the last leg is; those ahead of it go back before they run again
     send (speculation)             local legs before the first remote one compute, and that one is sent their result
     receive                        its result goes through all legs behind it
@@ -22,7 +23,7 @@ from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.client.session.pipelined_chain import PipelinedChain
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.data_structures import RouteHop
+from swarmllm.data_structures import RouteHop, Span
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
@@ -34,8 +35,17 @@ class Leg(Protocol):
 
     text: SessionText
 
+    @property
+    def span(self) -> Span:
+        """The blocks."""
+        ...
+
     def run(self, inputs: BlockInputs) -> Tensor:
         """Their outputs for what follows the text's position."""
+        ...
+
+    def past(self) -> list[tuple[int, BlockInputs]]:
+        """(position, inputs) of all that they have seen, in as few calls as it can be computed with."""
         ...
 
 
@@ -45,8 +55,26 @@ class RemoteLeg:
     def __init__(self, loop: EventLoop, chain: PipelinedChain) -> None:
         self.loop, self.chain, self.text = loop, chain, chain.text
 
+    @property
+    def span(self) -> Span:
+        return self.chain.span
+
     def run(self, inputs: BlockInputs) -> Tensor:
         return self.loop.run(self.chain.step(inputs))
+
+    def past(self) -> list[tuple[int, BlockInputs]]:
+        return self.loop.run(self.chain.past())
+
+    def pieces(self, bound: int) -> tuple["RemoteLeg", "RemoteLeg"]:
+        """Two others in its place that have seen nothing yet: up to that block, and from it on."""
+        chain = self.chain
+
+        def piece(span: Span) -> RemoteLeg:
+            found = PipelinedChain(chain.view, self.text.twin(), chain.spot_checks, span)
+            found.on_failure, found.repairs.on_route = chain.on_failure, chain.repairs.on_route
+            return RemoteLeg(self.loop, found)
+
+        return piece(Span(self.span.start, bound)), piece(Span(bound, self.span.end))
 
 
 class LocalLeg:
@@ -56,6 +84,13 @@ class LocalLeg:
         self.text = text
         self._blocks = blocks
         self._cache: SpanCache | None = None
+
+    @property
+    def span(self) -> Span:
+        return self._blocks.span
+
+    def past(self) -> list[tuple[int, BlockInputs]]:
+        return self.text.past()
 
     def run(self, inputs: BlockInputs) -> Tensor:
         text = self.text
@@ -89,12 +124,12 @@ class Legs:
     """All legs of one text, at least one of them remote; those are given the hidden states with `noise`."""
 
     def __init__(self, legs: Sequence[Leg], noise: ActivationNoise) -> None:
-        self._legs, self._noise = legs, noise
-        remote = [index for index, leg in enumerate(legs) if isinstance(leg, RemoteLeg)]
-        self._first_remote = remote[0]
+        self._legs, self._noise = list(legs), noise
+        self._first_remote = next(index for index, leg in enumerate(legs) if isinstance(leg, RemoteLeg))
         self.chains = [leg.chain for leg in legs if isinstance(leg, RemoteLeg)]
-        self._remembered: list[tuple[BlockInputs, bool]] = []
-        """What is yet to be computed, and whether it has been sent to servers before."""
+        """Those in use; the list itself stays the same."""
+        self._remembered: list[tuple[BlockInputs, Span | None]] = []
+        """What is yet to be computed, by these blocks or by all."""
         self._sent: deque[tuple[int, BlockInputs]] = deque()
         """(position, inputs) of the first remote leg's steps under way, where others come behind it."""
 
@@ -106,7 +141,9 @@ class Legs:
     @property
     def position(self) -> int:
         """Positions that all blocks have seen."""
-        return self._legs[-1].text.position + sum(inputs.seq_len for inputs, _ in self._remembered)
+        last = self._legs[-1]
+        remembered = (one for one, part in self._remembered if part is None or part.end == last.span.end)
+        return last.text.position + sum(inputs.seq_len for inputs in remembered)
 
     @position.setter
     def position(self, value: int) -> None:
@@ -118,10 +155,24 @@ class Legs:
         for leg in self._legs:
             _go_back(leg, value)
 
-    def run(self, inputs: BlockInputs) -> Tensor:
-        """Hidden states after the last block, for inputs that follow the position."""
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """Hidden states after the last block, or after a part that will be followed by the others."""
         self._catch_up()
-        return self._run(self._legs, inputs, self._legs[-1].text.position)
+        return self._run(self._of(part), inputs, self._legs[-1].text.position)
+
+    def _of(self, part: Span | None) -> list[Leg]:
+        """The legs of these blocks. One that has others, too, is cut, and what it has seen is computed once more."""
+        for bound in () if part is None else (part.start, part.end):
+            for index, leg in enumerate(self._legs):
+                if isinstance(leg, RemoteLeg) and leg.span.start < bound < leg.span.end:
+                    pieces = leg.pieces(bound)
+                    for position, inputs in leg.past():
+                        self._run(pieces, inputs, position, was_sent=True)
+                    self._legs[index : index + 1] = pieces
+                    self.chains[:] = [one.chain for one in self._legs if isinstance(one, RemoteLeg)]
+                    leg.loop.call_soon(leg.chain.close())
+                    break
+        return [leg for leg in self._legs if part is None or leg.span in part]
 
     def send(self, inputs: BlockInputs, position: int) -> None:
         """Send a step, which at a lower position than before replaces what is under way."""
@@ -153,24 +204,23 @@ class Legs:
         self._sent.clear()
         self._remote.loop.run(self._remote.chain.abandon())
 
-    def remember(self, inputs: BlockInputs, *, was_sent: bool = False) -> None:
-        """All blocks have seen `inputs` elsewhere; `was_sent`: they are what `past` of another text gave."""
-        text = self._legs[0].text
-        if len(self._legs) > 1:  # nobody knows what came out of the first leg, and went into the next one
-            self._remembered.append((inputs, was_sent))
-            return
-        text.append(text.position, inputs if was_sent else self._noise(inputs))
-        text.adapter = inputs.adapter
-        text.source_length = max(text.source_length, inputs.source_len)
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
+        """All blocks have seen `inputs` elsewhere, or this part of them has, and the others will follow."""
+        legs = self._of(part)
+        if len(self._legs) > 1:  # nobody knows what came out of one leg, and went into the next one
+            self._remembered.append((inputs, part))
+        else:
+            _append(legs[0], self._noise(inputs))
 
-    def past(self) -> list[BlockInputs]:
-        """The inputs of all positions, in order, in as few calls as they can be computed with."""
-        self._catch_up()
-        _go_back(self._legs[0], self.position)
-        text = self._legs[0].text
-        if self._first_remote == 0:
-            return [inputs for _, inputs in self._remote.loop.run(self.chains[0].past())]
-        return [inputs for _, inputs in text.past()]
+    def follow(self, other: "Legs") -> None:
+        """Have seen what the other text has, whose legs are of the same blocks as these but for cuts."""
+        other._catch_up()
+        for leg in other._legs:
+            _go_back(leg, other.position)
+            (own,) = self._of(leg.span)
+            own.text.record_past, own.text.room.guessed = leg.text.record_past, leg.text.room.guessed
+            for _, inputs in leg.past():
+                _append(own, inputs)
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Take these rows before the next step."""
@@ -205,20 +255,27 @@ class Legs:
     def _catch_up(self) -> None:
         """Compute what was only remembered."""
         while self._remembered:
-            inputs, was_sent = self._remembered[0]
-            self._run(self._legs, inputs, self._legs[-1].text.position, was_sent=was_sent)
+            inputs, part = self._remembered[0]
+            self._run(self._of(part), inputs, self._legs[-1].text.position)
             del self._remembered[0]
 
     def _run(self, legs: Sequence[Leg], inputs: BlockInputs, position: int, *, was_sent: bool = False) -> Tensor:
-        """The outputs of these legs, from `position` on."""
+        """The outputs of these legs, from `position` on; `was_sent`: the first of them got these inputs before."""
         for leg in legs:
-            if isinstance(leg, RemoteLeg) and not (was_sent and leg is self._legs[0]):
+            if isinstance(leg, RemoteLeg) and not (was_sent and leg is legs[0]):
                 inputs = self._noise(inputs)
             _go_back(leg, position)
             if leg.text.position != position:
                 raise ConfigurationError(f"a step can't start at position {position}: {leg.text.position} is known")
             inputs = inputs.with_hidden(leg.run(inputs))
         return inputs.hidden_states
+
+
+def _append(leg: Leg, inputs: BlockInputs) -> None:
+    """Note what its blocks have seen; they will compute it when they go on."""
+    leg.text.append(leg.text.position, inputs)
+    leg.text.adapter = inputs.adapter
+    leg.text.source_length = max(leg.text.source_length, inputs.source_len)
 
 
 def _go_back(leg: Leg, position: int) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import pairwise
 from typing import overload
 
-from swarmllm.client.session.hop import Hop, Terms
+from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.view.concurrency import gather
 from swarmllm.client.view.connection import Connection, attended, baseless
 from swarmllm.client.view.swarm_view import SwarmView
@@ -148,7 +148,7 @@ class OpenRoute(Sequence[Hop]):
 
     # ------------------------------------------------------------------ opening
 
-    async def complete(self, terms: Terms, epoch: int, costs: RouteCosts) -> None:
+    async def complete(self, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
         """Leave what isn't usable; for each gap look for a new route, and open sessions on its servers.
 
         Raises:
@@ -160,7 +160,7 @@ class OpenRoute(Sequence[Hop]):
         self._hops = [hop for hop in self._hops if hop.usable]
         self._forget_doubts()
         for gap in self._gaps():
-            await self._open(gap, terms, epoch, costs)
+            await self._open(gap, settings, epoch, costs)
 
     def _gaps(self) -> list[Span]:
         gaps: list[Span] = []
@@ -173,9 +173,9 @@ class OpenRoute(Sequence[Hop]):
             gaps.append(Span(start, self._span.end))
         return gaps
 
-    async def _open(self, span: Span, terms: Terms, epoch: int, costs: RouteCosts) -> None:
+    async def _open(self, span: Span, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
         async def open_hop(route_hop: RouteHop) -> None:
-            hop = await Hop.open(self._view, route_hop, terms, epoch=epoch)
+            hop = await Hop.open(self._view, route_hop, settings, epoch=epoch)
             self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
 
         route = await self._view.routes.find(span, costs)
@@ -187,7 +187,7 @@ class OpenRoute(Sequence[Hop]):
         if errors:
             raise errors[0]
 
-    async def exchange(self, route: Sequence[RouteHop], terms: Terms, epoch: int) -> bool:
+    async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, epoch: int) -> bool:
         """Open what is new of `route`; only if that works, leave what isn't part of it. Otherwise nothing changes."""
         held = {(hop.peer_id, hop.span): hop for hop in self._hops}
         kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
@@ -195,7 +195,7 @@ class OpenRoute(Sequence[Hop]):
         opened: list[Hop] = []
 
         async def open_hop(route_hop: RouteHop) -> None:
-            opened.append(await Hop.open(self._view, route_hop, terms, epoch=epoch))
+            opened.append(await Hop.open(self._view, route_hop, settings, epoch=epoch))
 
         try:
             await gather([partial(open_hop, hop) for hop in wanted])

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from swarmllm.client.session.hop import Hop, Terms
+from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.session_text import SessionText
@@ -60,7 +60,7 @@ class Repairs:
             self.num_repairs += 1
             self._view.counts["repairs"] += 1
         await self._hops.look_after_accused(self._view.config.connect_timeout_s)
-        await self._hops.complete(self._terms, self._in_flight.epoch, self._costs())
+        await self._hops.complete(self._settings, self._in_flight.epoch, self._costs())
         await self._rejoin(began_at)
 
     async def _move_if_better(self) -> bool:
@@ -69,7 +69,7 @@ class Repairs:
             return False
         self._news = news
         # Nobody knows how much will be generated; on average, a stream that has run for some time is half over.
-        tokens_left = min(self._text.max_length - self._text.position, max(MIN_TOKENS_LEFT, self._text.position))
+        tokens_left = min(self._text.room.max_length - self._text.position, max(MIN_TOKENS_LEFT, self._text.position))
         target = self._view.routes.better(self._hops.route, self._costs(), tokens_left)
         return target is not None and await self._move(target)
 
@@ -80,7 +80,7 @@ class Repairs:
             SwarmError: the old route is left, but the new one must be repaired.
         """
         began_at = asyncio.get_running_loop().time()
-        if not await self._hops.exchange(route, self._terms, self._in_flight.epoch + 1):
+        if not await self._hops.exchange(route, self._settings, self._in_flight.epoch + 1):
             return False
         self._in_flight.begin_epoch()
         self._in_flight.is_linked = False
@@ -120,12 +120,12 @@ class Repairs:
             in_flight.remove(step)
 
     @property
-    def _terms(self) -> Terms:
+    def _settings(self) -> SessionSettings:
         text = self._text
-        return Terms(
+        return SessionSettings(
             self._in_flight.on_answer,
             text.batch_size,
-            text.max_length,
+            text.room.max_length,
             text.record_past,
             text.adapter,
             text.source_length,
@@ -136,6 +136,6 @@ class Repairs:
         return self._view.routes.costs(
             context_tokens=text.position,
             batch_size=text.batch_size,
-            cache_tokens=text.batch_size * text.max_length,
+            cache_tokens=text.batch_size * text.room.max_length,
             inner_states=text.shows,
         )

@@ -15,15 +15,53 @@ from swarmllm.network.wire.messages import MAX_POSITION
 
 
 @dataclass(eq=False)
-class SessionText:
-    """One batch of texts. `position` counts what all blocks have seen and the client has got back."""
+class TextRoom:
+    """How many positions servers keep room for."""
 
-    traits: BlockTraits
     max_length: int
     grows: bool = False
     """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
     guessed: bool = False
     """Whether `max_length` is more than anybody has asked for: where servers have no room for it, less will do."""
+    _needed_length: int = 0
+    """Positions that were to be computed so far."""
+
+    def length_for(self, position: int, num_tokens: int) -> int:
+        """The `max_length` with which that many tokens can follow the position.
+
+        Raises:
+            SessionLengthExceededError: there is none.
+        """
+        wanted, max_length = position + num_tokens, self.max_length
+        if self.grows and max_length < wanted <= MAX_POSITION:
+            # Twice as long each time: replaying what is known costs less in all than computing it once.
+            max_length = min(MAX_POSITION, max(wanted, 2 * max_length))
+        if wanted > max_length:
+            raise SessionLengthExceededError(
+                f"{position} + {num_tokens} tokens are more than the session's max_length of "
+                f"{max_length}: open it with a larger max_length"
+            )
+        return max_length
+
+    def take(self, needed_length: int, max_length: int) -> None:
+        """Keep room for `max_length` from now on, of which that much is needed."""
+        self.guessed = self.guessed or max_length > self.max_length
+        self.max_length, self._needed_length = max_length, needed_length
+
+    def ask_for_less(self) -> bool:
+        """Lower a guessed `max_length`, for which a server has no room; whether that was possible."""
+        if not self.guessed or self.max_length <= self._needed_length:
+            return False
+        self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
+        return True
+
+
+@dataclass(eq=False)
+class SessionText:
+    """One batch of texts. `position` counts what all blocks have seen and the client has got back."""
+
+    traits: BlockTraits
+    room: TextRoom
     record_past: bool = False
     shows: bool = False
     """Whether the last step wanted to see what passes between blocks, which older servers don't tell."""
@@ -37,12 +75,14 @@ class SessionText:
     """Number of selections of rows of the batch."""
     selection: tuple[int, ...] | None = None
     """The rows to take before the next step; servers learn of them with it."""
-    _needed_length: int = 0
-    """Positions that were to be computed so far."""
     _log: ActivationLog = field(init=False)
 
     def __post_init__(self) -> None:
         self._log = ActivationLog(self.traits)
+
+    def twin(self) -> "SessionText":
+        """Another one of the same kind that has seen nothing yet."""
+        return SessionText(self.traits, replace(self.room, _needed_length=0), self.record_past)
 
     def admit(self, position: int, inputs: BlockInputs) -> bool:
         """Whether the servers' sessions have room for `inputs` at `position`; if not, new ones will have.
@@ -50,15 +90,7 @@ class SessionText:
         Raises:
             SessionLengthExceededError, ConfigurationError: they can't follow; nothing has changed.
         """
-        wanted, max_length = position + inputs.seq_len, self.max_length
-        if self.grows and max_length < wanted <= MAX_POSITION:
-            # Twice as long each time: replaying what is known costs less in all than computing it once.
-            max_length = min(MAX_POSITION, max(wanted, 2 * max_length))
-        if wanted > max_length:
-            raise SessionLengthExceededError(
-                f"{position} + {inputs.seq_len} tokens are more than the session's max_length of "
-                f"{max_length}: open it with a larger max_length"
-            )
+        max_length = self.room.length_for(position, inputs.seq_len)
         is_same_adapter = (self.adapter and self.adapter.version) == (inputs.adapter and inputs.adapter.version)
         if position and not is_same_adapter:
             raise ConfigurationError(
@@ -69,21 +101,13 @@ class SessionText:
             raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
         has_rows = kept > 0 or inputs.batch_size == self.batch_size  # the servers keep room for that many
         has_source = position > 0 or inputs.source_len <= self.source_length
-        fits = is_same_adapter and has_rows and has_source and max_length == self.max_length
+        fits = is_same_adapter and has_rows and has_source and max_length == self.room.max_length
         self.source_length = max(self.source_length, inputs.source_len)
-        self.guessed = self.guessed or max_length > self.max_length
-        self.max_length, self._needed_length = max_length, wanted
+        self.room.take(position + inputs.seq_len, max_length)
         self.batch_size = inputs.batch_size
         if not is_same_adapter:
             self.adapter = inputs.adapter
         return fits
-
-    def ask_for_less(self) -> bool:
-        """Lower a guessed `max_length`, for which a server has no room; whether that was possible."""
-        if not self.guessed or self.max_length <= self._needed_length:
-            return False
-        self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
-        return True
 
     def append(self, position: int, inputs: BlockInputs) -> None:
         """All blocks have seen `inputs` at that position, and nothing behind them."""
@@ -105,7 +129,7 @@ class SessionText:
     def chunks(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
         """A long prompt in pieces, so that several servers work on it at once."""
         size = max(1, max_tokens // inputs.batch_size)
-        if not self.traits.chunked_prefill or inputs.seq_len <= size:
+        if not self.traits.chunked_prefill or inputs.seq_len <= size or inputs.looks_ahead(self.position):
             yield inputs
             return
         num_chunks = -(-inputs.seq_len // size)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
 from swarmllm.errors import ConfigurationError, RemoteProtocolError
+from swarmllm.swarm.stacks import describe_span
 
 SHARED = ("batch_axis", "block_output")
 """Traits that must be the same in all blocks of a model; which inputs they need, and where to cut them, may differ."""
@@ -41,8 +42,28 @@ def agreed_traits(said: Sequence[tuple[str, BlockTraits]]) -> BlockTraits:
     )
 
 
+def check_stacks(peer_id: str, served: ServedBlocks, encoder: Span | None) -> None:
+    """Whether a server knows of the two stacks that its blocks are of; one of an older version doesn't.
+
+    Raises:
+        RemoteProtocolError: it doesn't.
+    """
+    if encoder is None or served.traits is None:
+        return
+    lacks_encoder = served.start < encoder.end and served.traits.encoder is None
+    lacks_decoder = served.end > encoder.end and not served.traits.takes_source
+    if lacks_encoder or lacks_decoder:
+        blocks = describe_span(served.start, served.end, encoder.end)
+        raise RemoteProtocolError(
+            f"the server {peer_id} offers {blocks}, but is of a version that serves no models with an encoder and a "
+            "decoder: update swarmllm there",
+            peer_id,
+        )
+
+
 def check_agrees(peer_id: str, served: ServedBlocks, agreed: BlockTraits, encoder: Span | None) -> None:
-    """Raises RemoteProtocolError if a server's blocks are not those of a model with the `agreed` traits."""
+    """Raises RemoteProtocolError if a server's blocks are not those of a model with the `agreed` traits and stacks."""
+    check_stacks(peer_id, served, encoder)
     said = served.traits or agreed
     pairs = [] if encoder is not None and served.end <= encoder.end else [(agreed, said)]
     if encoder is not None and served.start < encoder.end:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from swarmllm.data_structures import RouteHop, SwarmSnapshot
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
 from swarmllm.swarm.block_map import describe_different_weights
-from swarmllm.swarm.weights import agreed_digests, contradicts
+from swarmllm.swarm.weight_digests import agreed_digests, contradicts
 
 logger = logging.getLogger(__name__)
 

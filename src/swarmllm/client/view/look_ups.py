@@ -37,6 +37,8 @@ class LookUps:
         self.num_blocks = num_blocks
         self.spans: tuple[Span, ...] = (Span(0, num_blocks),)
         """The blocks that servers are to run."""
+        self.encoder_blocks = 0
+        """How many blocks, the first ones, are an encoder's."""
         self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
         path = config.contributor_identity
         contributor = None if path is None else Identity.load(path)
@@ -94,7 +96,7 @@ class LookUps:
             if self.snapshot.taken_at < asked_at:
                 servers = await self._directory.servers(self.fingerprint)
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
-                self.snapshot = SwarmSnapshot(self.num_blocks, usable, taken_at=time.monotonic())
+                self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
                 if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # else all are met by pings
                     self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])

@@ -100,8 +100,10 @@ class Routes:
             except MissingBlocksError as error:
                 if costs.inner_states:
                     self._check_old(span, costs, error)
-                level = logging.DEBUG if told else logging.WARNING  # once is enough to explain the silence
-                logger.log(level, "%s yet; looking again for %.0f s", error, max(0.0, deadline - now))
+                if not told:  # once is enough to explain the silence
+                    if not self._snapshot.servers:  # of this model: name those that there are
+                        error = await self._look_ups.explained(error, None, "")
+                    logger.warning("%s; looking again for %.0f s", error, max(0.0, deadline - time.monotonic()))
                 told = True
 
     def alternative(

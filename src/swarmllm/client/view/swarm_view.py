@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from swarmllm.client.view.active_adapter import ActiveAdapter
 from swarmllm.client.view.adapter_uploads import AdapterUploads
-from swarmllm.client.view.agreed_traits import agreed_traits, check_agrees
+from swarmllm.client.view.agreed_traits import agreed_traits, check_agrees, check_stacks
 from swarmllm.client.view.connection import Connection, OnAnswer
 from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
@@ -19,7 +19,7 @@ from swarmllm.client.view.look_ups import LookUps
 from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span, StackTraits
+from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span, StackTraits
 from swarmllm.errors import MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import PeerHealth, Retries
@@ -37,10 +37,10 @@ class SwarmView:
         self.loop = loop
         self.look_ups = LookUps(config, name=name, fingerprint=fingerprint, num_blocks=num_blocks)
         self.health = PeerHealth(config.ban_s)
-        self.active_adapter = ActiveAdapter(config.active_adapter)
-        self.adapters = AdapterUploads(self.active_adapter)
+        active_adapter = ActiveAdapter(config.active_adapter)
+        self.adapters = AdapterUploads(active_adapter)
         self.distances = Distances(config, self.look_ups, self.health)
-        self.routes = Routes(config, loop, self.look_ups, self.health, self.active_adapter, self.distances)
+        self.routes = Routes(config, loop, self.look_ups, self.health, active_adapter, self.distances)
         self.counts: Counter[str] = Counter()
         """Events so far: errors by their code, what servers said of others (`accusations`), `repairs`,
         `spot_checks`, `spot_checks_failed`."""
@@ -49,10 +49,13 @@ class SwarmView:
         self.num_bytes: int | None = None
         """Bytes of all blocks, if this machine held them; None: nobody knows."""
         self._traits: BlockTraits | None = None
-        self.encoder_blocks: Span | None = None
-        """Those of the encoder, if the model has one."""
         """Traits about which the first route's servers agreed."""
         loop.on_close.append(self.look_ups.close)
+
+    @property
+    def encoder_blocks(self) -> Span | None:
+        """Those of the encoder, if the model has one beside its decoder."""
+        return Span(0, self.look_ups.encoder_blocks) if self.look_ups.encoder_blocks else None
 
     # ------------------------------------------------------------------ for users: synchronous
 
@@ -157,7 +160,7 @@ class SwarmView:
         deadline = time.monotonic() + self.config.route_timeout_s
         while True:
             servers = [hop.server for hop in await self.routes.find_soon(span)]
-            greetings = await asyncio.gather(*map(self.look_ups.verified.greet, servers), return_exceptions=True)
+            greetings = await asyncio.gather(*map(self._greet, servers), return_exceptions=True)
             said: list[tuple[str, BlockTraits]] = []
             for server, greeting in zip(servers, greetings, strict=True):
                 if isinstance(greeting, SwarmError):
@@ -170,6 +173,12 @@ class SwarmView:
                     said.append((server.peer_id, greeting.traits))
             if len(said) == len(servers):
                 return said
+
+    async def _greet(self, server: ServerInfo) -> ServedBlocks:
+        """What the server says of itself, which has to know of the model's stacks."""
+        served = await self.look_ups.verified.greet(server)
+        check_stacks(server.peer_id, served, self.encoder_blocks)
+        return served
 
     async def open_connection(self, server: ServerInfo, on_answer: OnAnswer | None = None) -> Connection:
         """A new stream to `server`.

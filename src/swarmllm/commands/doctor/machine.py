@@ -18,7 +18,7 @@ from swarmllm.command_line import one_line
 from swarmllm.commands.doctor.findings import DoctorConfig, Finding, bad, note, ok
 from swarmllm.config import default_cache_dir
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.models.architecture import check_supported
+from swarmllm.models.architecture import check_supported, stacks
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -70,7 +70,9 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
     except SwarmError as error:
         yield bad(one_line(error))
         return
-    yield ok(f"{checkpoint.name}: {checkpoint.num_blocks} blocks, fingerprint {fingerprint(checkpoint)[:12]}")
+    of_stacks = ", ".join(f"{one.role} 0:{len(one.span)}" for one in stacks(checkpoint.config) if one.role)
+    blocks = f"{checkpoint.num_blocks} blocks" + (f" ({of_stacks})" if of_stacks else "")
+    yield ok(f"{checkpoint.name}: {blocks}, fingerprint {fingerprint(checkpoint)[:12]}")
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
     try:
         for device in map(resolve_device, config.device):

@@ -14,6 +14,7 @@ from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_peers, initial_peers_of
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.swarm.stacks import describe_blocks
 
 DIAL_TIMEOUT_S = 3.0
 MAX_SERVERS = 64
@@ -95,7 +96,8 @@ async def _look_at_servers(peer: Peer, swarm_name: str | None) -> list[Finding]:
         servers = (await directory.servers(record.fingerprint))[:MAX_SERVERS]
         missing = SwarmSnapshot(record.num_blocks, servers).missing_blocks()
         if missing:
-            findings.append(note(f"{record.name}: nobody serves {len(missing)} of {record.num_blocks} blocks"))
+            which = describe_blocks(missing, record.encoder_blocks)
+            findings.append(note(f"{record.name}: nobody serves {len(missing)} of {record.num_blocks} blocks: {which}"))
         results = await asyncio.gather(*(_dial_server(peer, server) for server in servers))
         for server, problem in zip(servers, results, strict=True):
             if problem is not None:

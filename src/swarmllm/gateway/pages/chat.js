@@ -1,36 +1,37 @@
 // The chat page: conversations on the left, the one that is open in the middle, the message box below.
 
 import * as api from "/static/api.js";
+import { asSaid, putPictures, showAttach, takePictures } from "/static/attached.js";
 import { drawList, exportOne } from "/static/conversations.js";
-import { endOfId, noticeOf, renderMessage } from "/static/message.js";
+import { begin, health, model, onModel } from "/static/head.js";
+import { receiver } from "/static/incoming.js";
+import { renderMessage } from "/static/message.js";
 import { morph } from "/static/morph.js";
-import { showChoice } from "/static/models.js";
+import { isAtEnd, toEnd } from "/static/scrolling.js";
 import { settingsOf, showSettings } from "/static/settings.js";
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
 const text = byId("text");
-const scroll = byId("scroll");
-const IDEAS = ["Tell me a story about a fox.", "Where does the rain come from?", "What is a good name for a boat?"];
+const IDEAS = ["Tell me a story about a fox.", "What is the capital of France?", "What sound does a frog make?"];
 
-let models = [];
-let model = null;
 let open = null; // the conversation that is shown
 let editing = null; // the place of the message that is said anew, in a branch of its own
 let answering = null; // {conversation, message, abort} while an answer comes
+let early = false; // whether the text in the box was sent before the page knew the model: it goes as soon as it does
 
 // ---------------------------------------------------------------- conversations
 
 function show(conversation) {
   open = conversation;
-  editing = null;
+  dontEdit();
   const hash = conversation ? conversation.id : "";
   if (location.hash.slice(1) !== hash) location.hash = hash;
   byId("export").hidden = !conversation?.messages.length;
   showContext();
   drawAll();
   closeSide();
-  scroll.scrollTop = scroll.scrollHeight;
+  toEnd();
 }
 
 function drawAll() {
@@ -91,13 +92,13 @@ function element(message) {
 function redraw(message) {
   if (!open?.messages.includes(message)) return; // another conversation is shown
   const index = open.messages.indexOf(message);
-  const atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+  const atEnd = isAtEnd();
   const old = byId("messages").children[index];
   const now = element(message);
   if (old && old.className === now.className && answering?.message === message) grow(old, now);
   else if (old) old.replaceWith(now);
   else byId("messages").append(now);
-  if (atEnd) scroll.scrollTop = scroll.scrollHeight;
+  if (atEnd) toEnd();
 }
 
 // What is there stays, so that a selection does; what can be clicked or told is new.
@@ -115,8 +116,15 @@ function grow(old, now) {
 function edit(message) {
   editing = open.messages.indexOf(message);
   text.value = message.content;
+  putPictures(message.pictures);
+  byId("edits").hidden = false;
   fit();
   text.focus();
+}
+
+function dontEdit() {
+  editing = null;
+  byId("edits").hidden = true;
 }
 
 function branch() {
@@ -128,11 +136,10 @@ function branch() {
 }
 
 async function send(said) {
-  if (answering || !model) return;
   const conversation = editing !== null && open ? branch() : open ?? store.create();
   conversation.system ??= store.settings.system ?? "";
   conversation.title ||= said.trim().split("\n")[0].slice(0, 80);
-  conversation.messages.push({ role: "user", content: said });
+  conversation.messages.push({ role: "user", content: said, ...takePictures() });
   show(conversation);
   await reply(conversation);
 }
@@ -153,7 +160,7 @@ async function goOn() {
 }
 
 async function reply(conversation, broken) {
-  const asked = [...conversation.messages, ...(broken ? [broken] : [])].map(({ role, content }) => ({ role, content }));
+  const asked = [...conversation.messages, ...(broken ? [broken] : [])].map(asSaid);
   const message = broken ?? { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
   const options = { system: conversation.system ?? store.settings.system, goOn: Boolean(broken) };
   const abort = new AbortController();
@@ -162,34 +169,18 @@ async function reply(conversation, broken) {
   keep(conversation);
   conversation.messages.push(message);
   busy(true);
+  const receive = receiver(message, conversation);
   let drawn = false;
-  let began = 0;
   let saved = performance.now();
   const draw = () => {
     drawn = false;
     if (answering?.message === message) redraw(message);
   };
   drawAll(); // what can be clicked on other messages waits until this one is written
-  scroll.scrollTop = scroll.scrollHeight;
+  toEnd();
   try {
     for await (const chunk of api.answer(model, asked, abort.signal, options)) {
-      if (chunk.swarm) take(message, chunk.swarm);
-      if (chunk.usage) {
-        message.tokens = chunk.usage.completion_tokens;
-        conversation.used = chunk.usage.total_tokens;
-      }
-      const choice = chunk.choices[0];
-      const piece = choice?.delta ? choice.delta.content : choice?.text;
-      const thought = choice?.delta?.reasoning_content;
-      if (thought) message.reasoning = (message.reasoning ?? "") + thought;
-      if (piece || thought) {
-        if (piece) message.content += message.content ? piece : piece.trimStart();
-        message.tokens += 1;
-        began ||= performance.now();
-        const seconds = (performance.now() - began) / 1000;
-        if (message.tokens > 1 && seconds > 0.2) message.rate = (message.tokens - 1) / seconds;
-      }
-      if (choice?.finish_reason) message.finish = choice.finish_reason;
+      receive(chunk);
       if (!drawn) {
         drawn = true;
         if (document.hidden) setTimeout(draw, 250);
@@ -221,27 +212,6 @@ async function reply(conversation, broken) {
   }
 }
 
-// The gateway tells of the route, of servers that fail and of those that take over.
-function take(message, event) {
-  if (event.event === "trace") {
-    const trace = event.traces[0];
-    if (trace.tokens_per_s) message.rate = trace.tokens_per_s;
-    message.firstTokenMs = trace.first_token_ms;
-    return;
-  }
-  const notice = noticeOf(event, message.route);
-  if (event.route) {
-    message.route = event.route;
-    message.notices = message.notices.filter((one) => !one.queue); // it has its turn
-  }
-  if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
-  if (!notice) return;
-  if (event.event === "queue") notice.queue = true;
-  // A repair may need several tries, of which the last word is enough.
-  while (message.notices.at(-1)?.searching) message.notices.pop();
-  message.notices.push(notice);
-}
-
 function showContext() {
   const left = model?.max_model_len - open?.used;
   byId("context").textContent = left >= 0 ? `${left} of ${model.max_model_len} tokens left. ` : "";
@@ -257,50 +227,6 @@ function busy(now) {
 }
 
 // ---------------------------------------------------------------- around it
-
-async function health() {
-  const pill = byId("health");
-  try {
-    const swarm = await api.swarm(model);
-    byId("waits").textContent = swarm.waiting ? `Waiting for the swarm: ${swarm.waiting}.` : "";
-    if (swarm.waiting) {
-      pill.dataset.state = "bad";
-      byId("health-text").textContent = "waiting";
-      return;
-    }
-    if (!model) await begin();
-    const usable = swarm.servers.filter((server) => server.state === "online").length;
-    const missing = swarm.missing_blocks.length;
-    pill.dataset.state = missing ? "bad" : "good";
-    byId("health-text").textContent = missing
-      ? `${missing} of ${swarm.num_blocks} blocks missing`
-      : `${usable} server${usable === 1 ? "" : "s"}`;
-  } catch {
-    pill.dataset.state = "bad";
-    byId("health-text").textContent = "no gateway";
-  }
-}
-
-async function begin() {
-  try {
-    models = await api.models();
-    choose(store.settings.model);
-  } catch (error) {
-    byId("model").textContent = "no model";
-    if (error.status === 503) return; // the gateway waits: `health` tries again
-    if (error.status === 401) byId("settings").showModal();
-  }
-}
-
-// Of several models the one that was used last, if it is still there.
-function choose(id) {
-  model = models.find((one) => one.id === id) ?? models[0];
-  byId("model").textContent = model.id;
-  document.title = `${model.id} · swarmllm`;
-  byId("health").href = models.length > 1 ? `/swarm?model=${encodeURIComponent(model.id)}` : "/swarm";
-  showChoice(models.map((one) => one.id), model.id);
-  health();
-}
 
 function openSide() {
   byId("side").classList.add("open");
@@ -320,15 +246,12 @@ function fit() {
   text.style.height = `${text.scrollHeight}px`;
 }
 
-byId("models").addEventListener("change", () => {
-  store.settings.model = byId("models").value;
-  store.saveSettings();
-  choose(store.settings.model);
-});
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const said = text.value.trim();
-  if (!said || answering || !model) return;
+  if (!said || answering) return;
+  early = !model;
+  if (early) return;
   text.value = "";
   fit();
   send(said);
@@ -343,8 +266,17 @@ text.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || byId("settings").open) return;
   if (answering) stop();
+  else if (editing !== null) giveUpEdit();
   else closeSide();
 });
+function giveUpEdit() {
+  dontEdit();
+  putPictures([]);
+  text.value = "";
+  fit();
+  text.focus();
+}
+byId("dont-edit").addEventListener("click", giveUpEdit);
 byId("stop").addEventListener("click", () => {
   stop();
   text.focus();
@@ -357,25 +289,31 @@ byId("open-side").addEventListener("click", openSide);
 byId("close-side").addEventListener("click", closeSide);
 byId("veil").addEventListener("click", closeSide);
 settingsOf(() => open, keep);
+onModel(() => {
+  showAttach();
+  showContext();
+  if (!answering) drawAll(); // whether an answer can be gone on with, the model says
+  if (early) byId("composer").requestSubmit();
+});
 byId("export").addEventListener("click", () => open && exportOne(open));
 addEventListener("hashchange", () => {
   const named = store.find(location.hash.slice(1)) ?? null;
   if (named !== open) show(named);
-});
-byId("settings").addEventListener("close", () => {
-  if (!model) begin();
 });
 byId("ideas").replaceChildren(
   ...IDEAS.map((idea) => {
     const button = document.createElement("button");
     button.className = "button";
     button.textContent = idea;
-    button.addEventListener("click", () => send(idea));
+    button.addEventListener("click", () => {
+      early = !model;
+      if (early) text.value = idea;
+      else if (!answering) send(idea);
+    });
     return button;
   }),
 );
 addEventListener("pagehide", () => answering && store.save(answering.conversation));
-setInterval(() => document.hidden || health(), 5000);
 
 showSettings();
 show(store.find(location.hash.slice(1)) ?? null);

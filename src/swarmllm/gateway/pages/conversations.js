@@ -4,7 +4,9 @@ import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
 const UNDO_MS = 10000;
+const LONGEST_NAME = 80;
 let shown = () => {};
+let naming = null; // {skipped} while a name is written: the list stays as it is, and tells whether it should have changed
 
 function button(label, sign, name, onClick) {
   const element = document.createElement("button");
@@ -20,32 +22,76 @@ function matches(one, wanted) {
   return !wanted || [one.title, ...one.messages.map((message) => message.content)].some((text) => text?.toLowerCase().includes(wanted));
 }
 
+const DAYS = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+const noon = (at) => new Date(at).setHours(12, 0, 0, 0);
+
+// Today, yesterday, or the month in which it was begun.
+function when(one) {
+  const at = parseInt(one.id.slice(0, 8), 36); // an id begins with it
+  if (!(at > 1e12)) return ""; // it was written by something else
+  const days = Math.round((noon(at) - noon(Date.now())) / 86400000);
+  const named = days > -2 ? DAYS.format(days, "day") : new Date(at).toLocaleDateString("en", { month: "long", year: "numeric" });
+  return named[0].toUpperCase() + named.slice(1);
+}
+
+// Its name becomes a field: Enter or leaving it keeps what it says, Escape doesn't.
+function rename(one, title) {
+  const field = document.createElement("input");
+  field.className = "title";
+  field.dir = "auto";
+  field.maxLength = LONGEST_NAME;
+  field.value = one.title;
+  field.setAttribute("aria-label", "Name of the conversation");
+  naming = { skipped: false };
+  const end = (given) => {
+    if (!naming) return;
+    const { skipped } = naming;
+    naming = null;
+    if (given) {
+      one.title = given;
+      store.save(one);
+      title.textContent = given;
+    }
+    field.replaceWith(title); // alone: what was clicked on to leave the field must stay where it is
+    if (given || skipped) setTimeout(() => naming || shown(), 300);
+  };
+  field.addEventListener("blur", () => end(field.value.trim()));
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing || (event.key !== "Enter" && event.key !== "Escape")) return;
+    event.stopPropagation(); // Escape would stop an answer
+    end(event.key === "Enter" ? field.value.trim() : "");
+    title.focus();
+  });
+  title.replaceWith(field);
+  field.select();
+}
+
 export function drawList(open, { onOpen, onDelete }) {
   shown = () => drawList(open, { onOpen, onDelete });
+  if (naming) {
+    naming.skipped = true;
+    return;
+  }
   const wanted = byId("search").value.trim().toLowerCase();
   const all = store.all().filter((one) => one.messages.length);
   byId("search").hidden = all.length < 2 && !wanted;
+  let last = "";
   byId("conversations").replaceChildren(
     ...all.filter((one) => matches(one, wanted)).map((one) => {
       const item = document.createElement("li");
       if (one === open) item.setAttribute("aria-current", "true");
+      if (when(one) !== last) item.dataset.when = last = when(one);
       const title = document.createElement("button");
       title.className = "title";
       title.dir = "auto";
       title.textContent = one.title || "…";
       title.addEventListener("click", () => onOpen(one));
-      const rename = button(`Rename “${one.title}”`, "✎", "act", () => {
-        const given = prompt("Name of the conversation", one.title)?.trim();
-        if (!given) return;
-        one.title = given.slice(0, 80);
-        store.save(one);
-        shown();
-      });
+      const edit = button(`Rename “${one.title}”`, "✎", "act", () => rename(one, title));
       const remove = button(`Delete “${one.title}”`, "×", "act delete", () => {
         onDelete(one);
         offerUndo(one, onOpen);
       });
-      item.append(title, rename, remove);
+      item.append(title, edit, remove);
       return item;
     }),
   );

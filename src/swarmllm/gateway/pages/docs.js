@@ -58,8 +58,9 @@ function operation(path, method, about, all) {
   const summary = make("summary");
   summary.append(make("span", method.toUpperCase(), "method"), make("code", path), make("span", about.summary, "what"));
   details.append(summary);
-  const body = about.requestBody?.content["application/json"].schema;
-  const data = body ? " \\\n     -H 'Content-Type: application/json' -d '{…}'" : "";
+  const [type, { schema: body } = {}] = Object.entries(about.requestBody?.content ?? {})[0] ?? [];
+  const given = type === "multipart/form-data" ? "-F file=@sound.wav -F …" : `-H 'Content-Type: ${type}' -d '{…}'`;
+  const data = body ? ` \\\n     ${given}` : "";
   details.append(make("pre", `curl ${method === "get" || body ? "" : `-X ${method.toUpperCase()} `}${location.origin}${path}${data}`));
   details.lastChild.tabIndex = 0;
   for (const name of body ? schemas(kind(body), all) : []) {

@@ -1,5 +1,6 @@
 // One message as an element: text, what happened on the way, and how fast and by which route it came.
 
+import { pictureRow } from "/static/attached.js";
 import { dressCode } from "/static/code.js";
 import { markdown } from "/static/markdown.js";
 
@@ -114,6 +115,8 @@ export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit 
   article.append(body);
   if (message.role === "user") {
     body.textContent = message.content;
+    const seen = pictureRow(message.pictures);
+    if (seen) body.prepend(seen);
     if (onEdit) article.prepend(button("Edit", onEdit));
     return article;
   }

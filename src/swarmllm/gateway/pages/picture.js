@@ -28,13 +28,28 @@ function lines(servers, onRoute) {
   });
 }
 
-function runs(blocks) {
+export function runs(blocks) {
   const found = [];
   for (const block of blocks) {
     if (found.length && found.at(-1)[1] === block) found.at(-1)[1] = block + 1;
     else found.push([block, block + 1]);
   }
   return found;
+}
+
+// The stacks of the model: one without a name, or its encoder and its decoder, each with blocks of its own numbers.
+function stacksOf(swarm) {
+  const first = swarm.encoder_blocks;
+  if (!(first > 0 && first < swarm.num_blocks)) return [{ name: "", start: 0, end: swarm.num_blocks }];
+  return [{ name: "encoder ", start: 0, end: first }, { name: "decoder ", start: first, end: swarm.num_blocks }];
+}
+
+// `4:8`, or `encoder 2:4, decoder 0:6`, as `swarmllm status` writes them.
+export function blocksOf(swarm, start, end) {
+  return stacksOf(swarm)
+    .filter((stack) => start < stack.end && end > stack.start)
+    .map((stack) => `${stack.name}${Math.max(start, stack.start) - stack.start}:${Math.min(end, stack.end) - stack.start}`)
+    .join(", ");
 }
 
 export function draw(holder, swarm, { chosen, onChoose }) {
@@ -54,9 +69,14 @@ export function draw(holder, swarm, { chosen, onChoose }) {
   svg.setAttribute("aria-label", `${swarm.num_blocks} blocks, ${swarm.servers.length} servers; the table below has the same`);
 
   const step = [1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 100].find((one) => one * perBlock >= 34) ?? 200;
-  for (let block = 0; block < swarm.num_blocks; block += step) {
-    make("line", { class: "grid", x1: x(block), x2: x(block), y1: AXIS - 4, y2: total }, svg);
-    make("text", { x: x(block) + 3, y: 12 }, svg).textContent = block;
+  for (const { name, start, end } of stacksOf(swarm)) {
+    const room = Math.ceil(((name.length + 2) * 7) / (step * perBlock)); // columns that the name takes
+    for (let block = start; block < end; block += step) {
+      const kind = name && start && block === start ? "grid between" : "grid";
+      make("line", { class: kind, x1: x(block), x2: x(block), y1: AXIS - 4, y2: total }, svg);
+      if (block === start) make("text", { class: "stack", x: x(block) + 3, y: 12 }, svg).textContent = `${name}0`;
+      else if (!name || (block - start) / step >= room) make("text", { x: x(block) + 3, y: 12 }, svg).textContent = block - start;
+    }
   }
 
   // How much all servers of a block can do together: the darker the more; red where nobody serves it.
@@ -86,7 +106,10 @@ export function draw(holder, swarm, { chosen, onChoose }) {
     const y = top + line * (height + gap);
     const barWidth = Math.max((server.end - server.start) * perBlock - 2, 3);
     const bar = make("g", { class: `bar ${server.state}`, tabindex: 0, role: "button", "data-peer": server.peer_id }, svg);
-    const what = `${nameOf(server)}: blocks ${server.start}:${server.end}, ${server.state}`;
+    const busy = server.num_sessions ? `, ${server.num_sessions} session${server.num_sessions === 1 ? "" : "s"}` : "";
+    const traffic = server.tokens_per_s > 0 ? `, ${compact.format(server.tokens_per_s)} tokens/s now` : "";
+    const held = `${swarm.encoder_blocks ? "" : "blocks "}${blocksOf(swarm, server.start, server.end)}`;
+    const what = `${nameOf(server)}: ${held}, ${server.state}${busy}${traffic}`;
     if (onRoute.has(server.peer_id) && server.state === "online") bar.classList.add("route");
     if (server.peer_id === chosen) bar.classList.add("chosen");
     make("title", {}, bar).textContent = what;
@@ -96,10 +119,15 @@ export function draw(holder, swarm, { chosen, onChoose }) {
       const full = Math.max(barWidth - 10, 0);
       make("rect", { class: "load", x: x(server.start) + 5.5, y: y + height - 5, width: full * Math.min(inUse, 1), height: 2.5, rx: 1 }, bar);
     }
+    if (server.tokens_per_s > 0 && height > 14) {
+      // Drawn anew every two seconds: what moves goes on where it was.
+      const stream = make("line", { class: "stream", x1: x(server.start) + 6, x2: x(server.start) + barWidth - 6, y1: y + 4.5, y2: y + 4.5 }, bar);
+      stream.style.animationDelay = `-${performance.now() % 1000}ms`;
+    }
     const label = nameOf(server);
     if (height > 14 && barWidth > label.length * 6.6 + 12) {
       make("text", { x: x(server.start) + 7, y: y + height / 2 + 3.5 }, bar).textContent = label;
-      const now = server.now > 0 ? `${compact.format(server.now)} of ` : "";
+      const now = server.tokens_per_s > 0 ? `${compact.format(server.tokens_per_s)} of ` : "";
       const speed = `${now}${compact.format(server.throughput)} tokens/s`;
       if (server.throughput > 0 && barWidth > (label.length + speed.length) * 6.6 + 30) {
         const right = x(server.start) + barWidth - 7;

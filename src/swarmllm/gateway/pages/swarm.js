@@ -1,10 +1,10 @@
 // The page of the swarm: asks every two seconds, and draws what has changed.
 
 import { showChoice } from "/static/models.js";
-import { draw, nameOf } from "/static/picture.js";
+import { blocksOf, draw, nameOf, runs } from "/static/picture.js";
+import { drawTimeline } from "/static/timeline.js";
 
 const PERIOD_MS = 2000;
-const QUIET_MS = 90000; // servers announce themselves more often than that
 const byId = (id) => document.getElementById(id);
 const rows = new Map();
 let model = new URLSearchParams(location.search).get("model"); // null: the first
@@ -22,18 +22,21 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
-  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => `${s.start}:${s.end}` },
+  { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => blocksOf(swarm, s.start, s.end) },
   { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
-  { id: "throughput", title: "Tokens/s", number: true, value: (s) => measured(s, s.throughput) },
-  { id: "now", title: "Now, tokens/s", number: true, value: (s) => s.now ?? null, text: (s) => (s.now === undefined ? "–" : numbers.format(s.now)) },
+  { id: "hardware", title: "Hardware", value: (s) => s.hardware || null },
+  { id: "now", title: "Tokens/s now", number: true, value: (s) => s.tokens_per_s },
+  { id: "throughput", title: "Tokens/s at most", number: true, value: (s) => measured(s, s.throughput) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
+  { id: "sessions", title: "Sessions", number: true, value: (s) => s.num_sessions },
+  { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
+  { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },
+  { id: "memory", title: "Memory free", number: true, value: (s) => s.memory_left_bytes || null, text: (s) => (s.memory_left_bytes ? `${numbers.format(s.memory_left_bytes / 1e9)} GB` : "–") },
+  { id: "weights", title: "Weights", value: (s) => (s.quant_type === "none" ? s.dtype : `${s.quant_type}, ${s.dtype}`) },
+  { id: "round_trip", title: "Round trip", number: true, value: (s) => s.round_trip_ms, text: (s) => (s.round_trip_ms === null ? "–" : `${numbers.format(s.round_trip_ms)} ms`) },
   { id: "p95", title: "p95 ms", number: true, value: (s) => s.step_ms_p95 || null },
   { id: "served", title: "Served", number: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
   { id: "failed", title: "Failed", number: true, value: (s) => s.failures_seen, text: (s) => compact.format(s.failures_seen) },
-  { id: "round_trip", title: "Round trip", number: true, value: (s) => s.round_trip_ms, text: (s) => (s.round_trip_ms === null ? "–" : `${numbers.format(s.round_trip_ms)} ms`) },
-  { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },
-  { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
-  { id: "weights", title: "Weights", value: (s) => (s.quant_type === "none" ? s.dtype : s.quant_type) },
   { id: "version", title: "Version", value: (s) => s.version },
 ];
 
@@ -107,7 +110,8 @@ function row(server) {
 
 const WORDS = {
   joined: ["joined with blocks", "good"],
-  left: ["left; it had blocks", "bad"],
+  left: ["left; it had blocks", ""],
+  expired: ["has not come back; it had blocks", ""],
   unreachable: ["can’t be reached; it has blocks", "bad"],
   reachable: ["can be reached again, with blocks", "good"],
   online: ["is online with blocks", "good"],
@@ -135,9 +139,9 @@ function events() {
       time.dateTime = at.toISOString();
       time.textContent = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
       const text = document.createElement("span");
-      const blocks = `${event.blocks[0]}:${event.blocks[1]}`;
+      const blocks = blocksOf(swarm, ...event.blocks);
       if (event.kind === "moved") {
-        text.textContent = `${nameOf(event)} moved from blocks ${event.previous_blocks[0]}:${event.previous_blocks[1]} to ${blocks}`;
+        text.textContent = `${nameOf(event)} moved from blocks ${blocksOf(swarm, ...event.previous_blocks)} to ${blocks}`;
       } else {
         const [words, kind] = WORDS[event.kind] ?? [`is now “${event.kind}”, with blocks`, ""];
         text.textContent = `${nameOf(event)} ${words} ${blocks}`;
@@ -155,35 +159,12 @@ function number(id, value, unit) {
   byId(id).replaceChildren(value, small);
 }
 
-// What servers have done since they last said how much that was: they announce it now and then.
-const served = new Map();
-function measureTraffic() {
-  const at = performance.now();
-  for (const server of swarm.servers) {
-    const known = served.get(server.peer_id);
-    if (!known || server.tokens_served < known.tokens) served.set(server.peer_id, { tokens: server.tokens_served, at });
-    else if (server.tokens_served > known.tokens) {
-      const rate = (1000 * (server.tokens_served - known.tokens)) / (at - known.at);
-      served.set(server.peer_id, { tokens: server.tokens_served, at, rate });
-    } else if (at - known.at > QUIET_MS) known.rate = 0;
-    server.now = served.get(server.peer_id).rate;
-  }
-}
-
-function runs(blocks) {
-  const found = [];
-  for (const block of blocks) {
-    if (found.at(-1)?.[1] === block) found.at(-1)[1] += 1;
-    else found.push([block, block + 1]);
-  }
-  return found.map(([start, end]) => `${start}:${end}`);
-}
-
 function advice() {
-  const [first, ...others] = runs(swarm.missing_blocks);
+  const missing = runs(swarm.missing_blocks);
+  const [first] = missing.map(([start, end]) => `${start}:${end}`);
   byId("advice").hidden = !first || !swarm.known;
   byId("advice").textContent = first
-    ? `Nobody can be answered until somebody serves ${[first, ...others].join(", ")}. Start a server with: ${swarm.join} --block_indices ${first}`
+    ? `Nobody can be answered until somebody serves ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}. Start a server with: ${swarm.join} --block_indices ${first}`
     : "";
   if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
 }
@@ -204,11 +185,20 @@ function summary() {
   byId("model").textContent = swarm.model;
   document.title = `${missing ? "⚠ " : ""}${swarm.model} · swarm`;
   number("online", String(online), `of ${swarm.servers.length}`);
+  if (swarm.tokens_per_s === null) byId("traffic").textContent = "–";
+  else number("traffic", numbers.format(swarm.tokens_per_s), "tokens/s");
+  byId("about").textContent = describe(swarm.about);
   number("hops", String(swarm.route.length || "–"), swarm.route.length ? `hop${swarm.route.length === 1 ? "" : "s"}` : "");
   if (swarm.expected_ms_per_token === null) byId("per-token").textContent = "–";
   else number("per-token", numbers.format(swarm.expected_ms_per_token), "ms");
   if (!swarm.bottleneck) byId("bottleneck").textContent = "–";
-  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${swarm.bottleneck.blocks[0]}:${swarm.bottleneck.blocks[1]}`);
+  else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${blocksOf(swarm, ...swarm.bottleneck.blocks)}`);
+}
+
+function describe(about) {
+  if (!about) return "";
+  const facts = [about.architecture, `${compact.format(about.parameters)} parameters`, `${swarm.num_blocks} blocks`, `${about.context_tokens} tokens of context here`];
+  return `${facts.join(" · ")}. `;
 }
 
 function choose(peer) {
@@ -223,10 +213,10 @@ function picture() {
 }
 
 function show() {
-  measureTraffic();
   advice();
   summary();
   picture();
+  drawTimeline(byId("timeline"), swarm);
   table();
   events();
 }
@@ -283,7 +273,11 @@ async function keepLooking() {
 
 document.addEventListener("visibilitychange", () => document.hidden || look());
 byId("filter").addEventListener("input", () => swarm && table());
-new ResizeObserver(() => swarm && picture()).observe(byId("picture"));
+new ResizeObserver(() => {
+  if (!swarm) return;
+  picture();
+  drawTimeline(byId("timeline"), swarm);
+}).observe(byId("picture"));
 head();
 findModels();
 keepLooking();

@@ -5,4 +5,5 @@ patch_forms     how linear modules are changed
 seeded_dropout  what of an adapter's inputs is left out, in train mode
 blocks_dropout  what blocks leave out themselves, in train mode
 adapter_files   adapters as peft stores them
+merging         adapters merged into their base, block by block
 """

@@ -134,7 +134,7 @@ def _read_config(source: Source) -> dict[str, Any]:
 def _check_base(source: Source, config: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Compares the fingerprint if the card names one, else the base model's name: its path may be another here."""
     base = str(config.get("base_model_name_or_path") or "")
-    named = _fingerprint_of_card(source)
+    named = fingerprint_of_card(source)
     if named is not None:
         own = fingerprint(checkpoint)
         if named != own:
@@ -149,7 +149,8 @@ def _check_base(source: Source, config: dict[str, Any], checkpoint: Checkpoint) 
         )
 
 
-def _fingerprint_of_card(source: Source) -> str | None:
+def fingerprint_of_card(source: Source) -> str | None:
+    """The base's, as `model_tags` writes it into cards; None: the card doesn't say it."""
     path = source.path(CARD, required=False)
     if path is None:
         return None

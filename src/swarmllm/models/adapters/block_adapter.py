@@ -10,6 +10,7 @@ applies it by hooks while a call runs (`applied`). Gradients with respect to the
     tensor     any                            a module with this in the place of a parameter, whose path is the patch's
     dropout    none                           a block in train mode (`blocks_dropout`), or one of its Dropouts, whose
                                               path is the patch's, with another rate
+    autocast   none                           a block under torch.autocast, with the dtype that the path names
     prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
     prefix     k, v [heads, prefix, head]     a whole block with these keys and values before those of a text
 
@@ -34,11 +35,14 @@ from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.models.adapters.blocks_dropout import training
 from swarmllm.models.adapters.patch_forms import Inputs, check_shapes, put_in_place
-from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out
+from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out, seeds_of_source
 from swarmllm.models.block_slots import BlockSlots
 
 MAX_PROMPTS = 1024
 """Positions of deep prompts, or of a prefix. Assumed: papers use up to some hundreds."""
+AUTOCAST = {"bfloat16": torch.bfloat16}
+"""Dtypes that blocks can be run in under autocast, by the paths of patches. Not float16: what overflows there is the
+business of a client's gradient scaler, and would look like a server's mistake."""
 
 KeyValueShapes = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
 """(heads, head size) of the keys and of the values that a block keeps; blocks that can't have a prefix are missing."""
@@ -166,6 +170,10 @@ def _check_patch(patch: Patch, slots: BlockSlots, hidden_size: int | None) -> No
         return
     if patch.kind == "prefix":
         return  # `_check_prefix` has
+    if patch.kind == "autocast":
+        if patch.path not in AUTOCAST or patch.shapes:
+            raise RemoteProtocolError(f"{where}: there is no such dtype, or it has tensors")
+        return
     path, _, name = patch.path.rpartition(".") if patch.kind == "tensor" else (patch.path, "", "")
     try:
         module = slots.block(patch.block).get_submodule(path)
@@ -210,6 +218,8 @@ def applied(
     past: int | None = None,
     seeds: Tensor | None = None,
     numbers: Tensor | None = None,
+    device: str = "cpu",
+    source_len: int = 0,
 ) -> Iterator[None]:
     """Within, the blocks of `span` compute with the adapter.
 
@@ -217,6 +227,8 @@ def applied(
         past: positions that a cache has; None = there is no cache.
         seeds: `[batch, seq]`, for dropout.
         numbers: `[batch, seq]`, those of the patches for each token.
+        device: the type of that which the blocks run on.
+        source_len: positions of an encoder's outputs, if the blocks are given some.
 
     Raises:
         RemoteProtocolError: it has dropout, but there are no seeds, or is for some tokens, but nobody says for which.
@@ -225,36 +237,39 @@ def applied(
         missing = "dropout_seeds" if seeds is None and adapter.has_dropout else "adapter_numbers"
         raise RemoteProtocolError(f"this adapter needs {missing} with every call")
     met = Counter[tuple[int, str]]()
-    in_training: dict[int, nn.Module] = {}
-    rates: dict[nn.Module, float] = {}
+    of_span = [pair for pair in zip(adapter.patches, adapter.values, strict=True) if pair[0].block in span]
     with ExitStack() as hooks:
-        for patch, values in zip(adapter.patches, adapter.values, strict=True):
-            if patch.block not in span or patch.kind == "prefix":
-                continue
+        for patch, values in of_span:
             block = slots.block(patch.block)
             if patch.kind == "tensor":
                 hooks.enter_context(_in_the_place_of(block, patch.path, values[0]))
-            elif patch.kind == "dropout":
-                if patch.path:
-                    rates[block.get_submodule(patch.path)] = patch.dropout
-                else:
-                    in_training[patch.block] = block
             elif patch.kind == "prompt":
                 if (past or 0) < len(values[0]):
                     hooks.callback(_prompt(block, values[0][past or 0 :], slots).remove)
-            else:
+            elif patch.kind not in ("prefix", "dropout", "autocast"):
                 key = dropout_key(patch.block, patch.path, met[patch.block, patch.path])
                 met[patch.block, patch.path] += 1
-                drop, chosen = None, None
+                drop = None
                 if patch.dropout and seeds is not None:
-                    drop = partial(drop_out, seeds=seeds, key=key, probability=patch.dropout)
-                if patch.number and numbers is not None:
-                    chosen = numbers == patch.number
+                    drop = partial(_drop_inputs, seeds=seeds, source_len=source_len, key=key, rate=patch.dropout)
+                chosen = numbers == patch.number if patch.number and numbers is not None else None
                 module = block.get_submodule(patch.path)
                 hooks.callback(put_in_place(module, values, patch, Inputs(drop, chosen)).remove)
+        dropouts = [patch for patch, _ in of_span if patch.kind == "dropout"]
+        in_training = {patch.block: slots.block(patch.block) for patch in dropouts if not patch.path}
         if in_training and seeds is not None:
+            rates = {slots.block(one.block).get_submodule(one.path): one.dropout for one in dropouts if one.path}
             hooks.enter_context(training(in_training, rates, seeds, cached=past is not None))
+        for dtype in {AUTOCAST[patch.path] for patch, _ in of_span if patch.kind == "autocast"}:
+            hooks.enter_context(torch.autocast(device, dtype))
         yield
+
+
+def _drop_inputs(values: Tensor, *, seeds: Tensor, source_len: int, key: int, rate: float) -> Tensor:
+    """Dropout of a module's inputs, which are of the text, or of what a decoder attends to besides it."""
+    if source_len and values.shape[:-1] == (len(seeds), source_len):
+        seeds = seeds_of_source(seeds, source_len)
+    return drop_out(values, seeds, key, rate)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def training(
         cached: whether there is a KV cache, from which earlier tokens may be seen, whose seeds aren't known: keys are
             told apart by their places then, and by their seeds otherwise, which padding can't move.
     """
-    mode = _Seeded(seeds, cached)
+    mode = _Seeded(seeds, cached, next(iter(blocks)))
     parts = [part for block in blocks.values() for part in block.modules()]
     with ExitStack() as undone:
         for block_idx, block in blocks.items():
@@ -58,10 +58,11 @@ def training(
 class _Seeded(TorchFunctionMode):
     """Takes the place of torch's own dropout."""
 
-    def __init__(self, seeds: Tensor, cached: bool) -> None:
+    def __init__(self, seeds: Tensor, cached: bool, block_idx: int) -> None:
+        """`block_idx` is the block that is run first."""
         super().__init__()
         self._seeds, self._cached = seeds, cached
-        self._block_idx = 0
+        self._block_idx = block_idx
         self._met = Counter[int]()
 
     def entering(self, block_idx: int) -> Callable[..., None]:
@@ -81,7 +82,7 @@ class _Seeded(TorchFunctionMode):
         if func in _UNSEEDED:
             raise RemoteProtocolError(
                 f"block {self._block_idx} of this model draws random numbers in training, which no seeds can bring "
-                "back: call eval() on the blocks, model.get_decoder().layers.blocks()"
+                "back: call eval() on the blocks, model.get_decoder().layers.blocks() or the encoder's"
             )
         return func(*args, **kwargs)
 

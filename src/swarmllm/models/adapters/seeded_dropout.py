@@ -22,6 +22,15 @@ def draw_seeds(batch_size: int, seq_len: int) -> Tensor:
     return torch.randint(SEEDS, (batch_size, seq_len))
 
 
+def seeds_of_source(seeds: Tensor, source_len: int) -> Tensor:
+    """`[batch, source]`, for what a decoder attends to besides the text of these seeds `[batch, seq]`: by its places.
+
+    All of a text's blocks are given its source with its first tokens, whose first seed makes texts differ.
+    """
+    places = _mixed(torch.arange(source_len, dtype=torch.int32, device=seeds.device))
+    return (_mixed(seeds[:, :1].to(torch.int32, copy=True)) ^ places) & (SEEDS - 1)
+
+
 def drop_out(values: Tensor, seeds: Tensor, key: int, probability: float) -> Tensor:
     """`[batch, seq, features]`, or all tokens in a row, with some values 0 and the others larger to make up for it.
 

@@ -31,6 +31,8 @@ class _Masked:
     start: int
     mask: Tensor | None
     """`[batch, end]`, for today's rows; or one with more axes, of a single step. None hides nothing."""
+    beside: frozenset[str] = frozenset()
+    """What else all of these steps have."""
 
     def take_in(self, mask: Tensor | None, seq_len: int) -> bool:
         """Add the next step, of `seq_len` positions, unless its mask shows or hides something else before it."""
@@ -80,9 +82,11 @@ class ActivationLog:
         if position != self.length:
             raise ValueError(f"can't append at position {position} to a log of {self.length}")
         mask = inputs.attention_mask
-        if not self._masked or not self._masked[-1].take_in(mask, inputs.seq_len):
-            self._masked.append(_Masked(position, mask))
         beside: dict[str, Any] = {name: _owned(getattr(inputs, name)) for name in (*AXES, *SOURCE)}
+        has = frozenset(name for name in AXES if beside[name] is not None and name != "position_ids")
+        before = self._masked[-1] if self._masked else None
+        if before is None or before.beside != has or not before.take_in(mask, inputs.seq_len):
+            self._masked.append(_Masked(position, mask, has))
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside)))
 
     def rollback(self, position: int) -> None:
@@ -113,7 +117,8 @@ class ActivationLog:
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
         """(position, inputs) of all that is logged, with today's rows, in pieces of about `max_tokens`."""
         for past, call in self.calls():
-            stride = max(1, max_tokens // call.batch_size) if self._traits.chunked_prefill else call.seq_len
+            can_be_cut = self._traits.chunked_prefill and not call.looks_ahead(past)
+            stride = max(1, max_tokens // call.batch_size) if can_be_cut else call.seq_len
             for start in range(0, call.seq_len, stride):
                 end = min(start + stride, call.seq_len)
                 yield past + start, call.columns(start, end, past, self._traits)

@@ -22,11 +22,17 @@ AXES = {
     "inputs_embeds": (0, 1),
     "dropout_seeds": (0, 1),
     "adapter_numbers": (0, 1),
+    "per_layer_inputs": (0, 1),
+    "deepstack": (0, 1),
+    "deepstack_mask": (0, 1),
 }
 """Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
 
 SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
 """What the blocks of a decoder attend to besides the text itself, where the model has an encoder."""
+
+BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepstack")
+"""What all servers of a route are given besides hidden states, and so have gradients of that add up."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -42,6 +48,9 @@ class BlockInputs:
     seq_len: int
     attention_mask: Tensor | None = None
     """`[batch, past + seq]` of 0 and 1, or `[batch, 1, seq, past + seq]`, as the caller gave it."""
+    mask_kinds: Tensor | None = None
+    """`[kinds]`: the kinds of blocks that the masks of `attention_mask` `[batch, kinds, seq, past + seq]` are for
+    (`boundary/pictures`)."""
     position_ids: Tensor | None = None
     """`[batch or 1, seq]`, or `[kinds, batch or 1, seq]`."""
     token_type_ids: Tensor | None = None
@@ -54,6 +63,15 @@ class BlockInputs:
     """`[batch, source, hidden]`; in a session with the first positions alone, whose blocks keep it."""
     encoder_attention_mask: Tensor | None = None
     """`[batch, source]`."""
+    per_layer_inputs: Tensor | None = None
+    """`[batch, seq, blocks, …]`: what Gemma 4 has of each token for each block, in place of `input_ids`, where a
+    picture may have no token."""
+    deepstack: Tensor | None = None
+    """`[batch, seq, levels, hidden]`: what is added between blocks where there are pictures (`boundary/pictures`)."""
+    deepstack_mask: Tensor | None = None
+    """`[batch, seq]` or `[batch, seq, …]` of bool: where there are pictures."""
+    deepstack_at: Tensor | None = None
+    """`[levels]`: the blocks at which each level is added, as the stack numbers them."""
     dropout_seeds: Tensor | None = None
     """`[batch, seq]`; only if there is dropout (`adapters/seeded_dropout`)."""
     adapter_numbers: Tensor | None = None
@@ -81,6 +99,14 @@ class BlockInputs:
         """Whether a server can make the mask itself; to read it once more costs less than to send it every time."""
         mask, shape = self.attention_mask, (self.batch_size, past + self.seq_len)
         return mask is not None and mask.dtype == torch.int64 and mask.shape == shape and bool(mask.all())
+
+    def looks_ahead(self, past: int) -> bool:
+        """Whether some positions see later ones (those of one picture see each other), so that a prompt stays whole."""
+        mask = self.attention_mask
+        if mask is None or mask.ndim == 2:
+            return False
+        shown = mask == 0 if mask.is_floating_point() else mask != 0
+        return bool(shown.triu(past + 1).any())
 
     def tensors(self) -> dict[str, Tensor]:
         """What has to be encoded."""
@@ -133,7 +159,7 @@ class BlockInputs:
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same call on another device, with floating-point tensors in another dtype (masks keep theirs)."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        for name in ("hidden_states", "inputs_embeds", "encoder_hidden_states"):
+        for name in ("hidden_states", *BESIDE):
             if name in moved:
                 moved[name] = moved[name].to(dtype)
         return replace(self, **moved)

@@ -20,6 +20,8 @@ class PhantomCache(DynamicCache):
 
     num_prefix = 0
     """Positions at its beginning that no text has filled (`adapters/block_adapter`, prefix)."""
+    whole_masks = False
+    """Whether masks have a column for each position, those out of a sliding window included: servers cut them."""
     cross: DynamicCache | None = None
     """Keys and values of what comes from an encoder, in a decoder that has one."""
 
@@ -41,6 +43,31 @@ class PhantomCache(DynamicCache):
         return self.length
 
 
+class PhantomSource(DynamicCache):
+    """Keys and values of an encoder's outputs that are in the caches of several sessions: for their one forward."""
+
+    def __init__(self, owner: Any) -> None:
+        """`owner.source_part(name, layer_idx)` gives what a block shall take for its "keys" and "values"."""
+        super().__init__()
+        self.layers: list[Any] = [_SourceLayer(owner, layer_idx) for layer_idx in range(len(owner.layers))]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Answers the model that they have been computed."""
+        return 1
+
+
+class _SourceLayer:
+    """Those of one block."""
+
+    def __init__(self, owner: Any, layer_idx: int) -> None:
+        self._owner, self._layer_idx = weakref.proxy(owner), layer_idx
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("keys", "values"):
+            raise AttributeError(name)
+        return self._owner.source_part(name, self._layer_idx)
+
+
 class _Phantom:
     """Mixed into a cache layer's class for blocks that live elsewhere: knows the length, holds nothing."""
 
@@ -52,7 +79,7 @@ class _Phantom:
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset), as the real layer would report after `owner.length` positions."""
         length = self.owner.length
-        if not getattr(self, "is_sliding", False):
+        if self.owner.whole_masks or not getattr(self, "is_sliding", False):
             return length + query_length, 0
         window: int = self.sliding_window  # type: ignore[attr-defined]
         return min(length, window - 1) + query_length, max(length - window + 1, 0)

@@ -9,6 +9,8 @@ weight_files   safetensors, and pickles read safely
 opened_files   samples of the files, and whether they are still as they were
 tokenizer      of a directory, the hub or a GGUF file
 skeleton       a model without weights, and the tensors that it needs
+tensor_names   which of its parameters they are
+mtp_layouts    heads that predict further tokens, and what their tensors are called
 borrowed       parameters that blocks share with blocks that are elsewhere
 fingerprint    what makes two checkpoints the same
 block_digests  what blocks were made of

@@ -5,8 +5,9 @@ a client those of the embeddings, norm and head. Foreign errors (safetensors, pi
 Called by `span/loading` and `shell/loading`; knows no network of our own.
 """
 
+import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from swarmllm.models.checkpoint.gguf_names import locate
 from swarmllm.models.checkpoint.opened_files import OpenedFiles
 from swarmllm.models.checkpoint.sources import Source, first_line
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
-from swarmllm.models.formats.choice import stored_format
+from swarmllm.models.published_formats.choice import stored_format
 
-SAME_AS = {"kimi_k2": "deepseek_v3"}
+SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model types that aren't transformers' own, although their architectures are."""
 
 
@@ -32,6 +33,7 @@ class Checkpoint:
     def __init__(self, source: Source, config: PreTrainedConfig, files: StoredFiles, filename: str = "") -> None:
         """`filename` is a part of its name, where the source has several checkpoints."""
         self._source, self._files = source, files
+        self._stored_names: Mapping[str, str] = {}
         self.config = config
         """Without a word of how the weights are stored: what is read from here is put together already."""
         self.comes_packed = files.comes_packed
@@ -51,6 +53,10 @@ class Checkpoint:
         """The hub's commit, if the checkpoint comes from there (also through a directory of its cache)."""
         return self._source.commit
 
+    def file_beside(self, filename: str) -> Path | None:
+        """Another file of the checkpoint, if it has it."""
+        return self._source.path(filename, required=False)
+
     def weight_map(self) -> dict[str, str]:
         """Name of each weight → name of the file that holds it; reads the index, or the header of a single file.
 
@@ -59,11 +65,12 @@ class Checkpoint:
         Raises:
             BlockWeightsNotFoundError: the checkpoint has no weights in a known format.
         """
-        return self._files.weight_map()
+        weight_map = self._files.weight_map()
+        return weight_map | {name: weight_map[stored] for name, stored in self._stored_names.items()}
 
     def kept_bits(self, weight: str) -> float | None:
         """Bits of a weight, with its scales, if it can stay packed; None of others."""
-        return self._files.kept_bits(weight)
+        return self._files.kept_bits(self._stored_names.get(weight, weight))
 
     def tensors(
         self, names: Iterable[str], *, packed_for: torch.dtype | None = None, on_read: OnRead | None = None
@@ -77,7 +84,28 @@ class Checkpoint:
             BlockWeightsNotFoundError: a file or tensor is missing.
             CorruptWeightsError: a file is damaged.
         """
-        return self._files.tensors(names, packed_for, on_read)
+        wanted = {self._stored_names.get(name, name): name for name in names}
+        if on_read is None or not self._stored_names:
+            found = self._files.tensors(wanted, packed_for, on_read)
+        else:
+            found = self._files.tensors(wanted, packed_for, lambda name, *read: on_read(wanted[name], *read))
+        return {wanted.get(stored, stored): tensor for stored, tensor in found.items()}
+
+    def with_file(self, filename: str) -> "Checkpoint | None":
+        """The same checkpoint with the weights of one more of its files, which may be missing: None."""
+        files = self._files.with_file(filename)
+        if files is None:
+            return None
+        more = copy.copy(self)
+        more._files = files
+        return more
+
+    def with_names(self, config: PreTrainedConfig, stored_names: Mapping[str, str]) -> "Checkpoint":
+        """The same weights for another config, some under other names as well (new name → name in the files)."""
+        other = copy.copy(self)
+        other.config, other.num_blocks = config, num_blocks(config)
+        other._stored_names = stored_names
+        return other
 
     def identity(self) -> dict[str, Any]:
         """What tells local checkpoints of one config apart; reads no weights."""
@@ -87,6 +115,18 @@ class Checkpoint:
         """The dtype that the config declares; float32 if it declares none (transformers' rule for dtype="auto")."""
         dtype = getattr(self.config, "dtype", None) or torch.float32
         return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."))
+
+    def json_file(self, filename: str) -> Any:
+        """What a further file of the directory or repository says; None if it isn't there.
+
+        Raises:
+            ConfigurationError: it is no JSON.
+        """
+        path = self._source.path(filename, required=False)
+        try:
+            return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
 
     def raw_config(self) -> dict[str, Any]:
         """config.json as it is written, or what a GGUF file says in its place."""

@@ -5,16 +5,16 @@ without a table of names. Used by `span/loading`, `shell/loading` and `fingerpri
 """
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.utils import logging as hf_logging
 
 from swarmllm.data_structures import Span
@@ -29,6 +29,7 @@ from swarmllm.models.architecture import (
     Stack,
     blocks_class,
     find_blocks,
+    hears,
     hosted_stack,
     stack_module,
     stack_of,
@@ -38,9 +39,11 @@ from swarmllm.models.block_slots import BlockSlots, ForwardStopped
 from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.borrowed import borrowed, parameters_alone
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.tensor_names import as_of_this_class, needed_tensors, parameters_of
 from swarmllm.models.first_block import holder_of, only_in_first
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
 from swarmllm.models.quantization.rules import may_be_packed
+from swarmllm.models.sound import keep_blocks_alone
 
 Prune = Callable[[PreTrainedModel], None]
 """Replaces the parts of a freshly built model that are not wanted."""
@@ -49,13 +52,16 @@ Prune = Callable[[PreTrainedModel], None]
 class GivenEmbeddings(nn.Module):
     """Stands in for the input embeddings of a server, which has none: returns what the call prepared."""
 
-    def __init__(self, embedding_dim: int) -> None:
+    def __init__(self, embedding_dim: int, *, pads: bool = False) -> None:
+        """`pads`: the stack may embed padding that it puts behind a text; nothing of it reaches the blocks."""
         super().__init__()
-        self.embedding_dim = embedding_dim
+        self.embedding_dim, self.pads = embedding_dim, pads
         self.weight = torch.empty(0, embedding_dim)  # no parameter: only for code that initializes or measures it
         self.prepared: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Tensor | None:
+    def forward(self, ids: Any = None, *_: Any, **__: Any) -> Tensor | None:
+        if self.prepared is None and self.pads and isinstance(ids, Tensor):
+            return torch.zeros(*ids.shape, self.embedding_dim, device=ids.device)
         return self.prepared
 
 
@@ -98,7 +104,12 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         _drop_all_but(model, stack)
         for name in unused:
             setattr(stack, name, _LeftOut())
-        stack.set_input_embeddings(GivenEmbeddings(stack.get_input_embeddings().weight.shape[1]))
+        if hears(model.config) and hosted.role == "encoder":
+            keep_blocks_alone(stack, find_blocks(model).attribute)
+            width = stack.config.get_text_config().hidden_size
+        else:
+            width = stack.get_input_embeddings().weight.shape[1]
+        stack.set_input_embeddings(GivenEmbeddings(width, pads=hosted.role == "encoder"))
         found = find_blocks(model)
         blocks = list(found.blocks)
         prefix = next(name for name, module in model.named_modules() if module is found.blocks)
@@ -154,8 +165,8 @@ def _drop_all_but(model: nn.Module, kept: nn.Module) -> None:
     """Replace everything that is neither `kept` nor around it."""
     if model is kept:
         return
-    model._parameters.update(dict.fromkeys(model._parameters))
-    for name in model._buffers:  # no tensor of the checkpoint, but transformers' initialization still fills them
+    for name in (*model._parameters, *model._buffers):  # transformers' initialization still fills them
+        model._parameters.pop(name, None)
         model.register_buffer(name, torch.empty(0), persistent=False)
     for name, child in list(model.named_children()):
         if any(module is kept for module in child.modules()):
@@ -181,27 +192,6 @@ def drop_blocks(model: PreTrainedModel) -> None:
     _forget_ties(model)
 
 
-def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of the checkpoint's tensors that end up in `model`."""
-    return list(parameters_of(model, names))
-
-
-def parameters_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Each of the checkpoint's tensors that ends up in `model` → the parameter that it is, or is merged into."""
-    wanted = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    found = {}
-    for name in sorted(names):
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
-        if renamed not in wanted and name in wanted:
-            renamed = name
-        if renamed in wanted:
-            found[name] = renamed
-    return found
-
-
 def client_tensor_names(checkpoint: Checkpoint) -> list[str]:
     """The checkpoint's tensors outside the blocks: embeddings, norms, head."""
     cls = pruned(blocks_class(checkpoint.config), drop_blocks)
@@ -225,7 +215,7 @@ def block_bytes(
 
     return [
         sum(stored(f"{prefix}.{name}", parameter) for name, parameter in block.named_parameters())
-        for prefix, block in _named_blocks(model)
+        for prefix, block in named_blocks(model)
     ]
 
 
@@ -238,12 +228,15 @@ def _tensors(
     if checkpoint.comes_packed:
         _check_biases(checkpoint, found)
     if digests is None:
-        return checkpoint.tensors(found, packed_for=packed_for)
-    digests.expect(model, found)
-    return checkpoint.tensors(found, packed_for=packed_for, on_read=digests.on_read)
+        tensors = checkpoint.tensors(found, packed_for=packed_for)
+    else:
+        digests.expect(model, found)
+        tensors = checkpoint.tensors(found, packed_for=packed_for, on_read=digests.on_read)
+    return {as_of_this_class(model, name): tensor for name, tensor in tensors.items()}
 
 
-def _named_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def named_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """All blocks and their names in the model, in the order of their numbers."""
     found: list[tuple[str, nn.Module]] = []
     for stack in stacks(model.config):
         blocks = find_blocks(model, stack).blocks
@@ -295,6 +288,8 @@ def _load_pruned(
 ) -> PreTrainedModel:
     tensors = _tensors(cls, checkpoint, dtype if "quantization_config" in hf_kwargs else None, digests)
     bar_was_on = hf_logging.is_progress_bar_enabled()
+    report = hf_logging.get_logger(modeling_utils.__name__)
+    report.addFilter(named := partial(_with_name, checkpoint.name))
     (hf_logging.enable_progress_bar if progress else hf_logging.disable_progress_bar)()
     try:
         # transformers initializes missing tensors; only a new head may take from the user's random state
@@ -312,6 +307,7 @@ def _load_pruned(
     except RuntimeError as error:
         raise WeightsMismatchError(f"the tensors of {checkpoint.name} don't fit its config: {error}") from error
     finally:
+        report.removeFilter(named)
         (hf_logging.enable_progress_bar if bar_was_on else hf_logging.disable_progress_bar)()
     if missing := sorted({*info["missing_keys"]} - {*may_lack}):
         raise BlockWeightsNotFoundError(
@@ -319,6 +315,12 @@ def _load_pruned(
         )
     model.config.name_or_path = checkpoint.name
     return model
+
+
+def _with_name(name: str, record: logging.LogRecord) -> bool:
+    """Have transformers' report of a new head say of which checkpoint: it isn't told."""
+    record.msg = str(record.msg).replace("from: None", f"from: {name}")
+    return True
 
 
 def _check_biases(checkpoint: Checkpoint, names: Collection[str]) -> None:

@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 from swarmllm.errors import BlockWeightsNotFoundError, UnsupportedModelError
 from swarmllm.models.checkpoint import weight_files
 from swarmllm.models.checkpoint.sources import Source
-from swarmllm.models.formats.logical_view import LogicalView
-from swarmllm.models.formats.stored_format import StoredFormat
+from swarmllm.models.published_formats.logical_view import LogicalView
+from swarmllm.models.published_formats.stored_format import StoredFormat
 
 CONFIG = "config.json"
 LAYOUTS = (
@@ -76,12 +76,17 @@ class StoredFiles(ABC):
         """What its makers advise for `generate()`."""
         return None
 
+    def with_file(self, filename: str) -> "StoredFiles | None":
+        """The same with the weights of a further file, at which transformers doesn't look; None without it."""
+        return None
+
 
 class ConfigAndWeights(StoredFiles):
     """transformers' own layouts."""
 
-    def __init__(self, source: Source, form: StoredFormat | None) -> None:
-        self._source, self._form = source, form
+    def __init__(self, source: Source, form: StoredFormat | None, beside: str | None = None) -> None:
+        """`beside`: a further file of weights, of which neither index nor other file knows."""
+        self._source, self._form, self._beside = source, form, beside
         self.comes_packed = form is not None
 
     @cached_property
@@ -119,9 +124,13 @@ class ConfigAndWeights(StoredFiles):
     def _stored(self) -> dict[str, str]:
         """Name of each stored tensor → name of its file."""
         filename, is_index = self.layout
-        if not is_index:
-            return dict.fromkeys(weight_files.tensor_names(self._file(filename)), filename)
-        return weight_files.read_index(self._file(filename))
+        if is_index:
+            found = weight_files.read_index(self._file(filename))
+        else:
+            found = dict.fromkeys(weight_files.tensor_names(self._file(filename)), filename)
+        if self._beside is not None:
+            found |= dict.fromkeys(weight_files.tensor_names(self._file(self._beside)), self._beside)
+        return found
 
     def weight_map(self) -> dict[str, str]:
         """Reads the index, or the header of a single file."""
@@ -181,6 +190,11 @@ class ConfigAndWeights(StoredFiles):
         """generation_config.json, if there is one."""
         path = self._source.path("generation_config.json", required=False)
         return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
+
+    def with_file(self, filename: str) -> StoredFiles | None:
+        if self._source.path(filename, required=False) is None:
+            return None
+        return ConfigAndWeights(self._source, self._form, filename)
 
     def _file(self, filename: str) -> Path:
         return self._source.file(filename)

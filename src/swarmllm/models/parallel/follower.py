@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmllm.models.parallel.plain import Plain
-from swarmllm.models.parallel.wire import FAILED, OK, Command, Part, connected, receive, receive_weight
+from swarmllm.models.parallel.exchange import FAILED, OK, GroupCommand, SharedPart, connected, receive, receive_weight
+from swarmllm.models.parallel.unquantized import Plain
 from swarmllm.models.quantization.packed import Packed
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -30,7 +30,7 @@ class Follower:
         self._weights: dict[int, tuple[Packed, Tensor | None]] = {}
         self._inputs = torch.empty(0)
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: GroupCommand) -> None:
         """Do what a command says.
 
         Raises:
@@ -62,14 +62,14 @@ class Follower:
             self._reports.send(f"{type(error).__name__}: {str(error).strip()[:300]}")
         self._group.send([answer], 0, 0).wait()
 
-    def _take_inputs(self, command: Command) -> tuple[int, ...]:
+    def _take_inputs(self, command: GroupCommand) -> tuple[int, ...]:
         matrices = [self._matrix(part) for part in command.parts]
         if command.is_new:
             self._inputs = torch.empty(command.rows, matrices[0].shape[1], dtype=command.dtype, device=self._device)
             self._group.broadcast(self._inputs.view(-1).view(torch.uint8), 0).wait()
         return command.rows, sum(matrix.shape[0] for matrix in matrices)
 
-    def _value(self, command: Command) -> Tensor:
+    def _value(self, command: GroupCommand) -> Tensor:
         if command.kind == "dequantize":
             return self._matrix(command.parts[0]).dequantize()
         if command.kind == "multiply_transposed":
@@ -77,11 +77,11 @@ class Follower:
         products = [multiplied(self._matrix(part), self._bias(command, part), self._inputs) for part in command.parts]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
-    def _matrix(self, part: Part) -> Packed:
+    def _matrix(self, part: SharedPart) -> Packed:
         packed = self._weights[part.number][0]
         return packed if part.expert is None else packed[part.expert]
 
-    def _bias(self, command: Command, part: Part) -> Tensor | None:
+    def _bias(self, command: GroupCommand, part: SharedPart) -> Tensor | None:
         return self._weights[part.number][1] if command.is_biased else None
 
 

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import GroupLostError
-from swarmllm.models.parallel.follower import multiplied
-from swarmllm.models.parallel.wire import (
+from swarmllm.models.parallel.exchange import (
     FAILED,
     TIMEOUT_S,
-    Command,
-    Part,
+    GroupCommand,
+    SharedPart,
     as_bytes,
     connected,
-    recipe_of,
     send,
     send_weight,
+    weight_recipe,
 )
+from swarmllm.models.parallel.follower import multiplied
 from swarmllm.models.quantization.packed import Packed
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Rows(Protocol):
     """A matrix of which each process has some rows."""
 
     @property
-    def part(self) -> Part: ...
+    def part(self) -> SharedPart: ...
 
     @property
     def own(self) -> Packed:
@@ -82,11 +82,11 @@ class Group:
         self._num_weights = 0
         self._sent: Tensor | None = None
         """The inputs that followers have."""
-        self._leader = Part(-1)
+        self._leader = SharedPart(-1)
         """The matrix that they were first multiplied by."""
-        self._ready: dict[Part, Tensor] = {}
+        self._ready: dict[SharedPart, Tensor] = {}
         """Products with them that nobody has wanted yet."""
-        self._together: dict[Part, list[Rows]] = {}
+        self._together: dict[SharedPart, list[Rows]] = {}
         """What else is wanted of the same inputs, after the matrix that is wanted first."""
         self._followers: list[_Process] = []
         with tempfile.TemporaryDirectory(prefix="swarmllm-group-") as directory:
@@ -118,9 +118,9 @@ class Group:
 
     # ------------------------------------------------------------------ what is asked
 
-    def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None) -> Part:
+    def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None) -> SharedPart:
         """Give each follower its rows of a matrix, or of each of several, and of its bias."""
-        part = Part(self._num_weights)
+        part = SharedPart(self._num_weights)
         self._num_weights += 1
         start = 0
         for rank, size in enumerate(sizes):
@@ -129,7 +129,9 @@ class Group:
             self.num_bytes[rank] += sum(tensor.nbytes for tensor in rows.tensors().values())
             if rank:
                 with self._failures_translated():
-                    self._followers[rank - 1].commands.send(Command("keep", (part,), recipe=recipe_of(rows, of_bias)))
+                    self._followers[rank - 1].commands.send(
+                        GroupCommand("keep", (part,), recipe=weight_recipe(rows, of_bias))
+                    )
                     send_weight(self._group, rows, of_bias, rank)
         return part
 
@@ -159,7 +161,7 @@ class Group:
         own, *theirs = torch.split_with_sizes(grads.detach(), list(matrix.sizes), dim=-1)
         rows, columns = len(grads), matrix.own.shape[-1]
         with self._failures_translated():
-            self._tell(Command("multiply_transposed", (matrix.part,), rows, grads.dtype))
+            self._tell(GroupCommand("multiply_transposed", (matrix.part,), rows, grads.dtype))
             for rank, part in enumerate(theirs, 1):
                 send(self._group, part, rank)
         shapes = [(rows, columns)] * len(theirs)
@@ -171,7 +173,7 @@ class Group:
     def dequantize(self, matrix: Rows, dtype: torch.dtype) -> Tensor:
         """The whole matrix, here."""
         with self._failures_translated():
-            self._tell(Command("dequantize", (matrix.part,)))
+            self._tell(GroupCommand("dequantize", (matrix.part,)))
         shapes = [(size, matrix.own.shape[-1]) for size in matrix.sizes[1:]]
         own, parts = self._answers(shapes, matrix.own.dtype, matrix.own.dequantize)
         return torch.cat([own, *parts]).to(dtype)
@@ -200,7 +202,7 @@ class Group:
         rows = len(inputs)
         with self._failures_translated():
             parts = tuple(matrix.part for matrix in matrices)
-            self._tell(Command("multiply", parts, rows, inputs.dtype, is_new, is_biased))
+            self._tell(GroupCommand("multiply", parts, rows, inputs.dtype, is_new, is_biased))
             if is_new:
                 self._group.broadcast(as_bytes(inputs), 0).wait()
         widths = [[matrix.sizes[rank] for matrix in matrices] for rank in range(self.size)]
@@ -238,7 +240,7 @@ class Group:
             raise RuntimeError("; ".join(failures))
         return own, answers
 
-    def _tell(self, command: Command) -> None:
+    def _tell(self, command: GroupCommand) -> None:
         for follower in self._followers:
             follower.commands.send(command)
 

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from swarmllm.models.architecture import find_blocks
+from swarmllm.models.parallel.exchange import SharedPart, own_copy
 from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.plain import Plain
-from swarmllm.models.parallel.wire import Part, own_copy
+from swarmllm.models.parallel.unquantized import Plain
+from swarmllm.models.quantization.bfloat16 import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
 from swarmllm.models.quantization.packed import TILE, Packed
 from swarmllm.models.quantization.rules import is_transposed, may_be_packed
 from swarmllm.models.quantization.weight import QuantizedWeight
-from swarmllm.models.quantization.whole import Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class SharedMatrix(Packed):
     codes: None = field(init=False, default=None)  # type: ignore[assignment]
     scale: None = field(init=False, default=None)  # type: ignore[assignment]
     dtype: torch.dtype
-    part: Part
+    part: SharedPart
     own: Packed
     own_bias: Tensor | None
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class SharedMatrix(Packed):
         raise RuntimeError("the tensors of this matrix are in several processes")
 
     def __getitem__(self, index: int) -> "SharedMatrix":
-        return replace(self, part=Part(self.part.number, range(self.shape[0])[index]), own=self.own[index])
+        return replace(self, part=SharedPart(self.part.number, range(self.shape[0])[index]), own=self.own[index])
 
     def split(self, rows: int) -> Packed:  # type: ignore[override]
         return Plain(self.dequantize(), self.dtype).split(rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.speeds import kernels_take
 
 
 class Decoded(Packed):
@@ -38,7 +39,7 @@ class Decoded(Packed):
         return None
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
-        return self._in_kernels and kernels.take(inputs)
+        return self._in_kernels and kernels_take(inputs)
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         return self._matrix().multiply(inputs.float()).to(inputs.dtype)

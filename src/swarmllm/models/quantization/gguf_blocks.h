@@ -18,18 +18,6 @@ typedef struct {
     float scale[16], less[16];
 } unpacked;
 
-/* The bits of a float whose exponent is 112 too small; no infinities stand here. Without a branch: signs are random. */
-INLINE float half_float(const uint8_t *bytes) {
-    uint32_t half = bytes[0] | (uint32_t)bytes[1] << 8, magnitude = (half & 0x7fff) << 13, bits;
-    float value;
-    memcpy(&value, &magnitude, sizeof value);
-    value *= 0x1p112f;
-    memcpy(&bits, &value, sizeof bits);
-    bits |= (half & 0x8000) << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Codes of 4 bits: first the lower ones of all bytes, then the upper ones. */
 INLINE void nibbles(const uint8_t *bytes, int count, int zero, int8_t *codes) {
     AS_VECTORS
@@ -99,21 +87,30 @@ INLINE void q3_k(const uint8_t *block, unpacked *to) {
     }
 }
 
-/* Q4_K, and Q5_K with fifth bits in `high`: scales and minima have 6 bits each, in 12 bytes. */
+/* Of Q4_K and Q5_K: scales and minima have 6 bits each, in 12 bytes. */
+INLINE void k_scales(const uint8_t *block, float *scale, float *less) {
+    typedef uint32_t four_words __attribute__((vector_size(16)));
+    uint32_t six[3];
+    float codes[16], of_scales = half_float(block), of_minima = half_float(block + 2);
+    memcpy(six, block + 4, sizeof six);
+    four_words low = {six[0], six[2], six[1], six[2] >> 4}, high = {0, six[0], 0, six[1]};
+    low &= (four_words){0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f};
+    low |= (high >> 6 & 0x03030303) << 4;
+    store(codes, bytes_at((const uint8_t *)&low));
+    for (int group = 0; group < 8; group++) {
+        scale[group] = codes[group] * of_scales;
+        less[group] = codes[8 + group] * of_minima;
+    }
+}
+
+/* Q4_K, and Q5_K with fifth bits in `high`. */
 INLINE void k_nibbles(const uint8_t *block, const uint8_t *high, const uint8_t *codes, unpacked *to) {
-    const uint8_t *six = block + 4;
-    float scale = half_float(block), less = half_float(block + 2);
+    k_scales(block, to->scale, to->less);
     for (int pair = 0; pair < 4; pair++)
         nibbles(codes + 32 * pair, 32, 0, to->codes + 64 * pair);
     for (int bit = 0; high && bit < 8; bit++)
         for (int i = 0; i < 32; i++)
             to->codes[32 * bit + i] = (int8_t)(to->codes[32 * bit + i] | (high[i] >> bit & 1) << 4);
-    for (int group = 0; group < 4; group++) {
-        to->scale[group] = scale * (float)(six[group] & 63);
-        to->less[group] = less * (float)(six[group + 4] & 63);
-        to->scale[group + 4] = scale * (float)((six[group + 8] & 15) | six[group] >> 6 << 4);
-        to->less[group + 4] = less * (float)(six[group + 8] >> 4 | six[group + 4] >> 6 << 4);
-    }
 }
 
 INLINE void q6_k(const uint8_t *block, unpacked *to) {
@@ -174,10 +171,29 @@ INLINE void spread(const unpacked *from, int groups, int size, sink *to) {
 
 INLINE void spread_q8_0(const uint8_t *block, int64_t count, sink *to) {
     for (; count > 0; count -= 32, block += 34) {
-        vec scale = all(half_float(block));
+        vec scale = half_at(block);
         take(to, product(codes_at((const int8_t *)block + 2), scale));
         take(to, product(codes_at((const int8_t *)block + 18), scale));
     }
+}
+
+/* Codes of 4 bits, for products, in registers; a weight of 0 has no sign here, which no product shows. */
+INLINE void add_q4(const uint8_t *block, int minimum, int64_t count, sink *to) {
+    for (; count > 0; count -= 32, block += minimum ? 20 : 18) {
+        vec scale = half_at(block), least = minimum ? half_at(block + 2) : product(scale, all(-8.0f));
+        meanings values = meanings_of(scale, least);
+        take(to, lower(block + (minimum ? 4 : 2), values));
+        take(to, upper(block + (minimum ? 4 : 2), values));
+    }
+}
+
+/* 64 columns of a block of Q4_K: two of its groups. */
+INLINE void add_q4_k(const uint8_t *codes, const float *scale, const float *less, sink *to) {
+    meanings below = meanings_of(all(scale[0]), all(-less[0])), above = meanings_of(all(scale[1]), all(-less[1]));
+    take(to, lower(codes, below));
+    take(to, lower(codes + 16, below));
+    take(to, upper(codes, above));
+    take(to, upper(codes + 16, above));
 }
 
 /* Columns [start, start + count) of a row that begins at `row`; they begin and end with a block. */

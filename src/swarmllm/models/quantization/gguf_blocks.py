@@ -1,7 +1,7 @@
 """Packed weights as GGUF files hold them: blocks of 32 or 256 neighbours of a row, each with its own scales.
 
 They stay as they are on disk, byte for byte. Few inputs multiply by `gguf_blocks.h`, which has the kinds in `KERNELS`;
-the other kinds, which are rare, and those on CUDA are dequantized by torch. Made by `models/formats/gguf`.
+the other kinds, which are rare, and those on CUDA are dequantized by torch. Made by `models/published_formats/gguf`.
 """
 
 from collections.abc import Callable

@@ -19,8 +19,8 @@ from swarmllm.models.quantization.rules import GROUP
 
 logger = logging.getLogger(__name__)
 
-MOST_INPUTS = 16
-"""Inputs of a product at most; for more, rows are decoded for a product of torch's own."""
+AT_A_TIME = 16
+"""Inputs that the kernels multiply by rows which they have decoded once."""
 WORTH_A_THREAD = 1 << 20
 """Codes. Assumed: below, handing half of them to another thread costs what it saves."""
 _PAIRS, _PLANES = 0, 3
@@ -80,11 +80,6 @@ def level() -> int:
     return min(wished, int(library().swarmllm_level()))
 
 
-def take(inputs: Tensor) -> bool:
-    """Whether there are kernels here, and for such inputs `[tokens, in]`."""
-    return len(inputs) <= MOST_INPUTS and inputs.dtype != torch.float64 and library() is not None
-
-
 class Matrix:
     """One packed matrix, as the kernels want it."""
 
@@ -112,7 +107,7 @@ class Matrix:
             kind, self.columns = _PLANES, groups * GROUP
         else:
             kind, self.columns = _CODES[codes.dtype], codes.shape[1]
-        self.rows = len(codes)
+        self.rows = codes.shape[0]
         table = None if values is None else torch.tensor(values)
         # The kernels see addresses only: what is behind them must be in one piece, and live as long as this.
         tensors = (codes, scale, zero, factor, table, least)
@@ -130,12 +125,12 @@ class Matrix:
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`, both float32."""
-        inputs = inputs.contiguous()
-        outputs = inputs.new_empty(len(inputs), self.rows)
+        inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
+        outputs = inputs.new_empty(num_inputs, self.rows)
 
         def part(start: int, end: int) -> None:
             library().swarmllm_multiply(
-                level(), self._weight, start, end, inputs.data_ptr(), len(inputs), outputs.data_ptr(), self.rows
+                level(), self._weight, start, end, inputs.data_ptr(), num_inputs, outputs.data_ptr(), self.rows
             )
 
         self._in_parts(part)

@@ -7,7 +7,6 @@ Used by `weight` and `loading`.
 """
 
 import functools
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import cuda, kernels
+from swarmllm.models.quantization.speeds import computing_dtype, kernels_take, torch_multiplies_int8_faster
 
 SLICE_BYTES = 4 << 20
 """Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
@@ -80,13 +80,13 @@ class Packed:
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype."""
-        if len(inputs) == 0:
+        if inputs.shape[0] == 0:  # for which `len` calls Python
             return inputs.new_zeros(0, self.shape[0])
         if inputs.device.type == "cuda":
             return self._multiply_on_cuda(inputs).to(inputs.dtype)
         if self._kernel_takes(inputs):
             return self._multiply_by_kernel(inputs.contiguous())
-        dtype = _computing_dtype(inputs)
+        dtype = computing_dtype(inputs.dtype, inputs.device)
         wide = inputs.to(dtype)
         outputs = wide.new_empty(len(inputs), self.shape[0])
         for start, end in self._slices(dtype):
@@ -96,7 +96,7 @@ class Packed:
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:
         """`[tokens, out]` → `[tokens, in]`: what gradients need."""
-        dtype, scale = _computing_dtype(grads), self._output_scale()
+        dtype, scale = computing_dtype(grads.dtype, grads.device), self._output_scale()
         wide = grads.to(dtype) if scale is None else grads.to(dtype) * scale
         sums = torch.zeros(
             len(grads), self.shape[1], dtype=torch.promote_types(dtype, torch.float32), device=self.device
@@ -160,37 +160,6 @@ def _rebuilt(form: type[Packed], names: Sequence[str], dtype: torch.dtype, tenso
     return form(**dict(zip(names, tensors, strict=True)), dtype=dtype)
 
 
-def _computing_dtype(inputs: Tensor) -> torch.dtype:
-    """Precision of the products of many tokens: that of the inputs, or float32 where it is faster."""
-    if inputs.device.type == "cpu" and inputs.dtype in (torch.bfloat16, torch.float16):
-        return torch.float32 if inputs.dtype == torch.float16 or float32_speedup() > 1 else inputs.dtype
-    return inputs.dtype
-
-
-@functools.cache
-def float32_speedup() -> float:
-    """How many times as fast this processor multiplies codes as float32 as it does as bfloat16: measured once, in some
-    10 ms.
-
-    Measured (5632×2048, 128 tokens, one thread): 33 ms against 43 with AVX-512 and its bfloat16, against 240 with AVX2.
-    """
-    codes, threads = torch.zeros(512, 1024, dtype=torch.int8), torch.get_num_threads()
-
-    def seconds(dtype: torch.dtype) -> float:
-        inputs, times = torch.zeros(64, 1024, dtype=dtype), []
-        for _ in range(4):
-            began_at = time.thread_time()
-            inputs @ codes.to(dtype).T
-            times.append(time.thread_time() - began_at)
-        return min(times)
-
-    torch.set_num_threads(1)  # several would wait for each other where others use the cores, both dtypes alike
-    try:
-        return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-9)
-    finally:
-        torch.set_num_threads(threads)
-
-
 class Int8(Packed):
     """8 bits per weight and one scale per output channel: codes `[…, out, in]` int8, scale `[…, out]`."""
 
@@ -215,19 +184,18 @@ class Int8(Packed):
         return self.scale
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
-        if self._fits_torch(inputs):
-            return len(inputs) <= INT8_KERNEL_TOKENS
-        return kernels.take(inputs)
+        return self._by_torch(inputs) or kernels_take(inputs)
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        if self._fits_torch(inputs):
+        if self._by_torch(inputs):
             return torch._weight_int8pack_mm(inputs, self.codes, self.scale)
         return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
 
-    def _fits_torch(self, inputs: Tensor) -> bool:
-        """Whether torch's kernel is for such inputs: for other dtypes it is a plain loop, slower than everything else,
-        and of rows that don't fill its vectors it reads beyond the end."""
-        return inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
+    def _by_torch(self, inputs: Tensor) -> bool:
+        """Whether torch's kernel is the fastest, and for such inputs: for other dtypes it is a plain loop, and of rows
+        that don't fill its vectors it reads beyond the end."""
+        fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
+        return fits and inputs.shape[0] <= INT8_KERNEL_TOKENS and torch_multiplies_int8_faster()
 
     def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
         return cuda.multiply_int8(inputs, self.codes, self.scale)

@@ -13,6 +13,14 @@
 #define INLINE static inline
 #endif
 
+#ifdef __GNUC__
+#define PREFETCH(from) __builtin_prefetch(from)
+#define APART static __attribute__((noinline))
+#else
+#define APART static
+#define PREFETCH(from) (void)(from)
+#endif
+
 #define PASTED(name, level) swarmllm_##name##_##level
 #define EXPANDED(name, level) PASTED(name, level)
 #define OF_LEVEL(name) EXPANDED(name, LEVEL)
@@ -20,6 +28,7 @@
 #define PIECE 512 /* columns that are decoded at a time, at most */
 #define ROWS 4    /* decoded at a time */
 #define MOST 16   /* inputs at a time, at most */
+#define STRIP 64  /* rows that are multiplied by all inputs before the next, of a multiple of ROWS */
 
 #include "vectors.h"
 #include "weight.h"
@@ -63,10 +72,20 @@ INLINE float scale_of(const weight *w, int64_t row, int64_t group) {
     return scale;
 }
 
-INLINE void planes_of(const weight *w, int64_t row, int64_t group, floats *values) {
+INLINE void add_planes(const weight *w, int64_t row, int64_t group, int num_bytes, sink *to) {
+    floats values[8];
     int64_t at = row * w->groups + group;
-    open_group(w->codes + at * w->group_bytes, w->group_bytes, number(w->scale, w->scale_kind, at),
-               number(w->least, w->scale_kind, at), values);
+    float scale = number(w->scale, w->scale_kind, at), least = number(w->least, w->scale_kind, at);
+    open_group(w->codes + at * num_bytes, num_bytes, scale, least, values);
+    for (int i = 0; i < 8; i += 2)
+        take(to, joined(values + i));
+}
+
+INLINE int64_t row_bytes(const weight *w) {
+    return w->codes_kind >= GGUF       ? w->groups
+           : w->codes_kind == PLANES ? w->groups * w->group_bytes
+           : w->codes_kind == PAIRS  ? w->columns / 2
+                                     : w->columns;
 }
 
 /* Columns [start, end) of a row, for codes without a faster way. All codes first: what has just been written isn't read
@@ -101,9 +120,9 @@ INLINE void decode_plainly(const weight *w, int64_t row, int64_t start, int64_t 
     }
 }
 
-INLINE vec codes_of(const weight *w, int kind, int64_t at) {
+INLINE vec codes_of(const weight *w, const float *values, int kind, int64_t at) {
     return kind == INT8    ? codes_at((const int8_t *)w->codes + at)
-           : kind == PAIRS ? pairs_at(w->values, w->codes + at / 2)
+           : kind == PAIRS ? pairs_at(values, w->codes + at / 2)
            : kind == BYTES ? bytes_at(w->codes + at)
                            : floats8_at(w->codes + at);
 }
@@ -111,18 +130,21 @@ INLINE vec codes_of(const weight *w, int kind, int64_t at) {
 /* Columns [start, end) of a row whose groups have whole vectors; `kind` is a constant where this is called. */
 INLINE void decode_groups(const weight *w, int64_t row, int64_t start, int64_t end, int kind, sink *to) {
     int64_t size = w->columns / w->groups, first = row * w->columns;
+    float values[16]; /* what is written can't change these, so that they stay in registers */
+    if (kind == PAIRS)
+        memcpy(values, w->values, sizeof values);
     for (int64_t group = start / size; start < end; group++) {
         int64_t at = row * w->groups + group, stop = (group + 1) * size < end ? (group + 1) * size : end;
         vec scale = all(scale_of(w, row, group)), other = all(0.0f);
         if (w->least) { /* the product is exact, so it rounds but once: see bit_planes.h */
             for (other = all(number(w->least, w->scale_kind, at)); start < stop; start += WIDTH)
-                take(to, plus_product(codes_of(w, kind, first + start), scale, other));
+                take(to, plus_product(codes_of(w, values, kind, first + start), scale, other));
         } else if (w->zero) {
             for (other = all(-number(w->zero, w->zero_kind, at)); start < stop; start += WIDTH)
-                take(to, product(sum(codes_of(w, kind, first + start), other), scale));
+                take(to, product(sum(codes_of(w, values, kind, first + start), other), scale));
         } else {
             for (; start < stop; start += WIDTH)
-                take(to, product(codes_of(w, kind, first + start), scale));
+                take(to, product(codes_of(w, values, kind, first + start), scale));
         }
     }
 }
@@ -133,12 +155,8 @@ INLINE void decode(const weight *w, int64_t row, int64_t start, int64_t count, s
     if (w->codes_kind >= GGUF) {
         decode_gguf(w->codes_kind, w->codes + row * w->groups, start, count, to);
     } else if (w->codes_kind == PLANES) {
-        floats values[8];
-        for (int64_t group = start / size; group < (start + count) / size; group++) {
-            planes_of(w, row, group, values);
-            for (int i = 0; i < 8; i += 2)
-                take(to, joined(values + i));
-        }
+        for (int64_t group = start / size; group < (start + count) / size; group++)
+            add_planes(w, row, group, w->group_bytes, to);
     } else if (size % WIDTH == 0) {
         switch (w->codes_kind) {
         case INT8: decode_groups(w, row, start, start + count, INT8, to); break;
@@ -156,70 +174,84 @@ INLINE void decode(const weight *w, int64_t row, int64_t start, int64_t count, s
     }
 }
 
+/* Products of one input with one piece of a row. */
+APART void add_products(const weight *w, int64_t row, int64_t start, int64_t count, const float *input, vec *sum) {
+    sink to = {.writes = 0, .inputs = input + start, .sum = *sum};
+    decode(w, row, start, count, &to);
+    *sum = to.sum;
+}
+
+APART void decode_piece(const weight *w, int64_t row, int64_t start, int64_t count, float *out) {
+    sink to = {.writes = 1, .out = out};
+    decode(w, row, start, count, &to);
+}
+
 void OF_LEVEL(dequantize)(const weight *w, int64_t start, int64_t end, float *out) {
     int64_t whole = w->columns / WIDTH * WIDTH;
     for (int64_t row = start; row < end; row++, out += w->columns) {
-        sink to = {.writes = 1, .out = out};
-        decode(w, row, 0, whole, &to);
+        decode_piece(w, row, 0, whole, out);
         if (whole < w->columns)
             decode_plainly(w, row, whole, w->columns, out + whole);
     }
 }
 
-/* Products of one input with one piece of a row. */
-INLINE vec add_products(const weight *w, int64_t row, int64_t start, int64_t count, const float *input, vec sum) {
-    sink to = {.writes = 0, .inputs = input + start, .sum = sum};
-    decode(w, row, start, count, &to);
-    return to.sum;
-}
+#include "side_by_side.h"
 
-/* Products of a piece of some rows with some inputs; `rows` and `num` are constants where this is called. */
-INLINE void add_block(float (*piece)[PIECE], int64_t count, const float *inputs, int64_t columns, int rows, int num,
-                      vec (*sums)[MOST]) {
-    vec own[AT_ONCE][AT_ONCE];
-    for (int row = 0; row < rows; row++)
-        for (int n = 0; n < num; n++)
-            own[row][n] = sums[row][n];
-    for (int64_t i = 0; i < count; i += WIDTH)
-        for (int n = 0; n < num; n++) {
-            vec input = load(inputs + n * columns + i);
-            for (int row = 0; row < rows; row++)
-                own[row][n] = plus_product(load(piece[row] + i), input, own[row][n]);
+/* Where a piece of some rows is: decoded, or as codes that are converted while they are multiplied. */
+typedef struct {
+    const float (*decoded)[PIECE];
+    const int8_t *codes; /* or NULL */
+    int64_t columns, count;
+} pieces;
+
+/* Products of a piece of some rows with some inputs. All but the pointers are constants where this is called, so that
+ * `own` are registers. The lanes of a vec don't meet before the end: those of each part are added up on their own. */
+INLINE void add_tile(const pieces *from, const float *inputs, int rows, int num, vec (*sums)[MOST]) {
+    for (int lane = 0; lane < WIDTH; lane += LANES) {
+        part own[ROWS][TILE], input[TILE];
+        for (int row = 0; row < rows; row++)
+            for (int n = 0; n < num; n++)
+                own[row][n] = load_part((const float *)&sums[row][n] + lane);
+        for (int64_t i = lane; i < from->count; i += WIDTH) {
+            for (int n = 0; n < num; n++)
+                input[n] = kept(load_part(inputs + n * from->columns + i));
+            for (int row = 0; row < rows; row++) {
+                part weights = from->codes ? codes_of_part(from->codes + row * from->columns + i)
+                                           : load_part(from->decoded[row] + i);
+                for (int n = 0; n < num; n++)
+                    own[row][n] = plus_parts(weights, input[n], own[row][n]);
+            }
         }
-    for (int row = 0; row < rows; row++)
-        for (int n = 0; n < num; n++)
-            sums[row][n] = own[row][n];
-}
-
-INLINE void add_blocks(float (*piece)[PIECE], int64_t count, const float *inputs, int64_t columns, int rows, int64_t num,
-                       vec (*sums)[MOST]) {
-    for (int row = 0; row < rows; row += AT_ONCE) {
-        int64_t n = 0;
-        for (; n + AT_ONCE <= num; n += AT_ONCE)
-            add_block(piece + row, count, inputs + n * columns, columns, rows < AT_ONCE ? rows : AT_ONCE, AT_ONCE,
-                      (vec(*)[MOST])(&sums[row][n]));
-        for (; n < num; n++)
-            add_block(piece + row, count, inputs + n * columns, columns, rows < AT_ONCE ? rows : AT_ONCE, 1,
-                      (vec(*)[MOST])(&sums[row][n]));
+        for (int row = 0; row < rows; row++)
+            for (int n = 0; n < num; n++)
+                memcpy((float *)&sums[row][n] + lane, &own[row][n], sizeof(part));
     }
 }
 
-/* Ask for a piece of a row, which is read soon: processors guess that less well, where rows are read side by side. */
-INLINE void prefetch(const weight *w, int64_t row, int64_t start, int64_t count) {
-#ifdef __GNUC__
-    int64_t bytes = w->codes_kind >= GGUF       ? w->groups
-                    : w->codes_kind == PLANES ? w->groups * w->group_bytes
-                    : w->codes_kind == PAIRS  ? w->columns / 2
-                                              : w->columns;
-    const uint8_t *from = w->codes + row * bytes + start * bytes / w->columns;
-    for (int64_t i = 0; i < count * bytes / w->columns; i += 64)
-        __builtin_prefetch(from + i);
-#endif
+INLINE void add_tiles(const pieces *from, const float *inputs, int rows, int64_t num, vec (*sums)[MOST]) {
+    int64_t n = 0;
+    for (; n + TILE <= num; n += TILE)
+        add_tile(from, inputs + n * from->columns, rows, TILE, (vec(*)[MOST])(&sums[0][n]));
+    inputs += n * from->columns;
+    switch (num - n) {
+    case 3: add_tile(from, inputs, rows, TILE < 3 ? TILE : 3, (vec(*)[MOST])(&sums[0][n])); break;
+    case 2: add_tile(from, inputs, rows, 2, (vec(*)[MOST])(&sums[0][n])); break;
+    case 1: add_tile(from, inputs, rows, 1, (vec(*)[MOST])(&sums[0][n])); break;
+    }
 }
 
-/* Some rows' products with at most MOST inputs. */
-INLINE void multiply_rows(const weight *w, int64_t row, int rows, const float *inputs, int64_t num, float *outputs,
-                          int64_t stride) {
+/* Ask for the part of the next rows that is as far in them as [start, start + count) is in these. It is read soon, and asked
+ * for in the order of memory: processors guess the rest then, which they can't where rows are read side by side. */
+INLINE void prefetch(const weight *w, int64_t row, int rows, int64_t start, int64_t count) {
+    int64_t bytes = row_bytes(w);
+    const uint8_t *from = w->codes + (row + rows) * bytes + start * rows * bytes / w->columns;
+    for (int64_t i = 0; i < count * rows * bytes / w->columns; i += 64)
+        PREFETCH(from + i);
+}
+
+/* Some rows' products with at most MOST inputs. `bare` codes are multiplied as they are. */
+INLINE void multiply_rows(const weight *w, int64_t row, int rows, int bare, const float *inputs, int64_t num,
+                          float *outputs, int64_t stride) {
     int64_t whole = w->columns / WIDTH * WIDTH;
     float piece[ROWS][PIECE], lanes[WIDTH];
     vec sums[ROWS][MOST];
@@ -228,20 +260,25 @@ INLINE void multiply_rows(const weight *w, int64_t row, int rows, const float *i
             sums[r][n] = all(0.0f);
     for (int64_t at = 0; at < whole; at += PIECE) {
         int64_t count = whole - at < PIECE ? whole - at : PIECE;
-        for (int r = 0; r < rows; r++) {
-            sink to = {.writes = 1, .out = piece[r]};
-            prefetch(w, row + rows + r, at, count);
+        prefetch(w, row, rows, at, count);
+        for (int r = 0; r < rows && !bare; r++) {
             if (num == 1)
-                sums[r][0] = add_products(w, row + r, at, count, inputs, sums[r][0]);
+                add_products(w, row + r, at, count, inputs, &sums[r][0]);
             else
-                decode(w, row + r, at, count, &to);
+                decode_piece(w, row + r, at, count, piece[r]);
         }
-        if (num > 1)
-            add_blocks(piece, count, inputs + at, w->columns, rows, num, sums);
+        if (bare) {
+            pieces from = {.codes = (const int8_t *)w->codes + row * w->columns + at, .columns = w->columns, .count = count};
+            add_tiles(&from, inputs + at, rows, num, sums);
+        } else if (num > 1) {
+            pieces from = {.decoded = (const float (*)[PIECE])piece, .columns = w->columns, .count = count};
+            add_tiles(&from, inputs + at, rows, num, sums);
+        }
     }
     for (int r = 0; r < rows; r++) {
         if (whole < w->columns)
             decode_plainly(w, row + r, whole, w->columns, piece[0]);
+        float scale = bare ? scale_of(w, row + r, 0) : 1.0f;
         for (int64_t n = 0; n < num; n++) {
             if (whole < w->columns) {
                 store(lanes, sums[r][n]);
@@ -249,7 +286,7 @@ INLINE void multiply_rows(const weight *w, int64_t row, int rows, const float *i
                     lanes[i] += piece[0][i] * inputs[n * w->columns + whole + i];
                 sums[r][n] = load(lanes);
             }
-            outputs[n * stride + row + r] = sum_of(sums[r][n]);
+            outputs[n * stride + row + r] = sum_of(sums[r][n]) * scale;
         }
     }
 }
@@ -257,11 +294,28 @@ INLINE void multiply_rows(const weight *w, int64_t row, int rows, const float *i
 /* outputs[n, row] = inputs[n, :] . weight[row, :] for the rows [start, end); `stride`: floats of a row of outputs. */
 void OF_LEVEL(multiply)(const weight *w, int64_t start, int64_t end, const float *inputs, int64_t num_inputs,
                         float *outputs, int64_t stride) {
-    for (; num_inputs > 0; num_inputs -= MOST, inputs += MOST * w->columns, outputs += MOST * stride) {
-        int64_t row = start, num = num_inputs < MOST ? num_inputs : MOST;
-        for (; num > 1 && row + ROWS <= end; row += ROWS) /* one input wants rows in the order of memory */
-            multiply_rows(w, row, ROWS, inputs, num, outputs, stride);
-        for (; row < end; row++)
-            multiply_rows(w, row, 1, inputs, num, outputs, stride);
+    int bare = is_bare(w);
+    rows_times_one *by_one = side_by_side(w);
+    for (int64_t stop; start < end; start = stop) { /* rows that stay in a cache for all inputs */
+        stop = end - start < STRIP ? end : start + STRIP;
+        for (int64_t first = 0; first < num_inputs; first += MOST) {
+            int64_t row = start, num = num_inputs - first < MOST ? num_inputs - first : MOST;
+            const float *from = inputs + first * w->columns;
+            float *to = outputs + first * stride;
+            for (; num == 1 && by_one && row + ROWS <= stop; row += ROWS) {
+                vec sums[ROWS];
+                by_one(w, row, from, sums);
+                for (int r = 0; r < ROWS; r++)
+                    to[row + r] = sum_of(sums[r]) * (bare ? scale_of(w, row + r, 0) : 1.0f);
+            }
+            for (; num > 1 && bare && row + ROWS <= stop; row += ROWS)
+                multiply_rows(w, row, ROWS, 1, from, num, to, stride);
+            for (; bare && row < stop; row++)
+                multiply_rows(w, row, 1, 1, from, num, to, stride);
+            for (; num > 1 && row + ROWS <= stop; row += ROWS) /* one input wants rows in the order of memory */
+                multiply_rows(w, row, ROWS, 0, from, num, to, stride);
+            for (; row < stop; row++)
+                multiply_rows(w, row, 1, 0, from, num, to, stride);
+        }
     }
 }

@@ -1,7 +1,7 @@
 """Packed weights as published checkpoints hold them: their own codes, with scales for groups of a row.
 
 To round a published weight once more would cost accuracy that its makers have saved, and nothing here takes more memory
-than the checkpoint takes on disk, but for scales. Made by `models/formats`.
+than the checkpoint takes on disk, but for scales. Made by `models/published_formats`.
 """
 
 from dataclasses import dataclass

@@ -10,11 +10,23 @@ INLINE float float8(uint8_t code) {
     return code & 0x80 ? -value : value;
 }
 
+/* The bits of a float whose exponent is 112 too small; no infinities stand here. Without a branch: signs are random. */
+INLINE float half_float(const uint8_t *bytes) {
+    uint32_t half = bytes[0] | (uint32_t)bytes[1] << 8, magnitude = (half & 0x7fff) << 13, bits;
+    float value;
+    memcpy(&value, &magnitude, sizeof value);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof bits);
+    bits |= (half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 #if LEVEL == 4
 #include <immintrin.h>
 
-#define AT_ONCE 4 /* rows and inputs of which all products stay in registers */
-typedef __m512 vec;
+#define TILE 4
+typedef __m512 vec, part;
 
 INLINE vec load(const float *from) { return _mm512_loadu_ps(from); }
 INLINE void store(float *to, vec values) { _mm512_storeu_ps(to, values); }
@@ -36,11 +48,25 @@ INLINE vec pairs_at(const float *values, const uint8_t *codes) {
     __m512i word = _mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(two));
     return _mm512_permutexvar_ps(_mm512_srlv_epi32(word, shifts), load(values)); /* by the lowest 4 bits */
 }
+INLINE vec half_at(const uint8_t *bits) {
+    int16_t half;
+    memcpy(&half, bits, sizeof half);
+    return halves(_mm256_set1_epi16(half));
+}
 INLINE float sum_of(vec values) { return _mm512_reduce_add_ps(values); }
+
+INLINE part load_part(const float *from) { return load(from); }
+INLINE part codes_of_part(const int8_t *codes) { return codes_at(codes); }
+INLINE part plus_parts(part one, part other, part sum) { return plus_product(one, other, sum); }
+INLINE part kept(part values) { /* in a register: GCC would load it again for each product */
+    __asm__("" : "+v"(values));
+    return values;
+}
 #elif LEVEL == 3
 #include <immintrin.h>
 
-#define AT_ONCE 2
+#define TILE 3
+typedef __m256 part;
 typedef struct {
     __m256 low, high;
 } vec;
@@ -82,15 +108,36 @@ INLINE __m256 eight_pairs(const float *values, const uint8_t *codes) {
 INLINE vec pairs_at(const float *values, const uint8_t *codes) {
     return (vec){eight_pairs(values, codes), eight_pairs(values, codes + 4)};
 }
+INLINE vec half_at(const uint8_t *bits) {
+    int16_t half;
+    memcpy(&half, bits, sizeof half);
+    __m256 eight = _mm256_cvtph_ps(_mm_set1_epi16(half));
+    return (vec){eight, eight};
+}
+INLINE __m256 eight_lower(const uint8_t *codes) {
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
+}
+INLINE __m256 eight_upper(const uint8_t *codes) {
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)), 4));
+}
+INLINE vec lower_bits(const uint8_t *codes) { return (vec){eight_lower(codes), eight_lower(codes + 8)}; }
+INLINE vec upper_bits(const uint8_t *codes) { return (vec){eight_upper(codes), eight_upper(codes + 8)}; }
 INLINE float sum_of(vec values) {
     __m256 eight = _mm256_add_ps(values.low, values.high);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+
+INLINE part load_part(const float *from) { return _mm256_loadu_ps(from); }
+INLINE part codes_of_part(const int8_t *codes) { return eight_codes(codes); }
+INLINE part plus_parts(part one, part other, part sum) { return _mm256_fmadd_ps(one, other, sum); }
+INLINE part kept(part values) { return values; }
 #else
-#define AT_ONCE 2
+#define TILE 3
 typedef float four __attribute__((vector_size(16))); /* which every processor has, or the compiler makes of numbers */
+typedef four part;
 typedef struct {
     four part[WIDTH / 4];
 } vec;
@@ -122,11 +169,48 @@ INLINE vec codes_at(const int8_t *codes) { EACH_LANE((float)codes[i]); }
 INLINE vec bytes_at(const uint8_t *codes) { EACH_LANE((float)codes[i]); }
 INLINE vec pairs_at(const float *values, const uint8_t *codes) { EACH_LANE(values[codes[i / 2] >> 4 * (i % 2) & 15]); }
 INLINE vec floats8_at(const uint8_t *codes) { EACH_LANE(float8(codes[i])); }
+INLINE vec half_at(const uint8_t *bits) { return all(half_float(bits)); }
+INLINE vec lower_bits(const uint8_t *codes) { EACH_LANE((float)(codes[i] & 15)); }
+INLINE vec upper_bits(const uint8_t *codes) { EACH_LANE((float)(codes[i] >> 4)); }
 INLINE float sum_of(vec values) {
     four both = values.part[0] + values.part[1] + values.part[2] + values.part[3];
     return both[0] + both[1] + both[2] + both[3];
 }
+
+INLINE part load_part(const float *from) {
+    part made;
+    memcpy(&made, from, sizeof made);
+    return made;
+}
+INLINE part codes_of_part(const int8_t *codes) {
+    return (part){(float)codes[0], (float)codes[1], (float)codes[2], (float)codes[3]};
+}
+INLINE part plus_parts(part one, part other, part sum) { return sum + one * other; }
+INLINE part kept(part values) { return values; }
 #endif
+
+/* What codes of 4 bits stand for, of which 16 bytes have as many below and as many above. */
+#if LEVEL < 4
+typedef struct {
+    vec scale, least;
+} meanings;
+INLINE meanings meanings_of(vec scale, vec least) { return (meanings){scale, least}; }
+INLINE vec lower(const uint8_t *codes, meanings of) { return plus_product(lower_bits(codes), of.scale, of.least); }
+INLINE vec upper(const uint8_t *codes, meanings of) { return plus_product(upper_bits(codes), of.scale, of.least); }
+#else
+typedef vec meanings; /* looked up by the lowest 4 bits */
+INLINE meanings meanings_of(vec scale, vec least) {
+    return plus_product(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), scale, least);
+}
+INLINE __m512i wide(const uint8_t *codes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)); }
+INLINE vec lower(const uint8_t *codes, meanings of) { return _mm512_permutexvar_ps(wide(codes), of); }
+INLINE vec upper(const uint8_t *codes, meanings of) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(wide(codes), 4), of);
+}
+#endif
+
+/* A `part` is what one register holds of a vec; ROWS * TILE of them and their factors fit into the registers. */
+#define LANES ((int)(sizeof(part) / sizeof(float)))
 
 #if LEVEL > 1
 /* As halves, whose exponent is 8 too small: they have no numbers for which processors take longer. */

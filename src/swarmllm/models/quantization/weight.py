@@ -8,7 +8,7 @@ Put in place by `loading`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,8 @@ class QuantizedWeight(PackedView, nn.Module):
 
     @property
     def packed(self) -> Packed:  # type: ignore[override]
-        return self._form(**dict(self.named_buffers()), dtype=self._dtype)
+        tensors = cast(dict[str, Tensor], self._buffers)  # `named_buffers` takes a tenth of a product's calls
+        return self._form(**tensors, dtype=self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         try:

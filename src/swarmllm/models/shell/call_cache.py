@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import is_encoder
+from swarmllm.models.architecture import is_encoder, sees
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache
 
@@ -55,6 +55,8 @@ def cache_of_call(
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     batch_size = 1 if given is None else given.shape[0]
+    if sees(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
+        cache = None  # some models that see make one before they come to their text model
     prefix = None if cache is None else _prefix(cache, shell, batch_size)
     if not _wants_cache(shell, config, kwargs.get("use_cache")) or given is None:
         kwargs["use_cache"] = False

@@ -23,6 +23,7 @@ from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.shell.training_notices import TrainingNotices
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
+from swarmllm.models.shell.unseen_changes import UnseenChanges
 
 SOFT_PROMPT_ROOM = 128
 """Positions that peft's soft prompts may take in a session that `generate()` opens, which doesn't count them. Assumed:
@@ -38,6 +39,11 @@ class ShellStack:
     """What loops over the blocks."""
     traits: BlockTraits
     adapters: BlockAdapters
+    unseen: UnseenChanges
+    sees: bool = False
+    """Whether the model takes pictures, of which the stack is given more than embeddings."""
+    hears: bool = False
+    """Whether the stack takes sound."""
 
 
 class ClientShell:
@@ -75,6 +81,12 @@ class ClientShell:
         """The blocks that run here, frozen at first: `.requires_grad_(True)` has them trained."""
         return nn.ModuleList(self.swarm_adapters.blocks.here.values())
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """What peft asks for by its old name, of which transformers' own would warn."""
+        is_on: bool = self.is_activation_checkpointing  # type: ignore[attr-defined]
+        return is_on
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters of the whole model, blocks included; `only_trainable`: of what can be trained here."""
         here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
@@ -110,6 +122,13 @@ class ClientShell:
             cache.activate_past_recording()
         model_kwargs[name] = cache
         note_prepared(self, cache)
+
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Whisper's, which would copy each row's keys and values, though they are on servers: without them."""
+        if not isinstance(seek_outputs, Tensor):
+            kept = {name: value for name, value in seek_outputs.items() if name != "past_key_values"}
+            seek_outputs = type(seek_outputs)(**kept)
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         mask = model_kwargs.get("attention_mask")

@@ -1,11 +1,12 @@
 """What servers shall compute with besides their weights, as it is in a client's hollow blocks at a forward.
 
-That is: what peft has put there, parameters of the blocks that are trained here (biases), deep prompts, and dropout in
-train mode. `stack_forward` asks `BlockAdapters.collect` for all of it at each forward.
+That is: what peft has put there, parameters of the blocks that are trained here (biases), deep prompts, dropout in
+train mode, and autocast. `stack_forward` asks `BlockAdapters.collect` for all of it at each forward.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.adapters.block_adapter import AUTOCAST, BlockAdapter
 from swarmllm.models.shell import tuner_layers
 from swarmllm.models.shell.hollow_blocks import HollowBlocks
 from swarmllm.models.shell.hollow_modules import HollowModule, ModulePlace, close_hooks, is_row_hook, own_parameter
@@ -29,15 +30,19 @@ INITS = ("gaussian", "orthogonal")
 class BlockAdapters:
     """Reads what is in the hollow blocks; one object per model."""
 
-    def __init__(self, blocks: HollowBlocks, *, own_dropout: bool = True) -> None:
-        """`own_dropout`: whether servers know what to leave out of these blocks in train mode."""
+    def __init__(self, blocks: HollowBlocks) -> None:
         self.blocks = blocks
-        self.own_dropout = own_dropout
         self.last: BlockAdapter | None = None
         """The adapter that the last forward used."""
         self._flat: Tensor | None = None
         self._lora: nn.Module | None = None
         """Any layer of LoRA's, on which peft hangs the names of adapters for rows."""
+        self._modules = [
+            (block_idx, path, module)
+            for block_idx, block in blocks.hollow.items()
+            for path, module in block.named_modules()
+        ]
+        """The blocks' own, whatever peft puts around them."""
         self.rates = _dropout(blocks)
         """The blocks' own dropout above 0, by the names of modules and attributes."""
         self._dropouts = [
@@ -48,20 +53,24 @@ class BlockAdapters:
         ]
 
     def collect(
-        self, peft_configs: dict[str, Any], deep_prompts: Iterable[tuple[Patch, list[Tensor]]] = ()
+        self, peft_configs: dict[str, Any], deep_prompts: Iterable[tuple[Patch, list[Tensor]]] = (), device: str = "cpu"
     ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
         """The adapter for a forward, and the tensors whose values its own are, in their order, in autograd's graph.
 
         Equal values get the same version, so that nothing travels twice.
 
+        Args:
+            device: the type of that which the caller's part of the model is on.
+
         Raises:
             ConfigurationError: something has been put into the blocks that servers can't compute.
         """
         found = [*deep_prompts, *self._own_parameters(), *self._of_tuners(peft_configs), *self._in_training()]
+        found += (cast := self._under_autocast(device))
         if not found:
             self.last = None
             return None, ()
-        trained = _of_one_dtype(found)
+        trained = _of_one_dtype(found, mixed=bool(cast))
         patches = tuple(patch for patch, _ in found)
         flat = torch.cat([torch.empty(0), *(one.detach().flatten().cpu() for one in trained)])
         last = self.last
@@ -142,39 +151,47 @@ class BlockAdapters:
 
     def _own_parameters(self) -> Iterator[tuple[Patch, list[Tensor]]]:
         """Those of blocks that are kept here: in place of the servers'."""
-        for block_idx, block in self.blocks.hollow.items():
-            for path, module in block.named_modules():
-                if isinstance(module, HollowModule):
-                    for name, parameter in module._parameters.items():
-                        if parameter is not None:
-                            parts = [part for part in path.split(".") if part not in ("base_layer", "original_module")]
-                            shapes = (tuple(parameter.shape),)
-                            full = ".".join(filter(None, [*parts, name]))
-                            yield (
-                                Patch(block=self.blocks.first + block_idx, path=full, kind="tensor", shapes=shapes),
-                                [parameter],
-                            )
+        for block_idx, path, module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    full, shapes = f"{path}.{name}".strip("."), (tuple(parameter.shape),)
+                    yield (
+                        Patch(block=self.blocks.first + block_idx, path=full, kind="tensor", shapes=shapes),
+                        [parameter],
+                    )
 
     def _in_training(self) -> Iterator[tuple[Patch, list[Tensor]]]:
         """The blocks' own dropout, in train mode."""
-        if not self.rates or not self.own_dropout:
+        if not self.rates:
             return
+        first = self.blocks.first
         training = {block_idx for block_idx, block in self.blocks.hollow.items() if block.training}
         for block_idx in sorted(training):
-            yield Patch(block=block_idx, path="", kind="dropout", shapes=()), []
+            yield Patch(block=first + block_idx, path="", kind="dropout", shapes=()), []
         for block_idx, path, module, rate in self._dropouts:
             now = module.p if module.training else 0.0
             if block_idx in training and now != rate:
-                yield Patch(block=block_idx, path=path, kind="dropout", shapes=(), dropout=now), []
+                yield Patch(block=first + block_idx, path=path, kind="dropout", shapes=(), dropout=now), []
+
+    def _under_autocast(self, device: str) -> _Found:
+        """All blocks, where the caller's own are under autocast."""
+        name = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        if not torch.is_autocast_enabled(device) or name not in AUTOCAST:
+            return []
+        blocks = range(self.blocks.first, self.blocks.first + len(self.blocks.blocks()))
+        return [(Patch(block=block_idx, path=name, kind="autocast", shapes=()), []) for block_idx in blocks]
 
 
-def _of_one_dtype(found: _Found) -> list[Tensor]:
-    """The tensors of all patches; parameters of the model's own dtype as precisely as adapters are."""
+def _of_one_dtype(found: _Found, *, mixed: bool) -> list[Tensor]:
+    """The tensors of all patches; parameters of the model's own dtype as precisely as adapters are.
+
+    `mixed`: they may differ, because autocast says what matrices are multiplied in.
+    """
     tensors = [(patch.kind, value) for patch, values in found for value in values]
     dtypes = {value.dtype for kind, value in tensors if kind != "tensor"} or {value.dtype for _, value in tensors}
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 and not mixed:
         raise ConfigurationError("all adapters inside the blocks must have the same dtype")
-    widest = next(iter(dtypes), torch.float32)
+    widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     if any(torch.promote_types(value.dtype, widest) != widest for _, value in tensors):
         raise ConfigurationError("parameters of blocks that are trained here must not be finer than the adapters")
     return [value.to(widest) for _, value in tensors]

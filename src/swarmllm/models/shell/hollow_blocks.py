@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from swarmllm.data_structures import BlockTraits
 from swarmllm.models.architecture import Stack, find_blocks
 from swarmllm.models.checkpoint.skeleton import on_meta
-from swarmllm.models.shell.blocks_proxy import current_call, is_detoured
+from swarmllm.models.shell.block_hooks import hooked_bounds, open_to_hooks
+from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call, is_detoured
 from swarmllm.models.shell.hollow_modules import (
     ModulePlace,
     close_hooks,
@@ -46,7 +48,9 @@ class HollowBlocks(nn.ModuleList):
     here: dict[int, nn.Module]
     """The others: what is done to them is done."""
 
-    def __init__(self, blocks: nn.ModuleList, proxy: nn.Module, here: Mapping[int, nn.Module], first: int = 0) -> None:
+    def __init__(
+        self, blocks: nn.ModuleList, proxy: BlocksProxy, here: Mapping[int, nn.Module], first: int = 0
+    ) -> None:
         """`first` is the number that the first of these blocks has in the whole model."""
         super().__init__()
         self.first = first
@@ -73,17 +77,19 @@ class HollowBlocks(nn.ModuleList):
 
     @property
     def _shown(self) -> Sequence[nn.Module]:
-        """The proxy alone; to a forward that wants to see what passes between blocks, a stand-in for each; and to all
-        others the blocks, whose weights are elsewhere."""
+        """The proxy alone; to a forward of which somebody sees what passes between blocks, a stand-in for each; and to
+        all others the blocks, whose weights are elsewhere."""
         call = current_call()
         if call is None and not is_detoured():
             return self.blocks()
-        return (self.__dict__["proxy"],) if call is None or call.inner is None else self._played_back
+        return (self.__dict__["proxy"],) if call is None or not call.is_played else self._played_back
 
     @cached_property
     def _played_back(self) -> tuple[nn.Module, ...]:
         blocks = self.blocks()
-        return tuple(playback(self.__dict__["proxy"], idx, block, len(blocks)) for idx, block in enumerate(blocks))
+        return tuple(
+            playback(self.__dict__["proxy"], idx, block, len(blocks), self.first) for idx, block in enumerate(blocks)
+        )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The children that are shown: transformers looks for blocks to put its hooks on."""
@@ -98,6 +104,10 @@ class HollowBlocks(nn.ModuleList):
 
     def __delitem__(self, index: Any) -> None:
         refuse_change(f"block {index}")
+
+    def hooked(self) -> frozenset[int]:
+        """Where users have hooks now: at `i` before block `i` of these, at `i + 1` behind it."""
+        return frozenset(hooked_bounds(self.hollow))
 
     def blocks(self) -> list[nn.Module]:
         """The blocks themselves."""
@@ -123,7 +133,7 @@ class HollowBlocks(nn.ModuleList):
 def hollow_blocks(
     cls: type[PreTrainedModel],
     model: PreTrainedModel,
-    proxy: nn.Module,
+    proxy: BlocksProxy,
     here: Mapping[int, nn.Module],
     stack: Stack,
     read_block: BlockReader | None = None,
@@ -136,7 +146,10 @@ def hollow_blocks(
     found = find_blocks(on_meta(cls, model.config), stack).blocks
     blocks = HollowBlocks(found, proxy, here, stack.span.start).train(model.training)
     blocks.__dict__["read_block"] = read_block
+    traits: BlockTraits = proxy.traits
     for block_idx, block in blocks.hollow.items():
         read = None if read_block is None else partial(read_block, block_idx)
-        hollow_out(block, f"block {blocks.first + block_idx}", model.dtype, read)
+        name = f"block {blocks.first + block_idx}"
+        hollow_out(block, name, model.dtype, read)
+        open_to_hooks(block, ModulePlace(name), blocks.first + block_idx, stack.span.end, traits.forbidden_cuts)
     return blocks

@@ -7,7 +7,7 @@ Made by `hollow_blocks`; knows neither adapters nor the network.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never, Self
@@ -57,8 +57,8 @@ class HollowTensor(Tensor):
     place: ModulePlace
     is_parameter = True
     read: Callable[[], Tensor] | None = None
-    train_here: Callable[[], None] | None = None
-    """Has it be a parameter here, to be trained in the place of the servers'; None: it is too large for that."""
+    train_here: Callable[[], Tensor] | None = None
+    """Makes it a parameter here, to be trained in the place of the servers'; None: it is too large for that."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class HollowTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _FREEZING and [*args[1:], *kwargs.values()] == [False]:
             return args[0]
-        if func == _FREEZING[1] and args[1:] == (True,) and args[0].train_here is not None:
+        if func in _FREEZING and [*args[1:], *kwargs.values()] in ([True], []) and args[0].train_here is not None:
             return args[0].train_here()
         given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
         if _only_reads(func, kwargs) and all(one.read for one in given if isinstance(one, cls)):
@@ -78,8 +78,8 @@ class HollowTensor(Tensor):
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         raise ConfigurationError(
             f"{where} is not here but on servers, which keep it as it is, so {name} can't work on it: train an adapter "
-            "of peft, and neither merge it here (save it, and merge it into a local base) nor choose one that changes "
-            "base weights (PiSSA, OLoRA, LoftQ)"
+            "of peft, and neither merge it here (save it: `swarmllm adapters merge` makes a model of it and its base) "
+            "nor choose one that changes base weights (PiSSA, OLoRA, LoftQ)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -142,7 +142,7 @@ def hollow_tensor(like: Tensor, dtype: torch.dtype, where: ModulePlace) -> Hollo
     return tensor
 
 
-class _Closed(OrderedDict[Any, Any]):
+class ClosedTable(OrderedDict[Any, Any]):
     """A module's table of hooks, parameters or buffers that takes no entry."""
 
     refusal: str
@@ -158,13 +158,11 @@ def is_row_hook(hook: Any) -> bool:
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
 
 
-def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> _Closed:
-    if any(not is_row_hook(hook) for hook in was.values()):
-        raise ConfigurationError(refusal)
-    table = _Closed()
+def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> ClosedTable:
+    table = ClosedTable()
     table.refusal = refusal
     for key, value in was.items():
-        table[key] = value
+        table[key] = value  # which refuses
     return table
 
 
@@ -193,8 +191,8 @@ class _Children(dict[str, nn.Module | None]):
 
 def fix_children(module: nn.Module, where: ModulePlace, names: Collection[str] | None = None) -> None:
     """Let nobody but peft replace the children of `module`, or those of these names."""
-    children = _Children(module._modules)
-    children.where, children.fixed = where, names
+    children, before = _Children(module._modules), getattr(module._modules, "fixed", None)
+    children.where, children.fixed = where, names if names is None else {*names, *(before or ())}
     module.__dict__["_modules"] = children
 
 
@@ -212,10 +210,10 @@ def close_hooks(module: nn.Module, where: ModulePlace) -> None:
     """
     for path, part in module.named_modules():
         for name in _HOOKS:
-            if not isinstance(hooks := part.__dict__[name], _Closed):
+            if not isinstance(hooks := part.__dict__[name], ClosedTable):
                 part.__dict__[name] = _closed(
-                    f"no hook can run in {where / path}, because servers run the blocks: what passes between blocks is "
-                    "seen between slices of model.remote_blocks",
+                    f"no hook can run in {where / path}, because servers run the blocks: put it on the forward of a "
+                    "whole block, whose hidden states pass through here",
                     hooks,
                 )
 
@@ -265,6 +263,12 @@ class HollowModule(nn.Module):
         """Its own weights, by name."""
         return {name: value for name, value in self.__dict__.items() if isinstance(value, HollowTensor)}
 
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """Those that are trained here, and its weights, by whoever asks a block for them and not the model."""
+        yield from super().parameters(recurse)
+        for part in self.modules() if recurse else (self,):
+            yield from part.hollow_tensors().values() if isinstance(part, HollowModule) else ()
+
     def __deepcopy__(self, _memo: Any) -> nn.Module:
         """A real module with these weights, for peft to train as a whole."""
         sizes = [
@@ -299,8 +303,8 @@ def _hollow_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (HollowModule, cls), {"__module__": cls.__module__})
 
 
-def own_parameter(module: Any, name: str, trained: bool) -> None:
-    """Have this weight of the module as a parameter here, with its values, in the place of the servers'.
+def own_parameter(module: Any, name: str, trained: bool) -> nn.Parameter:
+    """Make this weight of the module a parameter here, with its values, in the place of the servers'.
 
     Raises:
         ConfigurationError: there is nothing that it could be read from.
@@ -311,6 +315,7 @@ def own_parameter(module: Any, name: str, trained: bool) -> None:
     parameter = nn.Parameter(weight.read().clone(), requires_grad=trained)
     del module.__dict__[name]
     OrderedDict.__setitem__(module._parameters, name, parameter)
+    return parameter
 
 
 def hollow_out(block: nn.Module, name: str, dtype: torch.dtype, read: Callable[[], nn.Module] | None = None) -> None:

@@ -5,6 +5,7 @@ Called by the client. What a loaded model can do more than others is told in `cl
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import Stack, blocks_class, find_blocks, stack_module, stacks
+from swarmllm.models.architecture import Stack, blocks_class, find_blocks, hears, sees, stack_module, stack_root, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
@@ -30,9 +31,15 @@ from swarmllm.models.shell.read_positions import adopt_head
 from swarmllm.models.shell.stack_forward import adopt_stack
 from swarmllm.models.shell.training_notices import TrainingNotices
 from swarmllm.models.shell.tuned_prompts import attach_prompts
+from swarmllm.models.shell.unseen_changes import UnseenChanges
+from swarmllm.models.shell.vision_inputs import keep_offsets_apart
 
-HEAD_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id", "classifier_dropout")
+HEAD_SETTINGS = re.compile(
+    r"num_labels|id2label|label2id|problem_type|classifier_dropout|use_cache|return_dict|output_.*|.*_token_id"
+)
 """Config fields that a caller may give to `from_pretrained`, as with transformers: they concern no block."""
+_OTHERWISE = ("dtype", "torch_dtype", "tie_word_embeddings", "attn_implementation", "experts_implementation")
+"""Fields that are arguments of their own."""
 
 
 def load_client_shell(
@@ -59,7 +66,6 @@ def load_client_shell(
         ConfigurationError: the model can't have the prompts of `tuning_mode`.
         WeightsError: the checkpoint's files are missing, damaged or of another model.
     """
-
     of_stacks = dict(zip(stacks(checkpoint.config), ([encoder] if encoder else []) + [(runner, traits)], strict=True))
     if encoder is not None and tuning_mode is not None:
         raise ConfigurationError("tuning_mode is for models without an encoder: train LoRA adapters of peft instead")
@@ -79,6 +85,7 @@ def load_client_shell(
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
+    keep_offsets_apart(model)
     for stack in model.swarm_stacks:
         adopt_stack(model, stack)
     if encoder is None:  # otherwise padding is computed anyway
@@ -92,7 +99,9 @@ def _put_proxies(of_stacks: Mapping[Stack, tuple[BlocksRunner, BlockTraits]], mo
     drop_blocks(model)
     for stack, (runner, traits) in of_stacks.items():
         found = lists[stack]
-        getattr(found.owner, found.attribute).append(BlocksProxy(found.blocks[0], runner, traits))
+        getattr(found.owner, found.attribute).append(
+            BlocksProxy(found.blocks[0], runner, traits, stack.span.end, encodes=stack.role == "encoder")
+        )
 
 
 def _hollow_out(
@@ -103,7 +112,7 @@ def _hollow_out(
     read: BlockReader | None,
 ) -> ShellStack:
     """Show the blocks, without the weights of those that aren't here, to whoever looks for modules to adapt."""
-    root = stack_module(model, stack) if stack.role else model
+    root = stack_root(model, stack)
     name, proxy = next((name, part) for name, part in root.named_modules() if isinstance(part, BlocksProxy))
     path = name.rpartition(".")[0]
     owner, _, attribute = path.rpartition(".")
@@ -112,14 +121,27 @@ def _hollow_out(
     setattr(root.get_submodule(owner), attribute, blocks)
     fix_children(root.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
-    return ShellStack(
-        stack, stack_module(model, stack), proxy.traits, BlockAdapters(blocks, own_dropout=not stack.role)
-    )
+    takes_sound = stack.role == "encoder" and hears(model.config)
+    module, adapters = stack_module(model, stack), BlockAdapters(blocks)
+    unseen = UnseenChanges(module, blocks.hollow.values(), takes_source=stack.role == "decoder")
+    return ShellStack(stack, module, proxy.traits, adapters, unseen, sees(model.config), takes_sound)
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:
-    """The checkpoint with a config for the head that the caller wants; takes those settings out of `hf_kwargs`."""
-    settings = {name: hf_kwargs.pop(name) for name in HEAD_SETTINGS if name in hf_kwargs}
+    """The checkpoint with a config for the head that the caller wants; takes those settings out of `hf_kwargs`.
+
+    Raises:
+        ConfigurationError: the caller wants another config for the blocks.
+    """
+    config = checkpoint.config
+    fields = {*config.to_dict(), *config.attribute_map, "num_labels", "problem_type"}.difference(_OTHERWISE)
+    settings = {name: hf_kwargs.pop(name) for name in sorted(fields & hf_kwargs.keys())}
+    for name, value in settings.items():
+        if not HEAD_SETTINGS.fullmatch(name) and value != (was := getattr(config, name, None)):
+            raise ConfigurationError(
+                f"{name}={value!r} can't be given here, because servers run the blocks by the checkpoint's config, "
+                f"which has {was!r}: leave it out, or serve a checkpoint that was saved with it"
+            )
     if not settings:
         return checkpoint
     changed = copy.copy(checkpoint)

@@ -1,9 +1,10 @@
-"""Hidden states and attentions as transformers returns them: the model's own loop over blocks, played back.
+"""What passes between blocks, for those who look at it: the model's own loop over blocks, played back.
 
 Which entries a model returns, before or after its final norm, is decided by its own forward: older ones note hidden
 states in their loop over the blocks, newer ones by hooks on the blocks' classes. So a call that wants them meets as
 many blocks as a local one would: the first runs all blocks elsewhere, and each returns what its block has returned
-there (`boundary/inner_states`). Between them, the model's code does what it always does.
+there (`boundary/inner_states`). Between them, the model's code does what it always does. Where blocks have hooks
+(`block_hooks`), the blocks run piece by piece: the first of each piece runs it, and the last one returns its result.
 
     hidden states   what each block returns, or what the model's code makes of it
     attentions      of blocks whose hooks collect them: put where those would have; of others: returned beside
@@ -24,9 +25,11 @@ from transformers.utils.output_capturing import (
     selected_hidden_states,
 )
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.shell.block_hooks import share_hooks
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call
 from swarmllm.models.shell.hollow_modules import HollowModule
 
@@ -38,15 +41,19 @@ class _Playback(nn.Module):
         proxy: BlocksProxy = self.__dict__["proxy"]
         block_idx: int = self.__dict__["block_idx"]
         call = current_call()
-        if call is None or call.inner is None:
+        if call is None or not call.is_played:
             raise LocalProtocolError("blocks were played back outside the forward of their model")
         given: Tensor = args[0] if args else kwargs[proxy.first_argument]
         hidden = given
-        if block_idx == 0:
-            call.played.append(proxy.run(given))
-        if block_idx == self.__dict__["last_idx"]:
+        num_blocks, first = self.__dict__["num_blocks"], self.__dict__["first"]
+        start = max([0, *(bound for bound in call.hooked if bound <= block_idx)])
+        end = min([num_blocks, *(bound for bound in call.hooked if bound > block_idx)])
+        if block_idx == start:
+            part = None if end - start == num_blocks else Span(first + start, first + end)
+            call.played[:] = [proxy.run(given, part)]
+        if block_idx == end - 1:
             hidden = call.played[0]
-        elif block_idx in call.inner.outputs:
+        elif call.inner is not None and block_idx in call.inner.outputs:
             hidden = call.inner.found[block_idx]
         for inside in self.children():
             inside(given, hidden)
@@ -65,10 +72,10 @@ class _Inside(_Playback):
         return hidden
 
 
-def _as_returned(hidden: Tensor, inner: InnerStates, block_idx: int, block_output: int) -> Any:
+def _as_returned(hidden: Tensor, inner: InnerStates | None, block_idx: int, block_output: int) -> Any:
     """What the block has returned; what it has put elsewhere is put there."""
     beside: dict[int, Tensor] = {}
-    for _, place, weights in inner.maps.get(block_idx, ()) if inner.attentions else ():
+    for _, place, weights in inner.maps.get(block_idx, ()) if inner is not None and inner.attentions else ():
         if place:
             beside[place] = weights
         elif (collector := _active_collector.get()) is not None and "attentions" in collector:
@@ -92,10 +99,14 @@ def _stand_in(kind: Any, like: nn.Module) -> nn.Module:
     return found
 
 
-def playback(proxy: BlocksProxy, block_idx: int, like: nn.Module, num_blocks: int) -> nn.Module:
-    """A stand-in for one block, whose looks are those of `like`."""
+def playback(proxy: BlocksProxy, block_idx: int, like: nn.Module, num_blocks: int, first: int) -> nn.Module:
+    """A stand-in for one block of a stack, whose looks and hooks are those of `like`.
+
+    `first` is the number that the first block of the stack has in the whole model.
+    """
     found = _stand_in(_Playback, like)
-    found.__dict__.update(proxy=proxy, block_idx=block_idx, last_idx=num_blocks - 1)
+    found.__dict__.update(proxy=proxy, block_idx=block_idx, num_blocks=num_blocks, first=first)
+    share_hooks(found, like)
     for name, inside in like.named_children():
         if isinstance(inside, GradientCheckpointingLayer):
             found._modules[name] = _stand_in(_Inside, inside)

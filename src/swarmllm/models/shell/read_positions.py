@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm.models.architecture import decoder_stack, is_encoder
-from swarmllm.models.shell.blocks_proxy import reading_padding
+from swarmllm.models.shell.blocks_proxy import forward_of_model
 
 IGNORED = -100
 """The label that no loss of transformers counts."""
@@ -30,7 +30,9 @@ def adopt_head(model: PreTrainedModel) -> None:
     @functools.wraps(cls.forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
-        with reading_padding(reads_padding(self, given)):
+        mask = given.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        with forward_of_model(mask, reads_padding=reads_padding(self, given)):
             return cls.forward(self, *args, **kwargs)
 
     model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -42,12 +43,15 @@ class CacheSession(Protocol):
         """Rollbacks are going to happen: keep what they need."""
         ...
 
-    def run(self, inputs: BlockInputs) -> Tensor:
-        """Run all blocks on what follows `position`."""
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """Run all blocks, or a part of them after the others, on what follows `position`."""
         ...
 
-    def remember(self, inputs: BlockInputs) -> None:
-        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next."""
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
+        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next.
+
+        `part`: these have; then others behind them follow, up to the last one.
+        """
         ...
 
     def fork(self) -> "CacheSession":
@@ -61,6 +65,8 @@ class CacheSession(Protocol):
 
 class RemoteCache(PhantomCache):
     """A transformers cache whose content lives on servers."""
+
+    whole_masks = True
 
     def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
         super().__init__(config)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import LocalProtocolError
 from swarmllm.models.architecture import cache_argument, decoder_stack
 from swarmllm.models.block_slots import ForwardStopped
@@ -50,7 +51,7 @@ class SplitForward:
 
     # ------------------------------------------------------------------ a session, for this one step
 
-    def run(self, inputs: BlockInputs) -> Tensor:
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Called where the blocks would run."""
         if self._hidden is None:
             self._inputs = inputs
@@ -63,7 +64,7 @@ class SplitForward:
     def record_past(self) -> None:
         raise LocalProtocolError("a session records its past from its begin on")
 
-    def remember(self, inputs: BlockInputs) -> None:
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
         raise LocalProtocolError("a step has no past of its own")
 
     def fork(self) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
@@ -27,6 +28,7 @@ from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.source import source_of_call
 from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache, text_mask
 from swarmllm.models.shell.tuned_prompts import TunedPrompts, whole_length
+from swarmllm.models.shell.vision_inputs import Seen, seen_by
 
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
 _ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
@@ -52,20 +54,14 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
                 "output_attentions out"
             )
         if is_detoured():
-            if inner is not None:  # half a forward has no inside
-                asked = (one for one in INNER_OUTPUTS if kwargs.get(one) or getattr(self.config, one, False))
-                kwargs |= dict.fromkeys(asked, False)
-            ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(name)
-            if ids is not None and mask is not None:
-                check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
-            return cls.forward(self, **kwargs)
+            return cls.forward(self, **_of_half_a_forward(self, kwargs, name))
         given = kwargs.get(name)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
         prompts: TunedPrompts | None = shell.tuned_prompts
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_described(shell, of_shell, kwargs, cache, prefix, inner)):
+        with whole_length(cache), calling(_describe(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
@@ -73,9 +69,37 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
                     spent.num_prefix = 0  # some models return it, and peft looks how long it is
         if prefix is not None:
             note_spent(given)
+        outputs = _with_cache(outputs, name, cache)
         return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
 
-    stack.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    # torch.compile would trace the client's whole way to the servers, for minutes, and warn of what it finds there.
+    whole = torch.compiler.disable(forward, reason="servers run the blocks")  # type: ignore[no-untyped-call]
+    stack.__class__ = type(cls.__name__, (cls,), {"forward": whole, "__module__": cls.__module__})
+
+
+def _with_cache(outputs: Any, name: str, cache: RemoteCache | None) -> Any:
+    """The outputs with the cache that was used: whisper puts one of its own in the place of an empty one."""
+    if cache is None:
+        return outputs
+    if isinstance(outputs, tuple):
+        return tuple(cache if isinstance(one, EncoderDecoderCache) else one for one in outputs)
+    if isinstance(outputs.get(name), EncoderDecoderCache):
+        outputs[name] = cache
+    return outputs
+
+
+def _of_half_a_forward(stack: PreTrainedModel, kwargs: dict[str, Any], cache_name: str) -> dict[str, Any]:
+    """The arguments, checked, without wishes for what is inside: half a forward has no inside."""
+    ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(cache_name)
+    if ids is not None and mask is not None:
+        check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
+    asked = (one for one in INNER_OUTPUTS if kwargs.get(one) or getattr(stack.config, one, False))
+    return kwargs | dict.fromkeys(asked, False)
+
+
+def _describe(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any], *more: Any) -> StackCall:
+    of_shell.unseen.refuse(kwargs)
+    return _of_sound(shell, of_shell, kwargs) if of_shell.hears else _described(shell, of_shell, kwargs, *more)
 
 
 def _described(
@@ -88,10 +112,10 @@ def _described(
 ) -> StackCall:
     stack = of_shell.module
     given = _given(stack, kwargs)
-    tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ConfigurationError(f"{name} must be a tensor, not a {type(tensor).__name__}")
+    if of_shell.stack.role == "encoder":
+        _refuse_other_masks(kwargs)
+    seen = seen_by(stack, kwargs, given, cache) if of_shell.sees else Seen(kwargs)
+    tensors = _tensors_among(seen.kwargs)
     num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
     if num_prefix and "attention_mask" in tensors:
         tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
@@ -102,23 +126,61 @@ def _described(
         # Servers run this without the cache that transformers would have here, and would take positions that begin
         # anew for those of another text.
         tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
-    tensors |= _extra_inputs(of_shell, kwargs)
+    tensors |= seen.tensors | _extra_inputs(of_shell, kwargs)
     if of_shell.stack.role == "decoder":
         tensors |= source_of_call(kwargs, given.shape[0], cache)
     has_embeds = kwargs.get("inputs_embeds") is not None
     adapter, trained = _adapter(shell, of_shell, cache, prefix)
     if adapter is not None and adapter.has_dropout:
-        if of_shell.stack.role:
-            raise ConfigurationError("lora_dropout inside an encoder-decoder can't be computed by servers: set it to 0")
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
     if adapter is not None and adapter.has_numbers:
-        if of_shell.stack.role:
-            raise ConfigurationError("adapter_names can't be used with an encoder-decoder: run each adapter by itself")
-        numbers = of_shell.adapters.numbers(*given.shape[:2])
-        if numbers is None:
-            raise ConfigurationError("this text began with adapter_names=[…], so it can't go on without them")
-        tensors["adapter_numbers"] = numbers
-    return StackCall(given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner)
+        tensors["adapter_numbers"] = _adapter_numbers(of_shell, given)
+    hooked = of_shell.adapters.blocks.hooked()
+    return StackCall(
+        given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner, seen.used_up, hooked=hooked
+    )
+
+
+def _refuse_other_masks(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name.endswith("_mask") and name not in _ON_THE_WIRE and value is not None:
+            raise ConfigurationError(f"servers run the encoder's blocks with attention_mask alone: leave {name} out")
+
+
+def _adapter_numbers(of_shell: ShellStack, given: Tensor) -> Tensor:
+    """`[batch, seq]`: which adapter each token has."""
+    if of_shell.stack.role:
+        raise ConfigurationError("adapter_names can't be used with an encoder-decoder: run each adapter by itself")
+    numbers = of_shell.adapters.numbers(*given.shape[:2])
+    if numbers is None:
+        raise ConfigurationError("this text began with adapter_names=[…], so it can't go on without them")
+    return numbers
+
+
+def _of_sound(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> StackCall:
+    """What is known before the encoder has made hidden states of it: how many they are, and a mask, comes with them."""
+    given = next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+    if given is None or 0 in given.shape:
+        name = shell.main_input_name
+        raise ConfigurationError(f"give the model its sound as {name}: {'none' if given is None else [*given.shape]}")
+    adapter, trained = _adapter(shell, of_shell, None, None)
+    if adapter is not None and (adapter.has_dropout or adapter.has_numbers):
+        raise ConfigurationError(
+            "adapters inside an encoder that hears can have neither dropout nor adapter_names: set lora_dropout=0"
+        )
+    if of_shell.adapters.blocks.hooked():
+        raise ConfigurationError("hooks on blocks of an encoder that hears can't be run: hook the encoder itself")
+    return StackCall(given.shape[0], 0, {}, None, False, adapter, trained, hears=True)
+
+
+def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigurationError(f"{name} must be a tensor, not a {type(tensor).__name__}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ConfigurationError(f"servers answer no gradient for {name}: give it detached")
+    return tensors
 
 
 def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
@@ -139,7 +201,9 @@ def _extra_inputs(of_shell: ShellStack, kwargs: dict[str, Any]) -> dict[str, Ten
     """The text itself, as far as the blocks of some architectures need it."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     extra: dict[str, Tensor] = {}
-    if "input_ids" in of_shell.traits.extra_inputs:
+    if (of_blocks := kwargs.get("per_layer_inputs")) is not None:
+        extra["per_layer_inputs"] = of_blocks
+    elif "input_ids" in of_shell.traits.extra_inputs:
         if ids is None:
             raise ConfigurationError(
                 f"the blocks of {type(of_shell.module).__name__} need input_ids; inputs_embeds are not enough"
@@ -162,9 +226,8 @@ def _adapter(
     if shell.training and torch.is_grad_enabled():
         shell.swarm_notices.tell(shell)
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
-    adapter, trained = adapters.collect(
-        getattr(shell, "peft_config", None) or {}, () if in_blocks is None else in_blocks.patches()
-    )
+    prompts = () if in_blocks is None else in_blocks.patches()
+    adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, prompts, shell.device.type)
     if cache is not None:
         cache.begun_with = (adapter,)
     return adapter, trained

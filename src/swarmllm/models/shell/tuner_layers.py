@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
+from swarmllm.models.shell.hollow_modules import MAX_WHOLE
 
 
 class Change(NamedTuple):
@@ -25,9 +26,15 @@ class Change(NamedTuple):
     """peft's module for it."""
 
 
+_classes: dict[tuple[str, str], Any] = {}
+"""Those that `of_peft` has found; of functools.cache torch.compile would warn."""
+
+
 def of_peft(module: str, name: str) -> Any:
     """A class of peft, which the user has imported: swarmllm doesn't need it otherwise."""
-    return getattr(import_module(f"peft.{module}"), name)
+    if (module, name) not in _classes:
+        _classes[module, name] = getattr(import_module(f"peft.{module}"), name)
+    return _classes[module, name]
 
 
 def is_tuner(module: nn.Module) -> bool:
@@ -59,14 +66,15 @@ def patches_of(
     where = f"{path} of block {block_idx}"
     if module.merged:
         raise ConfigurationError(
-            f"the adapter of {where} was merged, but the weights are the servers': unmerge it, save it, and merge it "
-            "into a local base"
+            f"the adapter of {where} was merged, but the weights are the servers': unmerge it, save it, and let "
+            "`swarmllm adapters merge` make a model of it and its base"
         )
     if path.endswith(".base_layer"):
         raise ConfigurationError(
             f"{where.replace('.base_layer', '')} has adapters of two methods (mixed=True), of which servers apply one: "
             "use several adapters of one method"
         )
+    _check_forward(module, "peft.", where)
     numbers = numbers_of(names or ())
     for name in numbers or module.active_adapters:
         for change in _changes(module, name, begins, where):
@@ -110,10 +118,27 @@ def _changes(module: Any, name: str, begins: bool, where: str) -> Iterator[Chang
     )
 
 
+def _check_forward(module: Any, package: str, where: str) -> None:
+    """Refuse a module that doesn't compute what those of this package do: servers would compute that."""
+    if not getattr(module.forward, "__module__", "").startswith(package):
+        raise ConfigurationError(
+            f"{type(module).__name__} of {where} has a forward of its own, which can't run on servers: use peft's own "
+            "layers, or put modules of your own between slices of model.remote_blocks"
+        )
+
+
 def _lora(module: Any, name: str, _begins: bool, where: str) -> Iterator[Change]:
     if name not in module.lora_A:
         return
     down, up = module.lora_A[name], module.lora_B[name]
+    for part in (down, up):
+        _check_forward(part, "torch.nn.modules.linear", where)
+    if down.bias is not None or not isinstance(module.lora_dropout[name], nn.Dropout | nn.Identity):
+        raise ConfigurationError(
+            f"{where}: lora_A has a bias, or lora_dropout is no dropout, which servers don't know: leave peft's modules"
+        )
+    if isinstance(module.scaling[name], Tensor) and module.scaling[name].requires_grad:
+        raise ConfigurationError(f"{where}: the scale of a LoRA can't be trained: make it a number, or use DoRA")
     values, scale, dropout = [down.weight, up.weight], float(module.scaling[name]), module.lora_dropout[name]
     variant = type(module.lora_variant.get(name)).__name__
     if variant == "DoraLinearVariant":
@@ -185,6 +210,64 @@ def _oft(module: Any, name: str, begins: bool, where: str) -> Iterator[Change]:
     yield Change("rotate", 1.0, [turned.unflatten(-1, (-1, size)).transpose(0, 1)])
 
 
+def _from_a_bank(module: Any, name: str, _begins: bool, _where: str) -> Iterator[Change]:
+    """UniLoRA and VB-LoRA: a LoRA whose numbers are of one vector or bank for the whole model."""
+    bank = "vblora" if hasattr(module, "vblora_logits_A") else "unilora"
+    if name in getattr(module, f"{bank}_logits_A" if bank == "vblora" else f"{bank}_indices_A"):
+        yield Change("lora", 1.0, [*module._get_lora_matrices(name)], getattr(module, f"{bank}_dropout")[name])
+
+
+def _tinylora(module: Any, name: str, _begins: bool, _where: str) -> Iterator[Change]:
+    if name in module.tinylora_A:
+        down = module._compute_R(name) @ module.tinylora_A[name]
+        yield Change("lora", 1.0, [down, module.tinylora_B[name]], module.tinylora_dropout[name])
+
+
+def _delora(module: Any, name: str, _begins: bool, _where: str) -> Iterator[Change]:
+    if name in module.delora_A:
+        down, up = module.delora_A[name], module.delora_B[name]
+        lengths = down.norm(dim=1).clamp(min=1e-4) * up.norm(dim=0).clamp(min=1e-4)
+        scale = module.delora_lambda[name] / module.r[name] / lengths
+        down = scale[:, None] * down * module.delora_w_norm[name]
+        yield Change("lora", 1.0, [down, up], module.delora_dropout[name])
+
+
+def _miss(module: Any, name: str, _begins: bool, where: str) -> Iterator[Change]:
+    if name not in module.miss_block:
+        return
+    if module.miss_fn == "bat":
+        raise ConfigurationError(f"{where}: MiSS with init_weights='bat' multiplies base weights: leave it out")
+    up = module.miss_block[name]
+    if module.miss_fn == "mini":
+        up = up.repeat(1, module.out_features // module.miss_mini_r[name])
+    rank = len(up)
+    tiled = torch.eye(rank).to(up).repeat(1, -(-module.in_features // rank))[:, : module.in_features]
+    yield Change("lora", 1.0, [tiled, up.T], module.miss_dropout[name])
+
+
+def _beft(module: Any, name: str, _begins: bool, _where: str) -> Iterator[Change]:
+    if name in module.beft_bias:
+        bias = module.beft_bias[name].flatten()
+        yield Change("lora", 1.0, [bias.new_zeros(1, module.in_features), bias.new_zeros(len(bias), 1), bias])
+
+
+def _whole_change(module: Any, name: str, begins: bool, where: str) -> Iterator[Change]:
+    """What is added to the weight, as a whole, where no small tensors say it."""
+    kind = type(module).__module__.split(".")[2]
+    if name not in getattr(module, module.adapter_layer_names[0]):
+        return
+    if (size := module.out_features * module.in_features) > MAX_WHOLE:
+        raise ConfigurationError(
+            f"{where}: {kind} would send {size} numbers after each step, and at most {MAX_WHOLE} can be sent for a "
+            "module: use LoRA, or smaller modules"
+        )
+    drops: Any = getattr(module, f"{kind}_dropout", {})
+    if module.training and not begins and name in drops and getattr(drops[name], "p", 0):
+        raise ConfigurationError(f"dropout of {kind} ({where}) can't be computed by servers: set it to 0")
+    change = module.get_delta_weight(name).to_dense()
+    yield Change("kron", 1.0, [change.new_ones(1, 1), change])
+
+
 _READERS: tuple[tuple[str, str, Callable[[Any, str, bool, str], Iterator[Change]]], ...] = (
     ("adalora", "SVDLinear", _adalora),
     ("lora", "Linear", _lora),
@@ -193,5 +276,16 @@ _READERS: tuple[tuple[str, str, Callable[[Any, str, bool, str], Iterator[Change]
     ("lokr", "LoKrLayer", _lokr),
     ("vera.layer", "Linear", _vera),
     ("oft.layer", "Linear", _oft),
+    ("unilora.layer", "Linear", _from_a_bank),
+    ("vblora.layer", "Linear", _from_a_bank),
+    ("tinylora.layer", "Linear", _tinylora),
+    ("delora.layer", "DeloraLinear", _delora),
+    ("miss.layer", "MissLinear", _miss),
+    ("beft.layer", "Linear", _beft),
+    ("fourierft.layer", "FourierFTLinear", _whole_change),
+    ("waveft.layer", "WaveFTLinear", _whole_change),
+    ("shira.layer", "Linear", _whole_change),
+    ("randlora.layer", "Linear", _whole_change),
+    ("gralora.layer", "Linear", _whole_change),
 )
 """Modules of peft and their classes, and who reads them."""

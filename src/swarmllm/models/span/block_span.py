@@ -6,43 +6,43 @@ server's device thread) alone calls it; it is not re-entrant.
 """
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
-from swarmllm.models.adapters.block_adapter import KeyValueShapes, applied
+from swarmllm.models.adapters.block_adapter import applied
 from swarmllm.models.architecture import (
     cache_argument,
     find_blocks,
     hosted_stack,
     is_encoder,
-    length_of_equal_rotation,
     stack_module,
     text_config,
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
+from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.first_block import give
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import is_rounded
+from swarmllm.models.positions import length_of_equal_rotation, max_positions, table_positions
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
 from swarmllm.models.span.offload import OffloadedBlocks
-from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.span_cache import CacheSizes, SpanCache
 
-MOST_PADDING = 16
-"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
-_PASSED_ON = ("attention_mask", "position_ids", "token_type_ids")
+_PASSED_ON = ("position_ids", "token_type_ids")
 
 
 class BlockSpan:
@@ -62,45 +62,71 @@ class BlockSpan:
         """Those whose weights aren't in memory all the time; None if all are."""
         self.group = group
         """The processes that have the rows of matrices, this one among them; None if it has all."""
-        hosted = hosted_stack(model)
-        self.stack = stack_module(model, hosted)
+        self.hosted = hosted_stack(model)
+        self.stack = stack_module(model, self.hosted)
         slots = find_blocks(model).blocks
         assert isinstance(slots, BlockSlots)
         self.slots = slots
         for block_idx in span if slots.given else ():
             give(slots.block(slots.first), slots.block(block_idx), slots.given)
-        self._cache_argument = cache_argument(self.stack)
-        self.keeps_cache = not is_encoder(model.config) and hosted.role != "encoder"
+        self.keeps_cache = not is_encoder(model.config) and not self.is_of_encoder
         """Whether there can be sessions; the blocks of an encoder run whole batches only."""
-        parameters = inspect.signature(self.stack.forward).parameters
-        self.source_dim = slots.source_dim
-        """Width of the encoder's outputs that these blocks attend to; 0: there are none."""
-        self.is_of_encoder = hosted.role == "encoder"
-        self.has_stacks = bool(hosted.role)
-        """Whether the model has an encoder and a decoder."""
-        if self.source_dim and not parameters.keys() >= {*SOURCE}:
-            raise UnsupportedModelError(f"the decoder {type(self.stack).__name__} doesn't take {' and '.join(SOURCE)}")
-        if self.keeps_cache and self._cache_argument not in parameters:
-            raise UnsupportedModelError(f"{type(model).__name__} keeps no KV cache, so it can't continue a session")
-        self._takes_use_cache = "use_cache" in parameters
+        self._require_arguments(type(model).__name__)
         self.largest_weight = max(self._weights(), key=lambda weight: weight.numel())
         """The one whose dtype is the blocks': some small ones stay in float32."""
-        self.device, self.dtype = self.largest_weight.device, self.largest_weight.dtype
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         model.eval()
         self.traits = BlockTraits()
         self.digests = digests
         """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
-        self.key_value_shapes: KeyValueShapes = {}
-        """Heads and head sizes of the blocks that can have a prefix."""
-        self.cache_bytes_per_token = 0
-        """Cache of all hosted blocks, for one row of the batch. Sliding windows count as if they grew without bound,
-        which they do in sessions that record their past."""
-        self.cross_bytes_per_token = 0
-        """Keys and values of one position of an encoder's outputs in all hosted blocks."""
-        self.cache_bytes_per_session = 0
-        """Recurrent states of all hosted blocks, for one row of the batch."""
+        self.cache_sizes = CacheSizes()
+
+    def _require_arguments(self, model_name: str) -> None:
+        """The model's forward must take what blocks need that keep a cache or attend to an encoder's outputs."""
+        parameters = self._parameters
+        if self.source_dim and SOURCE[0] not in parameters:
+            raise UnsupportedModelError(f"the decoder {type(self.stack).__name__} doesn't take {SOURCE[0]}")
+        if self.keeps_cache and self._cache_argument not in parameters:
+            raise UnsupportedModelError(f"{model_name} keeps no KV cache, so it can't continue a session")
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        """What the model's forward takes."""
+        return inspect.signature(self.stack.forward).parameters
+
+    @cached_property
+    def deepstack(self) -> DeepstackArguments | None:
+        """How the stack takes what is added between blocks; None: it takes none."""
+        return DeepstackArguments.of(self.stack)
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        return cache_argument(self.stack)
+
+    @property
+    def source_dim(self) -> int:
+        """Width of the encoder's outputs that these blocks attend to; 0: there are none."""
+        return self.slots.source_dim
+
+    @cached_property
+    def masks_source(self) -> bool:
+        """Whether some of the encoder's outputs may be hidden from these blocks: models that hear may see all."""
+        return self.source_dim > 0 and SOURCE[1] in self._parameters
+
+    @property
+    def is_of_encoder(self) -> bool:
+        return self.hosted.role == "encoder"
+
+    @cached_property
+    def device(self) -> torch.device:
+        device: torch.device = self.largest_weight.device
+        return device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.largest_weight.dtype
+        return dtype
 
     def _weights(self) -> list[Any]:
         packed = (part for part in self.slots.modules() if isinstance(part, QuantizedWeight))
@@ -139,27 +165,12 @@ class BlockSpan:
     @cached_property
     def max_positions(self) -> int | None:
         """Positions that the model was made for; some have a learned embedding for each, and none for more."""
-        config = text_config(self.stack.config)
-        found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-        for part in self.stack.modules():  # RoBERTa and its kin begin to count behind the position of padding
-            if found and hasattr(part, "position_embeddings") and getattr(part, "padding_idx", None) is not None:
-                return found - int(part.padding_idx) - 1
-        return found
+        return max_positions(self.stack)
 
     @cached_property
     def table_positions(self) -> range | None:
         """The `position_ids` for which this model's tables have an entry; None if it looks up nothing by them."""
-        config = text_config(self.stack.config)
-        length = int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0)
-        ranges: list[range] = []
-        for name, part in self.stack.named_modules() if length else ():
-            tables = [part.weight] if isinstance(part, nn.Embedding) else []
-            # Sines and cosines of all positions, as GPT-J and XGLM keep them.
-            tables += [b for key, b in part.named_buffers(name, recurse=False) if b.ndim == 2 and "pos" in key]
-            offset = int(getattr(part, "offset", 0))  # OPT and its kin add it to each position
-            rows = [len(table) for table in tables if length <= len(table) <= length + MOST_PADDING]
-            ranges += [range(-offset, number - offset) for number in rows]
-        return range(max(r.start for r in ranges), min(r.stop for r in ranges)) if ranges else None
+        return table_positions(self.stack)
 
     @property
     def longest_text(self) -> int | None:
@@ -227,7 +238,7 @@ class BlockSpan:
             if cut in (span.start, span.end):
                 raise UnsupportedModelError(f"blocks {span} can't run alone: the model can't be cut before block {cut}")
         for name in self.traits.extra_inputs:
-            if getattr(inputs, name) is None:
+            if getattr(inputs, name) is None and not (name == "input_ids" and inputs.per_layer_inputs is not None):
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
         if self.source_dim and inputs.encoder_hidden_states is None and (cache is None or not cache.source):
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
@@ -243,7 +254,8 @@ class BlockSpan:
         """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
         if inputs.adapter is None:
             return nullcontext()
-        return applied(inputs.adapter, self.slots, span, past, inputs.dropout_seeds, inputs.adapter_numbers)
+        beside = inputs.dropout_seeds, inputs.adapter_numbers
+        return applied(inputs.adapter, self.slots, span, past, *beside, self.device.type, inputs.source_len)
 
     def _saved_for_backward(self) -> AbstractContextManager[None]:
         if self.offloaded is None or not torch.is_grad_enabled():
@@ -255,7 +267,7 @@ class BlockSpan:
         if inputs.adapter is None or not inputs.num_prefix or (cache is not None and cache.length):
             return cache
         prefix = inputs.adapter.prefix(span)
-        if prefix.keys() != self.key_value_shapes.keys() & set(span):
+        if prefix.keys() != self.cache_sizes.key_value_shapes.keys() & set(span):
             raise ConfigurationError(f"blocks {span} need a prefix for each, or for none")
         cache = self.new_cache(span) if cache is None else cache
         of_blocks = {idx: (keys.to(self.dtype), values.to(self.dtype)) for idx, (keys, values) in prefix.items()}
@@ -292,8 +304,12 @@ class BlockSpan:
 
     def _call_stack(self, inputs: BlockInputs, cache: SpanCache | None, **more: Any) -> Tensor:
         kwargs: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(inputs, name)) is not None}
+        if (mask := unpack_masks(inputs, self.stack.config, cache)) is not None:
+            kwargs["attention_mask"] = mask
+        if self.deepstack is not None:
+            kwargs |= self.deepstack.unpack(inputs)
         kwargs |= more
-        if self._takes_use_cache:
+        if "use_cache" in self._parameters:
             kwargs["use_cache"] = cache is not None
         if self.source_dim:
             kwargs |= inputs.source() if cache is None else cache.source_of(inputs.source())
@@ -307,7 +323,9 @@ class BlockSpan:
         if embeds is None:  # the preamble computes with them, but nothing of it reaches the blocks
             shape = (inputs.batch_size, inputs.seq_len, self.embedding_dim)
             embeds = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if inputs.input_ids is not None and "input_ids" in self.traits.extra_inputs:
+        if inputs.per_layer_inputs is not None:
+            kwargs |= {"inputs_embeds": embeds, "per_layer_inputs": inputs.per_layer_inputs}
+        elif inputs.input_ids is not None and "input_ids" in self.traits.extra_inputs:
             self._embeddings.prepared = embeds
             kwargs["input_ids"] = inputs.input_ids
         else:

@@ -17,24 +17,24 @@ from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
     load_pruned,
-    needed_tensors,
     on_meta,
     prune_to_span,
     pruned,
     unused_before_blocks,
 )
-from swarmllm.models.free_memory import separate_weights
+from swarmllm.models.checkpoint.tensor_names import needed_tensors
+from swarmllm.models.free_memory import return_free_memory, separate_weights
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
+from swarmllm.models.quantization.bfloat16 import hold_whole
 from swarmllm.models.quantization.check import check_quantized
 from swarmllm.models.quantization.loading import LoadingConfig
-from swarmllm.models.quantization.whole import hold_whole
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
-from swarmllm.models.stages import stage
+from swarmllm.models.startup_progress import stage
 
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
@@ -70,10 +70,7 @@ def load_block_span(
         WeightsError: its files are missing, damaged or of another model.
         GroupLostError: a process of the group has gone.
     """
-    if span.end > checkpoint.num_blocks:
-        raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
-    if num_offloaded:
-        _require_offloadable(span, num_offloaded)
+    _require_blocks(checkpoint, span, num_offloaded)
     read = _reader(checkpoint, dtype or checkpoint.stored_dtype(), torch.device(device), quantization)
 
     def load(unused: Collection[str]) -> BlockSpan:
@@ -90,7 +87,8 @@ def load_block_span(
                 model = _joined((_shared(part, group) for part in parts), span)
             else:
                 model = read(span, unused, digests, progress=progress)
-            return _probed(BlockSpan(model, span, digests.of(span), offloaded, group), known)
+            blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
+        return _probed(blocks, known)  # outside: each part of a weight that products decode would get pages of its own
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
@@ -126,12 +124,17 @@ def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
     if known is None or not known.restore(blocks):
         with stage(f"looking at what blocks {blocks.span} need and can do"):
             probe(blocks)
+        return_free_memory()
         if known is not None:
             known.keep(blocks)
     return blocks
 
 
-def _require_offloadable(span: Span, num_offloaded: int) -> None:
+def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> None:
+    if span.end > checkpoint.num_blocks:
+        raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
+    if not num_offloaded:
+        return
     if len(span) == 1:
         raise ConfigurationError(
             "a single block can't be offloaded, as it is needed in memory all the time: serve more of them"

@@ -4,7 +4,8 @@ Everything but attention treats positions alike, so the new positions of all ses
 `[1, total, hidden]` with their own position ids. Where the model attends, `_attend` takes over: it cuts the row into
 segments, and calls the attention function that the model would have called, once per segment, with that session's keys,
 values and mask. The mask comes from the model's own rule (causal, sliding, chunked …), asked for the segment's true
-positions.
+positions. A decoder that attends to an encoder's outputs finds in place of their keys a stand-in, too: each session has
+keys of as many positions as its own source has.
 
 A model whose code doesn't fit (attention of its own, masks that it looks into, lengths that it asks of its cache) fails
 loudly here, and `packing_probe` finds the models that don't. Used by `packing`.
@@ -22,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.boundary.phantom_cache import PhantomCache, PhantomSource
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.span_cache import SpanCache
 
@@ -40,7 +41,7 @@ class Segment:
     def __init__(self, cache: SpanCache, rows: int, seq_len: int, start: int) -> None:
         self.cache, self.rows, self.seq_len = cache, rows, seq_len
         self.start, self.length = start, rows * seq_len
-        self.end_position = cache.length + seq_len
+        self.past, self.end_position = cache.length, cache.length + seq_len
 
     def take(self, packed: Tensor) -> Tensor:
         """`[1, heads, total, head]` → this session's `[rows, heads, seq, head]`."""
@@ -54,20 +55,41 @@ class RaggedCache(PhantomCache):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.segments: Sequence[Segment] = ()
-        self.new_keys: Tensor | None = None
-        """Keys that were written last, all of one block."""
+        self.keys: Tensor | None = None
+        """What the model was given last for keys, all of one block."""
         self.stored: list[tuple[Tensor, Tensor]] = []
-        """All keys and values of that block, for each segment."""
+        """What they stand for: all keys and values of that block, for each segment."""
+        self.is_source = False
+        """Whether they are those of an encoder's outputs."""
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Stand for the caches of these segments from now on (none: for nothing, so that they can be freed)."""
+        self.segments, self.keys, self.stored = segments, None, []
+        self.cross = PhantomSource(self) if segments and segments[0].cache.cross is not None else None
 
     @property
     def length(self) -> int:
         return 0  # only for mask sizes, which `_Rule` replaces
 
+    @property
+    def past(self) -> int:
+        """Positions before the row, as a model is told that computes a bias of distances: the most of any session."""
+        return max(segment.past for segment in self.segments) if self.cross is not None else 0
+
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Answers the model, which asks before its blocks for positions that it has been given; no block may ask."""
-        if layer_idx is not None:
+        """Answers the model, which asks before its blocks for positions that it has been given; no block may ask.
+
+        But those of a decoder with an encoder may, as distances between positions are the same whatever the answer.
+        """
+        if layer_idx is not None and self.cross is None:
             raise PackingUnsupportedError("a block asks how long its cache is, which has as many answers as sessions")
-        return 0
+        return self.past
+
+    def source_of(self, _: object) -> dict[str, Tensor]:
+        """Stands for what the blocks attend to besides the text: `[1, longest source, hidden]`."""
+        outputs = [segment.cache.source["encoder_hidden_states"] for segment in self.segments]
+        length = max(tensor.shape[1] for tensor in outputs)
+        return {"encoder_hidden_states": outputs[0].new_zeros(1, 1, 1).expand(1, length, outputs[0].shape[2])}
 
     def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise PackingUnsupportedError("a block keeps more than keys and values")
@@ -77,14 +99,25 @@ class RaggedCache(PhantomCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append to each session's cache; `_attend` finds the results in `stored`."""
-        self.new_keys = key_states
         self.stored = [
             segment.cache.layers[layer_idx].update(
                 segment.take(key_states), segment.take(value_states), *args, **kwargs
             )
             for segment in self.segments
         ]
-        return key_states, value_states
+        self.keys, self.is_source = key_states, False
+        if past := self.past:  # a bias has a column for each key
+            self.keys = key_states.narrow(2, 0, 1).expand(-1, -1, past + key_states.shape[2], -1)
+        return self.keys, value_states
+
+    def source_part(self, name: str, layer_idx: int) -> Tensor | None:
+        """What stands for all sources in that block; `_attend` finds their keys and values in `stored`."""
+        if name == "keys":
+            layers: list[Any] = [seg.cache.cross.layers[layer_idx] for seg in self.segments if seg.cache.cross]
+            self.stored, self.is_source = [(layer.keys, layer.values) for layer in layers], True
+            longest = max((keys for keys, _ in self.stored), key=lambda keys: keys.shape[2])
+            self.keys = longest.narrow(0, 0, 1)
+        return self.keys
 
 
 class RaggedAttention:
@@ -110,7 +143,7 @@ class RaggedAttention:
     def running(self, segments: Sequence[Segment]) -> Iterator[RaggedCache]:
         """Within: the model's forward on the packed row, with this cache."""
         cache = self.cache
-        cache.segments = segments
+        cache.begin(segments)
         _running.pack = self
         for config in self._configs:
             config._attn_implementation_internal = NAME
@@ -120,7 +153,7 @@ class RaggedAttention:
             for config in self._configs:
                 config._attn_implementation_internal = self.usual
             _running.pack = None
-            cache.segments, cache.stored, cache.new_keys = (), [], None
+            cache.begin(())
 
     def attend(
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, /, **kwargs: Any
@@ -152,22 +185,31 @@ class _Rule:
         self._arguments = arguments
         self._masks: dict[tuple[int, int], Tensor | None] = {}
 
-    def mask(self, segment: Segment, num_keys: int) -> Tensor | None:
-        """`[1, 1, seq, num_keys]` or None, as the model would make it for this session alone."""
+    def mask(self, segment: Segment, num_keys: int, of_source: bool) -> Tensor | None:
+        """`[rows or 1, 1, seq, num_keys]` or None, as the model would make it for this session alone."""
         key = segment.start, num_keys
         if key not in self._masks:
+            given = _of_source(segment) if of_source else _of_text(segment, num_keys)
             self._masks[key] = self._make(
-                **{
-                    **self._arguments,
-                    "batch_size": 1,  # the same for all rows
-                    "q_length": segment.seq_len,
-                    "kv_length": num_keys,
-                    "q_offset": segment.end_position - segment.seq_len,
-                    "kv_offset": segment.end_position - num_keys,
-                    "attention_mask": None,
-                }
+                **{**self._arguments, "q_length": segment.seq_len, "kv_length": num_keys, **given}
             )
         return self._masks[key]
+
+
+def _of_text(segment: Segment, num_keys: int) -> dict[str, Any]:
+    """What is special about a mask for the session's own text; the same for all of its rows."""
+    offsets = {"q_offset": segment.past, "kv_offset": segment.end_position - num_keys}
+    return {**offsets, "batch_size": 1, "attention_mask": None}
+
+
+def _of_source(segment: Segment) -> dict[str, Any]:
+    """What is special about a mask for an encoder's outputs, some of which may be padding."""
+    mask = _mask_of_source(segment)
+    return {"batch_size": segment.rows, "attention_mask": None if mask is None else mask.bool()}
+
+
+def _mask_of_source(segment: Segment) -> Tensor | None:
+    return segment.cache.source.get("encoder_attention_mask")
 
 
 def _make_rule(**arguments: Any) -> _Rule:
@@ -182,13 +224,21 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     pack = _running.pack
-    if pack is None or key is not pack.cache.new_keys or not isinstance(attention_mask, _Rule):
-        raise PackingUnsupportedError("the model attends to other keys than its block's, or makes a mask of its own")
-    if kwargs.get("position_bias") is not None:
+    if pack is None or key is not pack.cache.keys:
+        raise PackingUnsupportedError("the model attends to other keys than its block's")
+    bias, of_source = kwargs.pop("position_bias", None), pack.cache.is_source
+    sees_all = of_source and attention_mask is None and all(_mask_of_source(one) is None for one in pack.cache.segments)
+    if not sees_all and not isinstance(attention_mask, _Rule):
+        raise PackingUnsupportedError("the model makes a mask of its own")
+    if bias is not None and pack.cache.cross is None:
         raise PackingUnsupportedError("the model's attention depends on positions in the row")
     outputs = []
     for segment, (keys, values) in zip(pack.cache.segments, pack.cache.stored, strict=True):
-        mask = attention_mask.mask(segment, keys.shape[-2])
+        num_keys = keys.shape[-2]
+        if bias is not None:  # the row's begins as if each session had the longest past
+            first = 0 if of_source else pack.cache.past - segment.past
+            kwargs["position_bias"] = bias[:, :, : segment.seq_len, first : first + num_keys]
+        mask = None if sees_all else attention_mask.mask(segment, num_keys, of_source)
         output = pack.attend(module, segment.take(query), keys, values, mask, **kwargs)
         outputs.append(output.reshape(1, segment.length, *output.shape[2:]))
     return torch.cat(outputs, dim=1), None

@@ -19,7 +19,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_attention import RaggedAttention, Segment
+from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedAttention, Segment
 from swarmllm.models.span.padded_cache import PaddedCache
 from swarmllm.models.span.span_cache import SpanCache
 
@@ -58,6 +58,10 @@ class PackedForward:
     def _ragged(self) -> RaggedAttention:
         return RaggedAttention(self.blocks.stack)
 
+    def lacks_source(self, call: SessionCall) -> bool:
+        """Whether it is the first call of its session, which has to compute keys and values of its source, alone."""
+        return self.blocks.source_dim > 0 and not call.cache.source
+
     def run(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         """The outputs of each call.
 
@@ -78,6 +82,7 @@ class PackedForward:
         for call in calls:
             segments.append(Segment(call.cache, call.inputs.batch_size, call.inputs.seq_len, start))
             start += segments[-1].length
+        self._check_positions(calls, start)
         axis = self.blocks.traits.batch_axis
         inputs = replace(
             calls[0].inputs,
@@ -85,7 +90,7 @@ class PackedForward:
             batch_size=1,
             seq_len=start,
             attention_mask=None,
-            position_ids=_in_one_row(map(_positions, calls), 0).to(self.blocks.device),
+            position_ids=_in_one_row(map(_positions, calls), -2).to(self.blocks.device),
             **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
         )
         with self._ragged.running(segments) as cache:
@@ -98,6 +103,12 @@ class PackedForward:
             for segment in segments
         ]
 
+    def _check_positions(self, calls: Sequence[SessionCall], total: int) -> None:
+        """Before its blocks, a decoder with an encoder looks up positions that it counts itself, along the row."""
+        longest = self.blocks.longest_text if self.blocks.source_dim else None
+        if longest is not None and max(call.cache.length for call in calls) + total > longest:
+            raise PackingUnsupportedError("the row would be longer than the model's table of positions")
+
     def _run_padded(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         rows, seq_len = [call.inputs.batch_size for call in calls], calls[0].inputs.seq_len
         axis, cache, device = self.blocks.traits.batch_axis, self._padded, self.blocks.device
@@ -109,7 +120,7 @@ class PackedForward:
                 batch_size=sum(rows),
                 seq_len=seq_len,
                 attention_mask=cache.attention_mask(seq_len, device) if cache.has_attention else None,
-                position_ids=torch.cat([*map(_positions, calls)]).to(device) if self.takes_positions else None,
+                position_ids=torch.cat([*map(_positions, calls)], -2).to(device) if self.takes_positions else None,
                 **self._extra_inputs(calls, torch.cat),
             )
             output = self.blocks.run(inputs, calls[0].span, cache)
@@ -128,12 +139,14 @@ class PackedForward:
 
 def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
     """Concatenates `[…, batch, seq, …]` of several sessions, row after row: `[…, 1, total, …]`."""
-    return torch.cat([tensor.flatten(axis, axis + 1) for tensor in tensors], dim=axis).unsqueeze(axis)
+    flat = [tensor.flatten(axis, axis + 1) for tensor in tensors]
+    axis %= flat[0].ndim + 1
+    return torch.cat(flat, dim=axis).unsqueeze(axis)
 
 
 def _positions(call: SessionCall) -> Tensor:
-    """The positions of a call: `[batch, seq]`."""
+    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` where pictures have more than one."""
     inputs, given = call.inputs, call.inputs.position_ids
     if given is None:
         given = torch.arange(call.cache.length, call.end_position)[None]
-    return given.expand(inputs.batch_size, inputs.seq_len)
+    return given.expand(*given.shape[:-2], inputs.batch_size, inputs.seq_len)

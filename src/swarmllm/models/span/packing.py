@@ -19,7 +19,7 @@ MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
 Assumed."""
 
-Outcome = Tensor | Exception
+OutputOrError = Tensor | Exception
 """Hidden states, or why there are none."""
 
 
@@ -39,20 +39,20 @@ class Packer:
         if way in self.ways:
             self.way = way
 
-    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[Outcome]:
+    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
         """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
 
         The cache of a call that fails is in an undefined state then, the others are untouched by it. Each cache may
         occur once. `way` None = the one in use.
         """
         way = way or self.way
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, OutputOrError] = {}
         for group in self._groups(calls, way):
             members = [calls[idx] for idx in group]
             outcomes.update(zip(group, self._run_group(members, way), strict=True))
         return [outcomes[idx] for idx in range(len(calls))]
 
-    def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[Outcome]:
+    def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
         if len(calls) == 1:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
@@ -63,8 +63,8 @@ class Packer:
                 restore()
             return self._one_by_one(calls)
 
-    def _one_by_one(self, calls: Sequence[SessionCall]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def _one_by_one(self, calls: Sequence[SessionCall]) -> list[OutputOrError]:
+        outcomes: list[OutputOrError] = []
         for call in calls:
             try:
                 outcomes.append(self.blocks.forward(call.inputs, call.span, call.cache))
@@ -95,7 +95,8 @@ class Packer:
             return None
         shape[axis : axis + 2] = []
         # An adapter is applied to a whole forward, so calls with different ones take turns.
-        same = call.span, inputs.adapter, *shape
+        # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
+        same = call.span, inputs.adapter, _num_axes(inputs.position_ids), *shape
         if way == Packing.RAGGED:
             return same
         if inputs.seq_len > MAX_PADDED_TOKENS:
@@ -111,6 +112,8 @@ class Packer:
             return False
         if inputs.dropout_seeds is not None or inputs.adapter_numbers is not None:
             return False  # an adapter is applied to a whole forward with one call's
+        if inputs.deepstack is not None or inputs.per_layer_inputs is not None or self.forward.lacks_source(call):
+            return False
         if inputs.num_prefix != call.cache.num_prefix:
             return False  # alone, `BlockSpan.forward` begins with it
         if call.span not in self.blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
@@ -119,10 +122,14 @@ class Packer:
             return False
         if inputs.hidden_states.dtype != self.blocks.dtype or call.end_position > self.blocks.max_equal_length:
             return False
-        positions = inputs.position_ids
-        if positions is not None and (positions.ndim != 2 or not self.forward.takes_positions):
+        if inputs.position_ids is not None and not self.forward.takes_positions:
             return False
         mask = inputs.attention_mask
         return mask is None or (
             mask.shape == (inputs.batch_size, call.end_position - call.cache.num_prefix) and bool(mask.all())
         )
+
+
+def _num_axes(positions: Tensor | None) -> int:
+    """How many positions each token has where it may have several (`[axes, batch, seq]`); 0: where it has one."""
+    return positions.shape[0] if positions is not None and positions.ndim > 2 else 0

@@ -1,12 +1,14 @@
 """Which ways of packing give a span the same results as running its sessions one by one.
 
 Looked at when blocks are loaded, in one part of each kind: three sessions of different lengths, one of them with two
-rows and one rolled back, take three steps each, together and alone. Called by the server, which makes a `Packer` of it.
+rows and one rolled back, take three steps each, together and alone; with an encoder, each has a source of its own, and
+some padding in it. Called by the server, which makes a `Packer` of it.
 """
 
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,16 +29,17 @@ SEQ = 13
 """Positions of the inputs, fewer where the model has no more; unlikely to be the size of another axis."""
 ROWS = ((0, 1), (1, 3), (0, 1))
 """Rows `[start, end)` of the given inputs, for each session."""
-PROMPTS = (4, 2, 4)
-"""New positions of each session in the first step. The first session then forgets one of them, if it can."""
-NEXT_STEPS = ((1, 1, 2), (1, 1, 1))
+PROMPTS = (4, 2, 1)
+"""New positions of each session in the first step, the last one shorter than the batch has rows, as there is code that
+takes columns of a mask for rows (nllb-moe). The first session then forgets one of them, if it can."""
+NEXT_STEPS = ((1, 2, 1), (1, 1, 1))
 """The second step has single tokens beside a piece of a prompt; the third one shows what the second left behind."""
 
 
 @torch.inference_mode()
 def right_ways(span: BlockSpan) -> list[Packing]:
     """The ways of packing that are right for these blocks, in most measurements the fastest first."""
-    if not span.keeps_cache or span.source_dim:  # sessions differ in what they attend to besides their texts
+    if not span.keeps_cache:
         return [Packing.ONE_BY_ONE]
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
@@ -104,6 +107,8 @@ class PackingProbe:
         elif way == Packing.PADDED:
             by_length = sorted({call.inputs.seq_len for call in calls})
             groups = [[call for call in calls if call.inputs.seq_len == length] for length in by_length]
+        if any(self.forward.lacks_source(call) for call in calls):
+            groups = [[call] for call in calls]
         results: dict[int, Tensor] = {}
         for group in groups:
             if len(group) > 1 and way is not None:
@@ -124,4 +129,16 @@ class PackingProbe:
     def _inputs(self, session: int, start: int, end: int) -> BlockInputs:
         traits = self.span.traits
         inputs = self.inputs.rows(*ROWS[session], traits).columns(start, end, start, traits)
-        return inputs.with_hidden(inputs.hidden_states.float()) if self._limit == STRICT else inputs
+        if self.span.source_dim:
+            inputs = _with_source_of(inputs, session, masked=self.span.masks_source)
+        return inputs.to(self.span.device, torch.float32) if self._limit == STRICT else inputs
+
+
+def _with_source_of(inputs: BlockInputs, session: int, *, masked: bool) -> BlockInputs:
+    """The same with a source of another length for each session; the longest has no mask, and none if not `masked`."""
+    hidden = inputs.encoder_hidden_states
+    assert hidden is not None  # by `random_inputs`
+    hidden = hidden[:, : hidden.shape[1] - 2 * session]
+    mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+    mask[-1, -session:] = 0
+    return replace(inputs, encoder_hidden_states=hidden, encoder_attention_mask=mask if session and masked else None)

@@ -1,8 +1,9 @@
 """Padded packing: sessions that add equally many positions, as one batch whose shorter rows are padded on the left.
 
 For models that `packed_attention` can't run: the model's own code does everything, on a cache that is put together for
-each step from the sessions' own ones, block by block. That copies all keys and values once per step, which costs memory
-bandwidth, where running one by one costs reading all weights once per session. Used by `packed_forward`.
+each step from the sessions' own ones, block by block, and so are keys and values of an encoder's outputs. That copies
+all of them once per step, which costs memory bandwidth, where running one by one costs reading all weights once per
+session. Used by `packed_forward`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.boundary.phantom_cache import PhantomCache, PhantomSource
 from swarmllm.models.span.packed_attention import PackingUnsupportedError
 from swarmllm.models.span.span_cache import SpanCache
 
@@ -35,6 +36,7 @@ class PaddedCache(PhantomCache):
         self._caches, self._rows = caches, rows
         self._length = max((cache.length for cache in caches), default=0)
         self._lent.clear()
+        self.cross = PhantomSource(self) if caches and caches[0].cross is not None else None
 
     def finish(self) -> None:
         """Give to the sessions what the step has written into lent states."""
@@ -47,8 +49,11 @@ class PaddedCache(PhantomCache):
         return self._length
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """The longest, as for any padded batch; a block that asks for itself would take it for everybody's position."""
-        if layer_idx is not None and any(cache.length != self._length for cache in self._caches):
+        """The longest, as for any padded batch; a block that asks for itself would take it for everybody's position.
+
+        But those of a decoder with an encoder ask for distances between positions, which are the same for all.
+        """
+        if layer_idx is not None and self.cross is None and any(cache.length != self._length for cache in self._caches):
             raise PackingUnsupportedError("a block asks how long its cache is, which has as many answers as sessions")
         return self._length
 
@@ -60,6 +65,21 @@ class PaddedCache(PhantomCache):
             mask[first : first + rows, self._length - cache.length :] = 1
             first += rows
         return mask
+
+    def source_of(self, _: object) -> dict[str, Tensor]:
+        """What the blocks attend to besides the text: its mask, and how large it is, as they have keys and values."""
+        outputs = [cache.source["encoder_hidden_states"] for cache in self._caches]
+        masks = [
+            cache.source.get("encoder_attention_mask", given.new_ones(given.shape[:2])).long()
+            for cache, given in zip(self._caches, outputs, strict=True)
+        ]
+        mask = _stack(masks, 1)
+        hidden = outputs[0].new_zeros(1, 1, 1).expand(*mask.shape, outputs[0].shape[2])
+        return {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
+
+    def source_part(self, name: str, layer_idx: int) -> Tensor:
+        """Keys or values of all sessions' sources in that block."""
+        return _stack([getattr(cache.cross.layers[layer_idx], name) for cache in self._caches if cache.cross], -2)
 
     # ------------------------------------------------------------------ what blocks call
 

@@ -23,8 +23,7 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
 from swarmllm.models.span.block_span import BlockSpan
-
-Shape = tuple[int, int]
+from swarmllm.models.span.span_cache import CacheSizes
 
 
 class _Result(BaseModel):
@@ -32,10 +31,7 @@ class _Result(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     traits: BlockTraits
-    key_value_shapes: dict[int, tuple[Shape, Shape]]
-    cache_bytes_per_token: int
-    cache_bytes_per_session: int
-    cross_bytes_per_token: int
+    cache_sizes: CacheSizes
 
 
 class ProbeResults:
@@ -58,21 +54,12 @@ class ProbeResults:
         if found.model_dump_json() != written:  # traits have defaults, and so would be complete without some of them
             return False
         blocks.traits, blocks.slots.block_output = found.traits, found.traits.block_output
-        blocks.key_value_shapes = found.key_value_shapes
-        blocks.cache_bytes_per_token = found.cache_bytes_per_token
-        blocks.cache_bytes_per_session = found.cache_bytes_per_session
-        blocks.cross_bytes_per_token = found.cross_bytes_per_token
+        blocks.cache_sizes = found.cache_sizes
         return True
 
     def keep(self, blocks: BlockSpan) -> None:
         """Note what has been found. Where that can't be written, the next start looks again."""
-        found = _Result(
-            traits=blocks.traits,
-            key_value_shapes=dict(blocks.key_value_shapes),
-            cache_bytes_per_token=blocks.cache_bytes_per_token,
-            cache_bytes_per_session=blocks.cache_bytes_per_session,
-            cross_bytes_per_token=blocks.cross_bytes_per_token,
-        )
+        found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes)
         path = self._path(blocks)
         beside = path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):

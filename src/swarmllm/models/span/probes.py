@@ -21,7 +21,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.cache_probe import CacheProbe
 from swarmllm.models.span.padding_probe import skippable_sides
 from swarmllm.models.span.random_inputs import SOURCE_LEN
-from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.span_cache import CacheSizes, SpanCache
 
 BATCH, MOST_SEQ = 3, 13
 """Samples and positions, fewer where the model has no more; unlikely to be the sizes of other axes."""
@@ -42,9 +42,10 @@ def probe(span: BlockSpan) -> None:
         with torch.no_grad():
             probe.find_conventions()
             probe.find_extra_inputs()
+        probe.found(takes_source=span.source_dim > 0 or None)
         with torch.inference_mode():
             probe.find_forbidden_cuts()
-            if not span.has_stacks:  # what the encoder has at padding is what the decoder's mask must hide
+            if not span.hosted.role:  # what the encoder has at padding is what the decoder's mask must hide
                 probe.found(skips_padding=skippable_sides(span, probe.inputs()))
             if span.keeps_cache:
                 probe.find_cache_abilities()
@@ -59,12 +60,16 @@ class _Probe:
 
     def __init__(self, span: BlockSpan) -> None:
         self.span = span
-        self.seq = min(MOST_SEQ, span.max_positions or MOST_SEQ)
         self.random = torch.Generator().manual_seed(0)
-        self.embeds = self._normal((BATCH, self.seq, span.embedding_dim))
+        self._take(min(MOST_SEQ, span.max_positions or MOST_SEQ))
+        self.source = self._normal((BATCH, SOURCE_LEN, span.source_dim)) if span.source_dim else None
+
+    def _take(self, seq: int) -> None:
+        """Probe with that many positions."""
+        self.seq = seq
+        self.embeds = self._normal((BATCH, seq, self.span.embedding_dim))
         self.ids = self._ids()
         self.hidden = self.embeds
-        self.source = self._normal((BATCH, SOURCE_LEN, span.source_dim)) if span.source_dim else None
 
     @property
     def traits(self) -> BlockTraits:
@@ -97,6 +102,9 @@ class _Probe:
             self.found(extra_inputs=extra_inputs)
             try:
                 arriving = span.preamble(self.inputs())
+                if span.is_of_encoder and arriving.shape[1] > self.seq:  # the stack pads the text, but not this length
+                    self._take(arriving.shape[1])
+                    arriving = span.preamble(self.inputs())
                 axis = _batch_axis(arriving, self.seq)
                 if axis is None:
                     continue
@@ -176,11 +184,13 @@ class _Probe:
         cache = self.span.new_cache(record_past=True) if self.span.keeps_cache else None
         entering[hosted.end] = self._run(self.inputs(), hosted, cache, entering.__setitem__)
         if cache is not None:
-            self.span.key_value_shapes = cache.key_value_shapes()
             growing, fixed = cache.used_bytes()
-            self.span.cache_bytes_per_token = growing // (BATCH * self.seq)
-            self.span.cache_bytes_per_session = fixed // BATCH
-            self.span.cross_bytes_per_token = cache.cross_bytes // (BATCH * SOURCE_LEN)
+            self.span.cache_sizes = CacheSizes(
+                key_value_shapes=cache.key_value_shapes(),
+                bytes_per_token=growing // (BATCH * self.seq),
+                bytes_per_session=fixed // BATCH,
+                cross_bytes_per_token=cache.cross_bytes // (BATCH * SOURCE_LEN),
+            )
         forbidden: set[int] = set()
         independent: set[object] = set()
         for block_idx in hosted:

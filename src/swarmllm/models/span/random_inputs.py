@@ -10,7 +10,7 @@ SOURCE_LEN = 7
 
 
 def random_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> BlockInputs:
-    """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take."""
+    """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take; longer where they pad a text."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -27,4 +27,7 @@ def random_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> Block
         inputs_embeds=embeds if "inputs_embeds" in extra else None,
         encoder_hidden_states=normal(batch_size, SOURCE_LEN, blocks.source_dim) if blocks.source_dim else None,
     )
-    return inputs.with_hidden(normal(*blocks.preamble(inputs).shape))
+    arriving = blocks.preamble(inputs)
+    if blocks.is_of_encoder and arriving.shape[1] > seq_len:
+        return random_inputs(blocks, arriving.shape[1], batch_size)
+    return inputs.with_hidden(normal(*arriving.shape))

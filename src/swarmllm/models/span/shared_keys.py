@@ -40,7 +40,8 @@ def preferred() -> Iterator[None]:
 
 def applies(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether queries `[rows, heads, seq, head]` are few, and attend to just what the mask says."""
-    if any(options.get(name) for name in OTHER_RULES):
+    given = (options.get(name) for name in OTHER_RULES)
+    if any(isinstance(option, Tensor) or option for option in given):
         return False
     if mask is None:  # several would be causal
         return query.shape[2] == 1

@@ -4,6 +4,7 @@ Made by `BlockSpan.new_cache`; only the device thread touches it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ from transformers.cache_utils import (
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.phantom_cache import PhantomCache
 from swarmllm.models.span.cache_layer import BufferedCacheLayer
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """What hosted blocks keep of a session; probes find it out."""
+
+    key_value_shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=dict)
+    """(heads, head size) of keys and of values, for the blocks that can have a prefix."""
+    bytes_per_token: int = 0
+    """Cache of all hosted blocks, for one row of the batch. Sliding windows count as if they grew without bound,
+    which they do in sessions that record their past."""
+    bytes_per_session: int = 0
+    """Recurrent states of all hosted blocks, for one row of the batch."""
+    cross_bytes_per_token: int = 0
+    """Keys and values of one position of an encoder's outputs in all hosted blocks."""
 
 
 class RollbackUnsupportedError(ValueError):

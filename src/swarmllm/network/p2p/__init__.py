@@ -8,7 +8,7 @@ reachability      whether others can dial this peer; if not, its places at relay
 incoming          streams that others open at one protocol
 identity          the key behind a peer id
 contribution      the proof that a client belongs to somebody who serves
-dht               this peer's node of the DHT
+dht_node          this peer's node of the DHT
 address_book      peers that were met, for when the initial peers are gone
 dht_protocol      what nodes of the DHT ask of each other, with bounds
 record_store      which records a node keeps, when there are too many

@@ -1,7 +1,7 @@
 """Peers that were met, kept on disk: where to join a swarm whose initial peers are all gone.
 
 People know a swarm by its initial peers, so who was met there is kept under their ids. An entry counts as much as an
-initial peer that somebody named: it is dialled, and proves its id. `p2p/dht` asks it when nobody else answers.
+initial peer that somebody named: it is dialled, and proves its id. `p2p/dht_node` asks it when nobody else answers.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The DHT's protocol between nodes, with bounds: hivemind's own keeps, answers and believes without any.
 
-`p2p/dht` puts it in the place of hivemind's. The bounds:
+`p2p/dht_node` puts it in the place of hivemind's. The bounds:
 
 - a record is taken from its owner only, over the owner's own connection, and kept in a `RecordStore`;
 - who is near is learned from nodes whose ids are the hashes of their peer ids, so that nobody chooses a place;

@@ -199,7 +199,7 @@ async def find_swarm(model: str, fingerprint: str, *, interfaces: Sequence[str] 
         heard = f", only of {others}" if others else ""
         raise MissingBlocksError(
             f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network{heard}: "
-            "name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS), or start a swarm by a server with --new_swarm"
+            "name peers with --initial_peers (in Python: initial_peers=[…]), or start a swarm with --new_swarm"
         )
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
     return initial_peers_of(ours)

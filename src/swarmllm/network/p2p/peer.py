@@ -1,7 +1,7 @@
 """This process in the swarm: a libp2p daemon, a node of the DHT on it, and streams to other peers.
 
 Server, client and bootstrap peer each make one `Peer`, which relays for others if it is told to. Errors of hivemind,
-of the daemon and of the operating system are translated in this room (here, `p2p/daemon`, `p2p/dht`) and nowhere else;
+of the daemon and of the operating system are translated in this room (`daemon` and `dht_node`, too) and nowhere else;
 what a stream carries is `wire/protocol`, what the DHT holds `p2p/block_directory`, what a relay does `relay/service`.
 """
 
@@ -16,7 +16,7 @@ from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, write_pbmsg
 from swarmllm.network.p2p.addresses import check_addresses, is_loopback
 from swarmllm.network.p2p.daemon import Daemon
-from swarmllm.network.p2p.dht import Dht
+from swarmllm.network.p2p.dht_node import Dht
 from swarmllm.network.p2p.dialling import Dialler
 from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
 from swarmllm.network.p2p.incoming import Incoming

@@ -19,7 +19,7 @@ from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback, pack_addrs
 from swarmllm.network.p2p.daemon import Daemon
-from swarmllm.network.p2p.dht import Dht
+from swarmllm.network.p2p.dht_node import Dht
 from swarmllm.network.relay.guest import RelayGuest, RelayPeer
 from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream
 from swarmllm.network.relay.wire import AUTONAT, HOP, dial_me, read_message, was_dialled

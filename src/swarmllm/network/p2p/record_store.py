@@ -1,6 +1,6 @@
 """The records of the DHT that one node keeps: a bounded number of bytes, whoever fills them.
 
-Used twice by `p2p/dht`: for what this node stores for others, and for what one look collects from other nodes. When
+Used twice by `dht_node`: for what this node stores for others, and for what one look collects from other nodes. When
 there is no more room under a key, or in all, others are dropped at random to make some, but never the records of peers
 that this process prefers: those that it has dialled itself, and its own. So a flood of invented identities drives out
 each other. Pure: the time is passed in, in seconds as the DHT counts them.

@@ -22,7 +22,7 @@ class Inbox:
     """Bytes in, messages out, in order. One task may wait in `wait`."""
 
     def __init__(self, peer_id: str, max_message_bytes: int) -> None:
-        self._peer_id, self._max_message_bytes = peer_id, max_message_bytes
+        self._peer_id, self.max_message_bytes = peer_id, max_message_bytes
         self.waiting_bytes = 0
         """Memory of the messages that nobody has taken."""
         self.transport: asyncio.ReadTransport | None = None
@@ -35,7 +35,7 @@ class Inbox:
 
     def clear(self) -> None:
         """Forget what has come."""
-        self.decoder = FrameDecoder(max_message_bytes=self._max_message_bytes, peer_id=self._peer_id)
+        self.decoder = FrameDecoder(max_message_bytes=self.max_message_bytes, peer_id=self._peer_id)
         self._messages: deque[Message] = deque()
         self.waiting_bytes = 0
 

@@ -50,6 +50,8 @@ AdapterName = Annotated[str | None, Field(max_length=128)]
 BatchIndex = (
     Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...], Field(max_length=MAX_BATCH, fail_fast=True)] | None
 )
+NumChoices = Annotated[int, Field(ge=0, lt=1 << 63, alias="rows")]
+"""Number of times that the batch's rows were chosen anew (beam search) before this; `rows` is its name on the wire."""
 Shape = Annotated[tuple[int, ...], Field(fail_fast=True)]
 Descriptors = Annotated[tuple[tuple[str, str, Shape, int], ...], Field(max_length=32, fail_fast=True)]
 """The descriptors for `tensor_codec.decode_tensors`, which checks the values."""
@@ -150,8 +152,7 @@ class StepHeader(PeerModel):
     batch_size: BatchSize
     seq_len: SeqLen
     tensors: Descriptors
-    rows: RequestId = 0
-    """Number of times that the batch's rows were chosen anew (beam search) before this step."""
+    num_choices: NumChoices = 0
     batch_index: BatchIndex = None
     """The last choice of rows, for caches that have not made it yet: rows to keep, in their new order."""
     ones_mask: bool = False
@@ -171,7 +172,7 @@ class ReplayHeader(PeerModel):
     epoch: RequestId
     length: Position
     replay_hops: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
-    rows: RequestId = 0
+    num_choices: NumChoices = 0
     batch_index: BatchIndex = None
 
 
@@ -198,7 +199,7 @@ class BatchHeader(PeerModel):
     """The server that pushes the hidden states (BACKWARD: the outputs' gradient): they are not among `tensors`."""
     target: Target | None = None
     """The server to which the outputs (BACKWARD: the hidden states' gradient) are pushed."""
-    lean: bool = False
+    without_pushed: Annotated[bool, Field(alias="lean")] = False
     """Whether outputs that were pushed need not be answered as well."""
     compression: Compression = "auto"
     inner: WantedInner | None = None

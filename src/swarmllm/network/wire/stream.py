@@ -82,12 +82,10 @@ class FrameStream(asyncio.Protocol):
         self.peer_id = peer_id
         self.encodings: frozenset[str] = frozenset()
         """Ways to pack tensors that the peer understands, as it said in its greeting."""
-        self._loop = asyncio.get_running_loop()
-        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection under the stream is closed, too."""
         self.link_rate = LinkRate()
         self.liveness = Liveness(self._loop.time(), stall_timeout_s)
-        self.max_message_bytes = max_message_bytes
         self._transport: asyncio.Transport | None = None
         self._ended: tuple[type[SwarmError], str] | None = None
         self._inbox = Inbox(peer_id, max_message_bytes)
@@ -123,6 +121,10 @@ class FrameStream(asyncio.Protocol):
         return stream
 
     @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return self.gone.get_loop()
+
+    @property
     def closed(self) -> bool:
         """Whether the stream has ended, for whatever reason."""
         return self._ended is not None
@@ -146,7 +148,7 @@ class FrameStream(asyncio.Protocol):
             if self._transport is not None and self._transport.get_write_buffer_size() > 2 * WRITE_BUFFER_BYTES:
                 await self._outbox.drained()
             return
-        frames = encode_message(kind, header, payload_chunks, max_message_bytes=self.max_message_bytes)
+        frames = encode_message(kind, header, payload_chunks, max_message_bytes=self._inbox.max_message_bytes)
         began_at = await self._outbox.send(frames)
         if number := self.link_rate.sent(began_at, sum(map(len, payload_chunks))):
             self._write_control(MessageType.PING, {"n": number})
@@ -327,8 +329,6 @@ class FrameStream(asyncio.Protocol):
             broken.through_relay = self.through_relay and error is not RemoteProtocolError
             return broken
         return error(f"the stream to {self.peer_id} {reason}")
-
-    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are none by isinstance()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.device.device import block_errors_translated, on_device
 
@@ -114,7 +114,7 @@ class Batch:
             if of_rows:
                 yield
             of_rows.append((yield from _backward(graphs, grad)))
-        axes = {"hidden_states": self._batch_axis, "inputs_embeds": 0, "encoder_hidden_states": 0}
+        axes = {"hidden_states": self._batch_axis, **dict.fromkeys(BESIDE, 0)}
         result = {name: _joined([found[name] for found in of_rows], axes[name]) for name in axes if name in of_rows[0]}
         if "adapter" in of_rows[0]:
             result["adapter"] = sum((found["adapter"] for found in of_rows[1:]), start=of_rows[0]["adapter"])

@@ -24,7 +24,7 @@ class Accelerator(Protocol):
         """
 
 
-class Stream:
+class DeviceStream:
     """The stream of a device of torch on which this thread computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,4 +46,4 @@ class Stream:
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """None for a processor, which is done when a call returns."""
-    return None if device.type == "cpu" else Stream(device)
+    return None if device.type == "cpu" else DeviceStream(device)

@@ -36,13 +36,16 @@ class SessionStep(Protocol):
     """One step of one session, which may be packed with those of others."""
 
     session: str
-    packer: Packer
-    """Runs it, together with those of others on the same blocks."""
     priority: Priority
     account: Account
     num_tokens: int
     granule: int
     """Tokens of its smallest piece; `num_tokens` if it can't be cut."""
+
+    @property
+    def packer(self) -> Packer:
+        """Runs it, together with those of others on the same blocks."""
+        ...
 
     def take(self, num_tokens: int) -> SessionCall:
         """The next piece, ready to run. Called in the device thread; what it raises fails this step alone."""

@@ -3,14 +3,18 @@
 Used by `span_loader`, and by whoever computes or allocates for a client.
 """
 
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 
 import torch
 
 from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.server.settings import require_device
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
 """What is in the messages of plain RuntimeErrors by which torch and its libraries say so, on CPUs above all."""
@@ -24,11 +28,22 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    require_device(name)
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0].split(". ")[0]  # torch tells a long story of mps
         raise ConfigurationError(f"device {name!r} can't be used here: {reason}") from None
+
+
+@cache
+def hardware_name(device: torch.device, number: int = 1) -> str:
+    """What computes, in words that fit an announcement; `number` of them together."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if device.type == "cpu" else []
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{number} × {name}"[:64] if number > 1 else name[:64]
 
 
 def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
@@ -98,6 +113,7 @@ def block_errors_translated() -> Iterator[None]:
 def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
     """The inputs as the blocks need them."""
     hidden = inputs.hidden_states
-    if hidden.device == blocks.device and hidden.dtype == blocks.dtype and inputs.inputs_embeds is None:
+    fits = hidden.device == blocks.device and hidden.dtype == blocks.dtype
+    if fits and all(getattr(inputs, name) is None for name in BESIDE):
         return inputs  # the usual case on a CPU
     return inputs.to(blocks.device, blocks.dtype)

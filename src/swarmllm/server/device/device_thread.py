@@ -22,7 +22,7 @@ from swarmllm.server.device.calls import UNFINISHED, Call, joined, outcome_of, o
 from swarmllm.server.device.device import lost_context, out_of_memory
 from swarmllm.server.device.load_meter import Load, LoadMeter
 from swarmllm.server.device.niceness import Niceness
-from swarmllm.server.device.scheduler import Budget, Scheduler
+from swarmllm.server.device.scheduler import Budget, Priority, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class DeviceThread:
 
     def _run_next(self) -> None:
         now, cpu_before = time.perf_counter(), time.thread_time()
-        self._burst_wait.ran()
+        self._burst_wait.begins()
         pieces = [(call, size) for call, size in self._scheduler.next(now) if not call.future.cancelled()]
         if not pieces:
             self._scheduler.ran(now)  # or it would keep what was cancelled, with its session's cache
@@ -160,6 +160,8 @@ class DeviceThread:
         outcomes = self._fetched(outcomes_of(pieces))
         ended_at = time.perf_counter()
         self._meter.num_failures += sum(isinstance(outcome, BaseException) for outcome in outcomes)
+        if all(call.step is not None and call.priority is Priority.DECODE for call, _ in pieces):
+            self._burst_wait.took(ended_at - now)
         if pieces[0][0].step is not None:
             # Without the pauses that are made for others: the announced speed has them already.
             self._meter.count(pieces, now, self._niceness.resumes_at, ended_at)

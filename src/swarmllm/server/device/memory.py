@@ -25,22 +25,24 @@ LEAST_TOKENS = 256
 """With less room for sessions, nobody could use the blocks."""
 PAGES_SHARE = 1 / 8
 """Most of the memory left beside the blocks that prompts kept for others may take."""
+OWN_MEMORY = ("cuda", "xpu")
+"""Kinds of devices that have some; others compute in the processor's."""
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux says what a container may use; psutil sees the whole machine."""
 
 
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that nobody uses."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type in OWN_MEMORY:
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
     free, limit = int(psutil.virtual_memory().available), _container_bytes("memory.max")
     return free if limit is None else min(free, limit - (_container_bytes("memory.current") or 0))
 
 
 def total_bytes(device: torch.device) -> int:
     """All memory of the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type in OWN_MEMORY:
+        return int(getattr(torch, device.type).mem_get_info(device)[1])
     return min(int(psutil.virtual_memory().total), _container_bytes("memory.max") or 1 << 62)
 
 

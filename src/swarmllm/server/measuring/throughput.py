@@ -91,7 +91,7 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
     if choose_threads:
         torch.set_num_threads(1)  # begin with what is never slow beyond measure
     measured = _Part(blocks)
-    decode_s, forward_s = measured.decode_s(), measured.forward_s()
+    decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
         num_threads = 1
@@ -125,8 +125,11 @@ class _Part:
         self._blocks = blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
-        self.part = first_blocks(blocks, 1)
-        self.part = first_blocks(blocks, int(PART_S / self.forward_s() * len(self.part)))
+        first = self.part = first_blocks(blocks, 1)
+        first_s = self.forward_s()
+        self.part = first_blocks(blocks, int(PART_S / first_s * len(first)))
+        self.chosen_s = first_s if self.part == first else None
+        """Seconds of a batch through them, if it showed that there can't be more: large blocks take a second each."""
 
     def forward_s(self) -> float:
         """Seconds of a batch of one row."""
@@ -169,9 +172,16 @@ class _Part:
 
 
 def _in_words(throughput: Throughput) -> str:
-    threads = f", with {throughput.num_threads} threads" if throughput.num_threads else ""
+    """The figures but those that were not measured, for lack of time or of a cache."""
+    batch8, context, threads = (
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+        throughput.num_threads,
+    )
     return (
         f"{throughput.forward_tokens_per_s:.0f} tokens/s in batches; a decode step takes "
-        f"{throughput.decode_ms_per_block:.2f} ms per block, {throughput.decode_ms_per_block_batch8:.2f} for 8 rows, "
-        f"{throughput.context_ms_per_block_per_1k:.3f} more per 1000 tokens of context{threads}"
+        f"{throughput.decode_ms_per_block:.2f} ms per block"
+        + (f", {batch8:.2f} for {BATCH} rows" if batch8 else "")
+        + (f", {context:.3f} more per 1000 tokens of context" if context else "")
+        + (f", with {threads} thread{'s' if threads > 1 else ''}" if threads else "")
     )

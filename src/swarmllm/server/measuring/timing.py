@@ -21,6 +21,6 @@ def seconds(blocks: BlockSpan, run: Callable[[], object]) -> float:
     """Seconds until the device of `blocks` has done what `run` asks of it."""
     started = time.perf_counter()
     run()
-    if blocks.device.type == "cuda":
-        torch.cuda.synchronize(blocks.device)  # until here it has only been asked
+    if blocks.device.type != "cpu":
+        torch.accelerator.synchronize(blocks.device)  # until here it has only been asked
     return time.perf_counter() - started

@@ -1,6 +1,6 @@
 """Where the outputs of a session go: over a link to the next server, or to the client. Used by `session`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -20,13 +20,13 @@ class Outlet:
     """The client, who gets the outputs when there is no link: it relays them, or has what it wants."""
     end: int
     """The block behind those of this session."""
+    compression: str
+    """How hidden states are sent, as in ServerConfig."""
     link: Link | None = None
     session: str = ""
     """Id of the session over there."""
 
-    async def compressed(
-        self, header: StepHeader, outputs: BlockInputs, compression: str, *, exactly: bool = False
-    ) -> Outgoing:
+    async def compressed(self, header: StepHeader, outputs: BlockInputs, *, exactly: bool = False) -> Outgoing:
         """What a step sends; `exactly`: as these outputs are, because they have been sent before."""
         if header.position:  # the next server has the source since the begin
             outputs = outputs.without_source()
@@ -34,7 +34,7 @@ class Outlet:
         if header.ones_mask:
             tensors.pop("attention_mask", None)
         stream = self.owner if self.link is None else self.link.stream
-        return await compressed(tensors, stream, compression, exactly=exactly)
+        return await compressed(tensors, stream, self.compression, exactly=exactly)
 
     async def send(self, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int) -> None:
         """Send the outputs of the step of that header.
@@ -64,6 +64,10 @@ class Outlet:
             id=header.id, end=self.end, position=header.position, shows=True, blocks=blocks, attentions=attentions
         )
         await self.owner.send(MessageType.RESULT, shown.model_dump() | {"tensors": descriptors}, chunks)
+
+    def unlinked(self) -> "Outlet":
+        """The way to the owner."""
+        return replace(self, link=None, session="")
 
     def forget(self) -> None:
         """Send nothing more this way."""

@@ -50,22 +50,22 @@ class Session:
 
     id: str
     token: str
-    owner: FrameStream
     runner: StepRunner
     waiting_room: WaitingRoom
     epoch: int
-    compression: str
-    """How hidden states are sent, as in ServerConfig."""
+    outlet: Outlet
+    """Where outputs go: to the owner until there is a link."""
     on_close: Callable[["Session"], None]
     failed_epoch: int = field(init=False, default=-1)
     closed: bool = field(init=False, default=False)
     passed_on: int = field(init=False, default=0)
     """The position up to which outputs have been sent; tells a client which server of a chain is stuck."""
     _inbox: "asyncio.Queue[Step | Replay | PeerError]" = field(init=False, default_factory=asyncio.Queue)
-    _outlet: Outlet = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._outlet = self._to_owner = Outlet(self.owner, self.runner.span.end)
+    @property
+    def owner(self) -> FrameStream:
+        """The stream on which the session was opened."""
+        return self.outlet.owner
 
     # ------------------------------------------------------------------ asked for by streams
 
@@ -94,7 +94,7 @@ class Session:
         try:
             async with asyncio.timeout(LINK_TIMEOUT_S):
                 link = await links.get(successor)
-                outlet = replace(self._to_owner, link=link, session=successor.session)
+                outlet = replace(self.outlet, link=link, session=successor.session)
                 # Only the link keeps the callback, until `unlink`: in the outlet it would make a circle with this
                 # session, whose caches would then wait for the garbage collector.
                 await link.attach(successor, partial(self._successor_lost, outlet))
@@ -107,12 +107,12 @@ class Session:
         if epoch < self.epoch or self.closed:
             outlet.forget()
             raise SessionLostError("the client has asked for another successor meanwhile")
-        self._outlet = outlet
+        self.outlet = outlet
 
     def unlink(self) -> None:
         """Send outputs to the owner from now on."""
-        self._outlet.forget()
-        self._outlet = self._to_owner
+        self.outlet.forget()
+        self.outlet = self.outlet.unlinked()
 
     def close(self) -> None:
         """Give everything back; harmless when done twice."""
@@ -170,15 +170,15 @@ class Session:
 
     async def _run_on(self, header: StepHeader, timed: Timed[BlockInputs]) -> None:
         """Pass on what a step has computed, and show its client what it wants to see of it."""
-        runner, outputs, outlet = self.runner, timed.value, self._outlet
-        outgoing = await outlet.compressed(header, outputs, self.compression)
+        runner, outputs, outlet = self.runner, timed.value, self.outlet
+        outgoing = await outlet.compressed(header, outputs)
         if runner.keeps_outputs:  # as the successor sees them
             runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         timings = (*header.timings, (runner.span.start, timed.queue_us, timed.compute_us))
         await self._pass_on(header, outlet, outgoing, timings)
         self.passed_on = header.position + header.seq_len
         if outputs.inner is not None:
-            await self._to_owner.show(header, outputs.inner, runner.span)
+            await self.outlet.show(header, outputs.inner, runner.span)
         await runner.share(outputs)  # only now: the next server has something to do meanwhile
 
     async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing, timings: Timings) -> None:
@@ -201,11 +201,11 @@ class Session:
                     batch_size=outputs.batch_size,
                     seq_len=outputs.seq_len,
                     tensors=(),
-                    rows=self.runner.num_choices,
+                    num_choices=self.runner.num_choices,
                     replay_hops=header.replay_hops,
                 )
-                outlet = self._outlet
-                outgoing = await outlet.compressed(step, outputs, self.compression, exactly=True)
+                outlet = self.outlet
+                outgoing = await outlet.compressed(step, outputs, exactly=True)
                 await self._send(outlet, step, outgoing, (), header.replay_hops)
 
     async def _send(
@@ -219,7 +219,7 @@ class Session:
             self._successor_lost(outlet, error)
 
     def _successor_lost(self, outlet: Outlet, error: PeerError) -> None:
-        if outlet is not self._outlet:
+        if outlet is not self.outlet:
             return
         self.unlink()
         self.failed_epoch = max(self.failed_epoch, self.epoch)

@@ -47,9 +47,9 @@ def session_size(
         max_length = min(max_length, blocks.longest_text - num_prefix)
     if max_length < 1:
         raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
-    cache_bytes_per_token = -(-blocks.cache_bytes_per_token * num_blocks // len(blocks.span))
+    cache_bytes_per_token = -(-blocks.cache_sizes.bytes_per_token * num_blocks // len(blocks.span))
     source_bytes, cross_bytes = _source_bytes(blocks, header) if header.source_length else (0, 0)
-    row_bytes = (cache_bytes_per_token + hidden_bytes_per_token) * max_length + blocks.cache_bytes_per_session
+    row_bytes = (cache_bytes_per_token + hidden_bytes_per_token) * max_length + blocks.cache_sizes.bytes_per_session
     return SessionSize(
         max_length=max_length,
         row_bytes=row_bytes + cache_bytes_per_token * num_prefix + source_bytes + cross_bytes,
@@ -63,5 +63,5 @@ def _source_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
     """What the encoder's outputs take that come with the first step, and their keys and values in the blocks."""
     num_blocks, kept = header.end - header.start, 2  # by the cache, and for a successor
     source_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
-    cross_bytes = -(-blocks.cross_bytes_per_token * num_blocks // len(blocks.span))
+    cross_bytes = -(-blocks.cache_sizes.cross_bytes_per_token * num_blocks // len(blocks.span))
     return header.source_length * source_bytes, header.source_length * cross_bytes

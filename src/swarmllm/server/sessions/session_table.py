@@ -18,6 +18,7 @@ from swarmllm.network.wire.protocol import FrameStream
 from swarmllm.server.device.executor import Executor
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.outlet import Outlet
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session import Session
 from swarmllm.server.sessions.session_size import session_size
@@ -98,14 +99,14 @@ class SessionTable:
                 pages=self.pages,
                 account=account,
             )
+            compression = self._compression if header.compression == "auto" else header.compression
             session = Session(
                 id=header.session,
                 token=header.token,
-                owner=owner,
                 runner=runner,
                 waiting_room=WaitingRoom(self.budget, self.limits, owner.peer_id),
                 epoch=header.epoch,
-                compression=self._compression if header.compression == "auto" else header.compression,
+                outlet=Outlet(owner, header.end, compression),
                 on_close=self._forget,
             )
         except BaseException:  # out of memory, above all

@@ -42,6 +42,8 @@ class SharedPrefix:
         """Name of the adapter that the pages are computed with, one of the server's; a client's own has no pages."""
         self._tail: Tensor | None = None
         """Outputs of the page that isn't complete yet."""
+        self.shares = False
+        """Whether what the session's last step computed may be shared; its runner says so."""
 
     def fits(self, position: int, inputs: BlockInputs, cache: SpanCache) -> bool:
         """Whether the step that begins at `position` goes on with the prompt, and says nothing unusual.
@@ -119,6 +121,7 @@ class SharedPrefix:
     def _columns(self, inputs: BlockInputs) -> dict[str, Tensor]:
         """What the blocks read, by kind, positions first: how a prompt is cut into steps makes no difference."""
         axes = {"hidden_states": self._axis, "position_ids": -1, "input_ids": 1, "inputs_embeds": 1}
+        axes |= {"per_layer_inputs": 1, "deepstack": 1, "deepstack_mask": 1, "deepstack_at": 0}
         columns = {}
         for name, axis in axes.items():
             tensor: Tensor | None = getattr(inputs, name)

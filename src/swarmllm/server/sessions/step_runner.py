@@ -78,20 +78,22 @@ class StepRunner:
         """
         self.account = account
         self.packer, self.executor = packer, executor
-        self.span = Span(header.start, header.end)
         self.size, self.lease = size, lease
         self.batch_size = header.batch_size
         self.num_choices = 0
         """How often the client has chosen rows of the batch anew."""
-        self.cache: SpanCache = packer.blocks.new_cache(self.span, record_past=header.record_past)
+        self.cache: SpanCache = packer.blocks.new_cache(Span(header.start, header.end), record_past=header.record_past)
         self.log = ActivationLog(packer.blocks.traits)
         """The outputs that a successor may need again; the last server of a chain keeps none."""
         self._adapter = adapter
         self._prefix = None if pages is None else SharedPrefix(pages, packer.blocks, self.span)
-        self._shares = False
-        """Whether what the last step computed may be shared."""
         self._inner_bytes = 0
         """Leased for what is wanted of the inside of the step in hand."""
+
+    @property
+    def span(self) -> Span:
+        """The blocks of this session."""
+        return self.cache.span
 
     @property
     def keeps_outputs(self) -> bool:
@@ -133,15 +135,16 @@ class StepRunner:
             end = header.position + header.seq_len
             inputs = replace(inputs, attention_mask=torch.ones(header.batch_size, end, dtype=torch.int64))
         begun = prefix is not None or select or header.batch_size != self.batch_size
-        self.num_choices, self.batch_size = header.rows, header.batch_size
+        self.num_choices, self.batch_size = header.num_choices, header.batch_size
         timed = await self._compute(header, inputs, select, prefix, begun=begun)
         self._lease_rows(self.batch_size)
-        self._shares = prefix is not None
+        if self._prefix is not None:
+            self._prefix.shares = prefix is not None
         return Timed(inputs.with_hidden(timed.value), timed.queue_us, timed.compute_us)
 
     async def share(self, outputs: BlockInputs) -> None:
         """Keep the pages of the step that was run last, whose outputs these are, for others who begin with them."""
-        if self._prefix is None or not self._shares:
+        if self._prefix is None or not self._prefix.shares:
             return
         try:
             with memory_errors_translated():
@@ -172,7 +175,7 @@ class StepRunner:
                 raise
             self.batch_size = num_rows
             self._lease_rows(num_rows)
-        self.num_choices = header.rows
+        self.num_choices = header.num_choices
         self.log.rollback(header.length)
 
     def _checked(self, step: Step) -> BlockInputs:
@@ -208,10 +211,12 @@ class StepRunner:
             SessionLostError: this session has missed an earlier choice.
             RemoteProtocolError: the choice makes no sense.
         """
-        if self.cache.position == 0 or header.rows == self.num_choices:
+        if self.cache.position == 0 or header.num_choices == self.num_choices:
             return False
-        if header.rows != self.num_choices + 1 or header.batch_index is None:
-            raise SessionLostError(f"the batch's rows were chosen {header.rows} times, here {self.num_choices} times")
+        if header.num_choices != self.num_choices + 1 or header.batch_index is None:
+            raise SessionLostError(
+                f"the batch's rows were chosen {header.num_choices} times, here {self.num_choices} times"
+            )
         if not header.batch_index or max(header.batch_index) >= self.batch_size:
             raise RemoteProtocolError(f"batch_index chooses rows that a batch of {self.batch_size} doesn't have")
         self._prefix = None  # what the cache holds is no longer what was hashed
@@ -302,17 +307,23 @@ class _StepInPieces:
 
     def __init__(self, runner: StepRunner, header: StepHeader, inputs: BlockInputs, select: bool) -> None:
         self.session = header.session
-        self.packer, self.account = runner.packer, runner.account()
+        self.account = runner.account()
         self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
         self.num_tokens = header.seq_len * header.batch_size
-        can_be_cut = self.priority is Priority.PREFILL and self.packer.blocks.traits.chunked_prefill
+        can_be_cut = self.priority is Priority.PREFILL and runner.packer.blocks.traits.chunked_prefill
         can_be_cut = can_be_cut and not (inputs.inner and inputs.inner.attentions)
+        can_be_cut = can_be_cut and not inputs.looks_ahead(header.position)
         self.granule = header.batch_size if can_be_cut else self.num_tokens
         self.begun = False
         """Whether blocks may have seen some of it."""
         self._runner, self._header, self._inputs, self._select = runner, header, inputs, select
         self._num_columns = 0  # taken so far
         self._inner: list[InnerStates | None] = []  # of the pieces
+
+    @property
+    def packer(self) -> Packer:
+        """Where it may run together with others."""
+        return self._runner.packer
 
     def take(self, num_tokens: int) -> SessionCall:
         """The next piece. Raises SessionLostError: the cache can't be rolled back to where the step begins."""

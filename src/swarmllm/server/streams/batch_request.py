@@ -124,7 +124,7 @@ class _BatchRequest:
             sent = await push(self.links, header.target, self.passed_on, tensor, self.compression)
         if sent is not None:  # the client shall have what its target has
             others = {name: tensor for name, tensor in result.items() if name != "hidden_states"}
-            result = others if header.lean else others | {"hidden_states": sent}
+            result = others if header.without_pushed else others | {"hidden_states": sent}
         timings = ((span.start, timed.queue_us, timed.compute_us),)
         answer = ResultHeader(id=header.id, end=span.end, timings=timings, pushed=sent is not None)
         return answer, await compressed(result, self.stream, self.compression, exactly=sent is not None)

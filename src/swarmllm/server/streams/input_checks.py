@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.adapters.seeded_dropout import SEEDS
+from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.pictures import mask_names
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.network.wire.compression import THREAD_BYTES
@@ -74,12 +77,44 @@ class InputChecks:
             past = header.position if isinstance(header, StepHeader) else 0
             _check_mask(inputs.attention_mask, batch, seq, past)
         self._check_source(inputs, header)
+        self._check_pictures(inputs)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
         _check_ids("dropout_seeds", inputs.dropout_seeds, batch, seq, SEEDS)
         _check_ids("adapter_numbers", inputs.adapter_numbers, batch, seq, MAX_NUMBERS)
         _check_positions(inputs.position_ids, batch, seq, self._blocks.table_positions)
         return inputs, grad_outputs
+
+    def _check_pictures(self, inputs: BlockInputs) -> None:
+        """What models that see have besides: masks by kind of block, and what is added between blocks."""
+        kinds, mask = inputs.mask_kinds, inputs.attention_mask
+        if kinds is not None:
+            limit = len(mask_names(self._blocks.stack.config))
+            if mask is None or mask.ndim != 4 or kinds.shape != mask.shape[1:2] or len(kinds) > limit:
+                raise RemoteProtocolError("mask_kinds must say for each mask of attention_mask what it is for")
+            _check_indices("mask_kinds", kinds, limit)
+        self._check_per_layer(inputs)
+        given = (inputs.deepstack, inputs.deepstack_mask, inputs.deepstack_at)
+        if all(one is None for one in given):
+            return
+        deepstack, places, levels = given
+        batch, seq, width = inputs.batch_size, inputs.seq_len, self._sample_shape[-1]
+        if self._blocks.deepstack is None or deepstack is None or places is None or levels is None or levels.ndim != 1:
+            raise RemoteProtocolError("these blocks take no deepstack, or a part of it is missing")
+        _check_indices("deepstack_at", levels, self._blocks.num_blocks)
+        _check_floats("deepstack", deepstack, (batch, seq, len(levels), width))
+        if places.dtype != torch.bool or tuple(places.shape) not in ((batch, seq), (batch, seq, 1)):
+            raise RemoteProtocolError(f"deepstack_mask must be bools of shape {[batch, seq]}, got {list(places.shape)}")
+
+    def _check_per_layer(self, inputs: BlockInputs) -> None:
+        if (found := inputs.per_layer_inputs) is None:
+            return
+        config = text_config(self._blocks.stack.config)
+        width = getattr(config, "hidden_size_per_layer_input", None)
+        if not width:
+            raise RemoteProtocolError("these blocks take no per_layer_inputs")
+        shape = (inputs.batch_size, inputs.seq_len, self._blocks.num_blocks, width)
+        _check_floats("per_layer_inputs", found, shape)
 
     def _check_source(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
         """What a decoder attends to comes with the first positions of a text, and with each batch."""
@@ -92,6 +127,8 @@ class InputChecks:
             )
         if hidden is not None:
             _check_floats("encoder_hidden_states", hidden, (inputs.batch_size, max(1, inputs.source_len), width))
+        if mask is not None and not self._blocks.masks_source:
+            raise RemoteProtocolError("these blocks see all of the encoder's outputs: leave encoder_attention_mask out")
         if mask is not None and (mask.shape != (inputs.batch_size, inputs.source_len) or mask.is_floating_point()):
             raise RemoteProtocolError(f"encoder_attention_mask must be integers, as many as positions: {mask.shape}")
 
@@ -148,7 +185,7 @@ class InputChecks:
         plain = len(self._sample_shape) == 3 and self._blocks.traits.batch_axis == 0
         hidden_size = self._sample_shape[-1] if plain else None
         blocks = self._blocks
-        return checked(header.patches, values, blocks.slots, hidden_size, blocks.key_value_shapes)
+        return checked(header.patches, values, blocks.slots, hidden_size, blocks.cache_sizes.key_value_shapes)
 
     def _hidden_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         axis = self._blocks.traits.batch_axis
@@ -199,6 +236,13 @@ def _check_positions(positions: Tensor | None, batch: int, seq: int, table: rang
         raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {list(shape)}")
     if table is not None:
         _check_range("position_ids", positions, table)
+
+
+def _check_indices(name: str, indices: Tensor, limit: int) -> None:
+    """Each of these at most once, below the limit."""
+    if indices.is_floating_point() or not 0 < len(indices) <= limit or len({*indices.tolist()}) != len(indices):
+        raise RemoteProtocolError(f"{name} must be different integers")
+    _check_range(name, indices, range(limit))
 
 
 def _check_range(name: str, ids: Tensor, allowed: range) -> None:

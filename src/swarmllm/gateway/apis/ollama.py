@@ -1,0 +1,318 @@
+"""`/api/chat` and `/api/generate`: Ollama's requests as chats and prompts, and its answers.
+
+Used by `translated_routes`.
+"""
+
+import json
+import secrets
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from swarmllm.gateway.apis.answers import Answer, CallInAnswer
+from swarmllm.gateway.engine.embedding_model import EmbeddingModel
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.requests.chat_messages import Tool, ToolName
+from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest
+from swarmllm.gateway.requests.request_bodies import CompletionRequest, StopString
+from swarmllm.gateway.requests.unknown_fields import ANYTHING, Body, Harmless
+from swarmllm.gateway.tokens.events import Event, TextPiece
+
+TAG = ":latest"
+"""What Ollama's clients add to a name without a tag."""
+
+
+class Options(Body):
+    harmless: ClassVar[Harmless] = {
+        **dict.fromkeys(("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "use_mmap", "use_mlock"), ANYTHING),
+        **dict.fromkeys(("num_thread", "num_keep", "logits_all"), ANYTHING),
+        **dict.fromkeys(("vocab_only", "embedding_only"), (False,)),
+        "repeat_last_n": (-1,),
+        "penalize_newline": (True,),
+    }
+    num_ctx: int | None = Field(None, description="At most the model's own, which is always there as a whole.")
+    num_predict: Annotated[int, Field(ge=-2)] | None = Field(None, description="-1 or -2: as long as there is room.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    seed: int | None = None
+    stop: StopString | list[StopString] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaRequest(Body):
+    """What both kinds share."""
+
+    harmless: ClassVar[Harmless] = {
+        "keep_alive": ANYTHING,
+        **dict.fromkeys(("truncate", "shift"), (False,)),
+        **dict.fromkeys(("logprobs",), (False,)),
+        "top_logprobs": (0,),
+    }
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    @property
+    def fills(self) -> bool:
+        """Whether the answer may go on as long as there is room."""
+        return self.options is not None and (self.options.num_predict or 0) < 0
+
+    def _shared(self, model: LanguageModel) -> dict[str, Any]:
+        given = self.options or Options.model_validate({})
+        if (given.num_ctx or 0) > model.max_length:
+            raise ApiError(400, f"num_ctx can be at most {model.max_length} here", param="options.num_ctx")
+        names = ["temperature", "top_p", "top_k", "min_p", "typical_p", "tfs_z", "seed", "stop"]
+        names += ["presence_penalty", "frequency_penalty"]
+        found = {"model": model.name, **{name: getattr(given, name) for name in names}}
+        found["repetition_penalty"] = given.repeat_penalty
+        if given.mirostat:  # clients send its settings also where it is off
+            found |= {
+                "mirostat_mode": given.mirostat,
+                "mirostat_tau": given.mirostat_tau,
+                "mirostat_eta": given.mirostat_eta,
+            }
+        if given.num_predict is not None and given.num_predict >= 0:
+            found["max_tokens"] = given.num_predict
+        return found
+
+    def _of_chats(self, model: LanguageModel) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if isinstance(self.format, dict):
+            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        elif self.format == "json":
+            found["response_format"] = {"type": "json_object"}
+        if isinstance(self.think, str):
+            found["reasoning_effort"] = self.think
+        elif self.think is False and "none" in model.efforts:
+            found["chat_template_kwargs"] = model.efforts["none"]
+        elif self.think is False and model.thinks:
+            raise ApiError(400, f"{model.name} can't be told not to think: leave think out", param="think")
+        elif self.think and not model.thinks:
+            raise ApiError(400, f"{model.name} does not think: leave think out", param="think")
+        return found
+
+
+class OllamaFunction(Body):
+    harmless: ClassVar[Harmless] = {"index": ANYTHING}
+    name: ToolName
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(Body):
+    harmless: ClassVar[Harmless] = {"type": ("function",)}
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+def _seen_and_said(text: str | None, pictures: list[str] | None) -> Any:
+    """As OpenAI's clients have it: parts, if there are pictures. What format they have shows in them."""
+    if not pictures:
+        return text
+    urls = [f"data:image/any;base64,{one}" for one in pictures]
+    seen = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*seen, {"type": "text", "text": text or ""}]
+
+
+class OllamaChat(OllamaRequest):
+    """`POST /api/chat`."""
+
+    messages: list[OllamaMessage] = Field(default_factory=list, max_length=4096)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+
+    def asked(self, model: LanguageModel) -> ChatRequest:
+        """The same as OpenAI's clients would ask it."""
+        messages, last_id = [], "call"
+        for one in self.messages:
+            said: dict[str, Any] = {
+                "role": one.role,
+                "content": _seen_and_said(one.content, one.images),
+                "reasoning_content": one.thinking,
+            }
+            if one.role == "tool":
+                said |= {"tool_call_id": one.tool_call_id or last_id, "name": one.tool_name}
+            calls = []
+            for call in one.tool_calls or ():
+                last_id = call.id or f"call_{secrets.token_hex(12)}"
+                function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}
+                calls.append({"id": last_id, "function": function})
+            messages.append({**said, "tool_calls": calls or None})
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+        more = self._shared(model) | self._of_chats(model)
+        return ChatRequest.model_validate({"messages": messages, "tools": tools, **more})
+
+
+class OllamaGenerate(OllamaRequest):
+    """`POST /api/generate`."""
+
+    harmless: ClassVar[Harmless] = {
+        **OllamaRequest.harmless,
+        "context": ([],),
+        **dict.fromkeys(("suffix", "template"), ("",)),
+    }
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = False
+    images: list[str] | None = Field(None, description="In base64, for models that see.")
+
+    @model_validator(mode="after")
+    def _raw_is_raw(self) -> "OllamaGenerate":
+        if self.raw and self.images:
+            raise ValueError("images go without raw")
+        if self.raw and (self.system or self.think is not None):
+            raise ValueError("system and think go without raw")
+        return self
+
+    def asked(self, model: LanguageModel) -> ChatRequest | CompletionRequest:
+        """A chat, unless the prompt is raw or the model was never taught to chat."""
+        shared = self._shared(model)
+        if not self.raw and model.tokenizer.chat_template:
+            messages = [{"role": "system", "content": self.system}] if self.system else []
+            messages.append({"role": "user", "content": _seen_and_said(self.prompt, self.images)})
+            return ChatRequest.model_validate({"messages": messages, **shared, **self._of_chats(model)})
+        if self.system or self.think is not None or self.images:
+            raise ApiError(400, f"{model.name} has no chat template: leave system, think and images out")
+        given = {"": None, "json": {"type": "object"}}
+        schema = given.get(self.format) if isinstance(self.format, str) else self.format
+        longest = {} if "max_tokens" in shared else {"max_tokens": None}
+        return CompletionRequest.model_validate({"prompt": self.prompt, **shared, **longest, "guided_json": schema})
+
+
+class OllamaAnswer(Answer):
+    """Lines of JSON; `is_chat` says where the text is in them."""
+
+    media_type = "application/x-ndjson"
+    sign_of_life = b""  # nothing that clients would overlook
+
+    def __init__(self, *given: Any, is_chat: bool) -> None:
+        super().__init__(*given)
+        self._for_chat = is_chat
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+
+    def add(self, event: Event) -> Event:
+        """Take note of an event; returns what of it can be told now."""
+        if isinstance(event, TextPiece):
+            self._first_at = self._first_at or time.monotonic()
+        return super().add(event)
+
+    def pieces(self, event: Event) -> bytes:
+        event = self.add(event)
+        if not isinstance(event, TextPiece) or not (event.text or event.reasoning):
+            return b""
+        return _line(self._said(event.text, event.reasoning))
+
+    def end(self) -> bytes:
+        calls = self._choices[0].calls
+        before = _line(self._said("", "", calls)) if calls else b""
+        return before + _line({**self._said("", ""), **self._numbers()})
+
+    def failure(self, error: ApiError) -> bytes:
+        return _line(error.body("/api/chat"))
+
+    def whole(self) -> dict[str, Any]:
+        choice = self._choices[0]
+        return {**self._said(choice.text, choice.reasoning, choice.calls), **self._numbers()}
+
+    def _said(self, text: str, thoughts: str, calls: list[CallInAnswer] | None = None) -> dict[str, Any]:
+        found = {"model": self._model.name, "created_at": now(), "done": False}
+        thinking = {"thinking": thoughts} if thoughts else {}
+        if not self._for_chat:
+            return {**found, "response": text, **thinking}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "function": {"name": call.name, "arguments": _object(call)}} for call in calls
+            ]
+        return {**found, "message": message}
+
+    def _numbers(self) -> dict[str, Any]:
+        end = time.monotonic()
+        first = self._first_at or end
+        return {
+            "done": True,
+            "done_reason": "length" if self._choices[0].finish_reason in ("length", None) else "stop",
+            "total_duration": round((end - self._began_at) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": self._prompt_tokens,
+            "prompt_eval_duration": round((first - self._began_at) * 1e9),
+            "eval_count": self._completion_tokens,
+            "eval_duration": round((end - first) * 1e9),
+        }
+
+
+def now() -> str:
+    """As Ollama writes times."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
+    """A model of `/api/tags`. No part of it is in a file here, so its size is 0."""
+    family = str(model.swarm.config.model_type)
+    details = {"format": "swarm", "family": family, "families": [family], "parameter_size": "", "parent_model": ""}
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": started_at,
+        "size": 0,
+        "digest": model.fingerprint,
+        "details": {**details, "quantization_level": ""},
+    }
+
+
+def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
+    """What `/api/show` says."""
+    family = str(model.swarm.config.model_type)
+    writes = isinstance(model, LanguageModel)
+    text = str(model.tokenizer.chat_template or "") if writes else ""
+    thinks = isinstance(model, LanguageModel) and model.thinks
+    capabilities = {
+        "completion": writes,
+        "embedding": isinstance(model, EmbeddingModel),
+        "tools": "tools" in text,
+        "thinking": thinks,
+    }
+    info = {"general.architecture": family, f"{family}.context_length": model.max_length}
+    return {
+        "details": described(model, started_at)["details"],
+        "template": text,
+        "parameters": "",
+        "model_info": {**info, f"{family}.block_count": model.swarm.swarm.num_blocks},
+        "capabilities": [name for name, has in capabilities.items() if has],
+        "modified_at": started_at,
+    }
+
+
+def _object(call: CallInAnswer) -> Any:
+    try:
+        return json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,233 @@
+"""The shapes of OpenAI's answers, whole and in chunks, made of a generation's events.
+
+Used by `openai_routes` and `websocket`. What swarms have besides is in one field, `swarm`, and only when it was asked
+for.
+"""
+
+import itertools
+import json
+import math
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from swarmllm.gateway.apis.answers import Answer, CallInAnswer
+from swarmllm.gateway.engine.generation import GenerationOptions
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.requests.chat_request import ChatRequest
+from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.tokens.events import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
+from swarmllm.gateway.tokens.sampling import TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps would make one each time
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {_to_json(data)}\n\n".encode()
+
+
+class OpenAIAnswer(Answer):
+    """`chunks(event)` are those of `pieces`, for who sends them otherwise."""
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: LanguageModel,
+        prompts: list[list[int]],
+        options: GenerationOptions,
+        *,
+        trace: bool = False,
+    ) -> None:
+        super().__init__(request, model, prompts, options)
+        self._request = request
+        self._chat = isinstance(request, ChatRequest)
+        self._trace = trace
+        self._n = request.n or 1
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    # ------------------------------------------------------------------ whole
+
+    def add(self, event: Event) -> Event:
+        """Take note of an event; returns what of it can be told now."""
+        if isinstance(event, PromptScores):
+            self._choices[event.index].logprobs.append(self._unscored(event.index))
+        return super().add(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The JSON of the answer, when all has been added."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            text = self._echo(index) + choice.text
+            item = {"index": index, "finish_reason": choice.finish_reason or "length", "logprobs": None}
+            if self._wants_logprobs:
+                item["logprobs"] = self._logprobs(choice.logprobs)
+            if self._chat:
+                message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.reasoning:
+                    message["reasoning_content"] = choice.reasoning
+                if choice.calls:
+                    message |= {"content": text or None, "tool_calls": list(map(_called, choice.calls))}
+                item["message"] = message
+            else:
+                item["text"] = text
+            choices.append(item)
+        answer = {**self._head("chat.completion" if self._chat else "text_completion"), "choices": choices}
+        answer["usage"] = self._usage()
+        swarm = self._swarm()
+        return {**answer, "swarm": swarm} if swarm else answer
+
+    # ------------------------------------------------------------------ chunks
+
+    def pieces(self, event: Event) -> bytes:
+        return b"".join(map(sse, self.chunks(event)))
+
+    def end(self) -> bytes:
+        return b"".join(map(sse, self.last_chunks())) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse(error.body()) + DONE
+
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """What to send for an event; `error` may be set after it."""
+        event = self.add(event)
+        if isinstance(event, SwarmEvent):
+            if self._request.swarm_events:
+                yield self._chunk([], swarm=self._swarm_events[-1])
+        elif isinstance(event, PromptScores):
+            yield from self._begin(event.index, [self._unscored(event.index), *event.logprobs])
+        elif isinstance(event, TextPiece):
+            yield from self._begin(event.index, None)
+            if event.text or event.reasoning or event.calls or event.finish_reason or event.logprob is not None:
+                yield self._chunk([self._piece(event)])
+        elif event.error is None and not self._chat and self._request.max_tokens == 0:
+            for index in range(event.first_index, event.first_index + self._n):
+                yield from self._begin(index, None)
+                yield self._chunk([self._piece(TextPiece(index, "", None, "length"))])
+
+    def last_chunks(self) -> Iterator[dict[str, Any]]:
+        """What comes after all choices."""
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
+        if self._trace:
+            yield self._chunk([], swarm={"event": "trace", "traces": self._traces})
+
+    def _begin(self, index: int, scores: list[TokenLogprob | None] | None) -> Iterator[dict[str, Any]]:
+        """The first chunk of a choice: its role, or the prompt that is echoed."""
+        choice = self._choices[index]
+        if choice.begun:
+            return
+        choice.begun = True
+        item: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        if self._chat:
+            yield self._chunk([{**item, "delta": {"role": "assistant", "content": ""}}])
+        elif echoed := self._echo(index):
+            if scores is not None:
+                item["logprobs"] = self._logprobs(scores)
+            yield self._chunk([{**item, "text": echoed}])
+
+    def _piece(self, event: TextPiece) -> dict[str, Any]:
+        logprobs = None if event.logprob is None else self._logprobs([event.logprob])
+        item = {"index": event.index, "logprobs": logprobs, "finish_reason": event.finish_reason}
+        if self._chat:
+            calls = list(map(_delta, event.calls))
+            delta = {"reasoning_content": event.reasoning, "content": event.text, "tool_calls": calls}
+            return {**item, "delta": {name: what for name, what in delta.items() if what}}
+        return {**item, "text": event.text}
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head(kind), "choices": choices, **more}
+
+    # ------------------------------------------------------------------ parts
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model.name,
+            "system_fingerprint": self._model.fingerprint[:16],
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _swarm(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._request.swarm_events:
+            found["events"] = self._swarm_events
+        if self._trace:
+            found["traces"] = self._traces
+        return found
+
+    def _echo(self, index: int) -> str:
+        request = self._request
+        if isinstance(request, ChatRequest) or not request.echo:
+            return ""
+        return self._model.decode(self._prompts[index // self._n])
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        asked = self._request.logprobs
+        return bool(asked) if self._chat else asked is not None
+
+    def _unscored(self, index: int) -> TokenLogprob:
+        """The first token of a prompt, which follows nothing."""
+        return TokenLogprob(self._prompts[index // self._n][0], float("nan"), ())
+
+    def _logprobs(self, given: list[TokenLogprob | None]) -> dict[str, Any]:
+        found = [logprob for logprob in given if logprob is not None]
+        text = self._model.token_text
+        if self._chat:
+            return {"content": named_logprobs(self._model, found), "refusal": None}
+        tokens = [text(one.token_id) for one in found]
+        offsets = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if math.isnan(one.logprob) else _finite(one.logprob) for one in found],
+            "top_logprobs": [
+                None if math.isnan(one.logprob) else {text(token): _finite(logprob) for token, logprob in one.top}
+                for one in found
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _called(call: CallInAnswer) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(piece: CallPiece) -> dict[str, Any]:
+    """A call's name comes once, with its first piece."""
+    if piece.is_new:
+        return {"index": piece.place, **_called(CallInAnswer(piece.id, piece.name, piece.arguments))}
+    return {"index": piece.place, "function": {"arguments": piece.arguments}}
+
+
+def named_logprobs(model: LanguageModel, given: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """In the shape that chats have."""
+    text = model.token_text
+    return [
+        {
+            **_named(text(one.token_id), one.logprob),
+            "top_logprobs": [_named(text(token), logprob) for token, logprob in one.top],
+        }
+        for one in given
+    ]
+
+
+def _named(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no -inf, which a processor of the checkpoint may give."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,212 @@
+"""From a checked request to its answer over HTTP, whole or as a stream, in whatever API's shape. Used by all routes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from swarmllm.gateway.apis.answers import Answer
+from swarmllm.gateway.engine.engine import Answering, Engine
+from swarmllm.gateway.engine.generation import GenerationOptions
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.requests.chat_request import ChatRequest
+from swarmllm.gateway.requests.remote_pictures import RemotePictures
+from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
+from swarmllm.gateway.settings import GatewayConfig
+
+KEEPALIVE_S = 15.0
+"""Seconds of silence after which a stream gives a sign of life. Assumed: proxies give up after 30 or 60."""
+
+BODY_TIMEOUT_S = 60.0
+"""For a whole request to arrive. Assumed: 1 MiB over the slowest line that people use."""
+LARGE_BYTES = 1 << 13
+"""A body from which on checking and tokenizing it takes milliseconds, in which others want to be served."""
+
+Kind = TypeVar("Kind", bound=Body)
+Asked = ChatRequest | CompletionRequest
+Shape = Callable[[Asked, LanguageModel, list[list[int]], GenerationOptions], Answer]
+"""Makes an answer of an API."""
+
+
+class Responder:
+    """Made once per gateway."""
+
+    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig) -> None:
+        self.models = models
+        self.engine = engine
+        self.config = config
+        self.pictures = RemotePictures(config.picture_hosts)
+
+    async def read(self, request: Request, kind: type[Kind]) -> tuple[Kind, int]:
+        """The request in a body, and the body's length in bytes.
+
+        Raises:
+            ApiError: it is not one, or has a field that isn't honoured.
+        """
+        data = await read_body(request, self.config.max_body_bytes)
+        if len(data) < LARGE_BYTES:
+            return self.parse(kind, data), len(data)
+        return await asyncio.to_thread(self.parse, kind, data), len(data)
+
+    def parse(self, kind: type[Kind], body: bytes | str | dict[str, Any]) -> Kind:
+        """As `read`, of a body that is there, or the fields of a form."""
+        return read_request(kind, body, lenient=self.config.lenient)
+
+    async def prepare(
+        self, body: Asked, num_bytes: int, default_max_tokens: int | None = None
+    ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
+        """The model that is meant, the prompts' tokens and how to answer them.
+
+        Raises:
+            ApiError, SwarmError: that can't be done.
+        """
+        model = self.models.named(body.model)
+        n, most = body.n or 1, self.config.max_choices
+        if n > most:
+            raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
+        longest = self.config.default_max_tokens if default_max_tokens is None else default_max_tokens
+        sees = isinstance(body, ChatRequest) and bool(body.picture_urls)
+        if isinstance(body, ChatRequest) and model.eyes is not None:
+            await self.pictures.fetch(body.messages)
+        if num_bytes < LARGE_BYTES and not body.is_constrained and not sees:
+            return _prepare(model, body, longest)  # faster than changing threads
+        return await asyncio.to_thread(_prepare, model, body, longest)
+
+    async def answer(
+        self,
+        request: Request,
+        body: Asked,
+        num_bytes: int,
+        shape: Shape,
+        *,
+        stream: bool,
+        default_max_tokens: int | None = None,
+    ) -> Response:
+        """Generate, and answer in that shape.
+
+        Raises:
+            ApiError, SwarmError: that can't be done.
+        """
+        model, prompts, options = await self.prepare(body, num_bytes, default_max_tokens)
+        answer = shape(body, model, prompts, options)
+        answering = self.engine.start(model, prompts, options)
+        if stream:
+            return StreamedAnswer(answering, answer)
+        async with cancelled_when_gone(request.receive, answering):
+            async for event in answering:
+                answer.add(event)
+        if answer.error is not None:
+            raise answer.error
+        return JSONResponse(answer.whole())
+
+
+def _prepare(
+    model: LanguageModel, body: Asked, default_max_tokens: int
+) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
+    prompts = [body.prompt(model)] if isinstance(body, ChatRequest) else body.prompts(model)
+    options = body.options(model, max(map(len, prompts)), default_max_tokens)
+    if options.constraint is not None:
+        model.grammars().matcher(options.constraint)  # refused now, not in the middle of an answer
+    return model, prompts, options
+
+
+class StreamedAnswer(Response):
+    """A stream; when whoever reads them has gone, the generation ends, also while no token comes."""
+
+    def __init__(self, answering: Answering, answer: Answer) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        if answering.place:
+            headers["x-queue-place"] = str(answering.place)
+        super().__init__(headers=headers, media_type=answer.media_type)
+        self._answering = answering
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
+        async with cancelled_when_gone(receive, self._answering):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for data in stream(self._answering, self._answer):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
+    """The lines of the stream; what happens at the same time goes out together."""
+    if begun := answer.begin():
+        yield begun
+    while not answering.has_ended:
+        events = await answering.some(KEEPALIVE_S)
+        if lines := b"".join(map(answer.pieces, events)):
+            yield lines
+        elif not events and answer.sign_of_life:
+            yield answer.sign_of_life
+        if answer.error is not None:
+            answering.cancel()
+            yield answer.failure(answer.error)
+            return
+    yield answer.end()
+
+
+class UnderWay(Protocol):
+    """What is computed for a client."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+@asynccontextmanager
+async def cancelled_when_gone(receive: Receive, answering: UnderWay) -> AsyncIterator[None]:
+    """While inside, a client that hangs up ends what is computed for it; so does leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answering.cancel()
+
+    watching = asyncio.create_task(watch(), name="watch for a client that hangs up")
+    try:
+        yield
+    finally:
+        watching.cancel()
+        answering.cancel()
+
+
+def read_request(kind: type[Kind], body: bytes | str | dict[str, Any], *, lenient: bool) -> Kind:
+    """The request in a body, which is JSON, or in the fields of a form.
+
+    Raises:
+        ApiError: it is not one, or has a field that isn't honoured.
+    """
+    try:
+        found = kind.model_validate(body) if isinstance(body, dict) else kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError.invalid(error) from None
+    refuse_unknown(found, lenient=lenient)
+    return found
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, of which no more is read than is allowed.
+
+    Raises:
+        ApiError: it is larger, or doesn't come.
+    """
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+    return b"".join(chunks)

@@ -1,0 +1,332 @@
+"""`/v1/responses`: OpenAI's request as a chat, and the answer as items, whole or as events.
+
+Used by `translated_routes`.
+"""
+
+import json
+import secrets
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from swarmllm.gateway.apis.answers import Answer
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.requests.chat_messages import ToolName
+from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Effort
+from swarmllm.gateway.requests.unknown_fields import ANYTHING, Body, Harmless
+from swarmllm.gateway.tokens.events import Event, TextPiece
+
+
+class ItemPart(Body):
+    harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],)}
+    type: str
+    text: str = ""
+    detail: Literal["auto"] | None = None
+    image_url: str | None = Field(None, description="data:image/…;base64,…, for models that see.")
+
+    @model_validator(mode="after")
+    def _is_text_or_picture(self) -> "ItemPart":
+        if (self.type == "input_image") != (self.image_url is not None):
+            raise ValueError("a part has an image_url if it is of type input_image, and only then")
+        if self.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text", "input_image"):
+            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
+        return self
+
+
+class Item(Body):
+    """A part of the conversation so far; its type says which of the fields it has."""
+
+    harmless: ClassVar[Harmless] = {
+        **dict.fromkeys(("id", "status", "encrypted_content", "phase"), ANYTHING),
+        "caller": ({"type": "direct"},),
+    }
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[ItemPart] = ""
+
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        """As chats have it: thoughts, text and calls of one turn are one message there."""
+        if self.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
+            return
+        if self.type == "message" and self.role != "assistant":
+            messages.append({"role": self.role, "content": _seen_and_said(self.content)})
+            return
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        turn = messages[-1]
+        if self.type == "message":
+            turn["content"] += _text(self.content)
+        elif self.type == "reasoning":
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(self.content)
+        else:
+            function = {"name": self.name, "arguments": self.arguments}
+            turn.setdefault("tool_calls", []).append({"id": self.call_id, "function": function})
+
+
+class FunctionTool(Body):
+    harmless: ClassVar[Harmless] = {"strict": ANYTHING, "defer_loading": (False,), "async": (False,)}
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: ToolName
+
+
+class Format(Body):
+    harmless: ClassVar[Harmless] = {"strict": ANYTHING, "description": ANYTHING, "name": ANYTHING}
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class Text(Body):
+    harmless: ClassVar[Harmless] = {"verbosity": ("medium",)}
+    format: Format | None = None
+
+
+class Reasoning(Body):
+    harmless: ClassVar[Harmless] = {"summary": ("auto",), "generate_summary": ("auto",)}
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Body):
+    """`POST /v1/responses`."""
+
+    harmless: ClassVar[Harmless] = {
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANYTHING),
+        **dict.fromkeys(("prompt_cache_options", "max_tool_calls"), ANYTHING),  # it has no tools of its own
+        **dict.fromkeys(("conversation", "prompt", "context_management", "moderation", "image"), ()),
+        "access_programs": (),
+        "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]),  # thoughts are there in plain text
+        "service_tier": ("auto", "default"),
+        "stream_options": ({"include_obfuscation": False}, {}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        # of vLLM
+        "request_id": ANYTHING,
+        "priority": (0,),
+        "skip_special_tokens": (True,),
+        **dict.fromkeys(("enable_response_messages", "include_stop_str_in_output", "ignore_eos"), (False,)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+        **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "seed", "stop", "logit_bias"), ()),
+        **dict.fromkeys(("mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs", "cache_salt"), ()),
+        **dict.fromkeys(("kv_transfer_params", "previous_input_messages", "structured_outputs"), ()),
+    }
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    def items(self) -> list[Item]:
+        """What is new in the conversation."""
+        return [Item(content=self.input)] if isinstance(self.input, str) else self.input
+
+    def as_chat(self, before: list[Item]) -> ChatRequest:
+        """The same as a chat, behind what was said before."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in (*before, *self.items()):
+            item.add_to(messages)
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            **{name: getattr(self, name) for name in ("temperature", "top_p")},
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+        if self.tools:
+            shapes = [tool.model_dump(include={"name", "description", "parameters"}) for tool in self.tools]
+            asked["tools"] = [{"type": "function", "function": shape} for shape in shapes]
+        choice = self.tool_choice
+        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+        form = self.text.format if self.text is not None else None
+        if form is not None:
+            schema = {"json_schema": {"schema": form.schema_}} if form.schema_ is not None else {}
+            asked["response_format"] = {"type": form.type, **schema}
+        return ChatRequest.model_validate({**asked, "tool_choice": named})
+
+
+def _seen_and_said(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
+    """As chats have it: parts, if there are pictures."""
+    if not isinstance(content, list) or all(part.image_url is None for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text}
+        if part.image_url is None
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in content
+    ]
+
+
+def _text(content: str | list[ItemPart] | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+class ResponsesAnswer(Answer):
+    """Items: thoughts, a message, calls. `keep` is given the whole response when it is complete."""
+
+    def __init__(self, *given: Any, request: ResponsesRequest, keep: Any) -> None:
+        super().__init__(*given)
+        self.id = f"resp_{secrets.token_hex(16)}"
+        self._request, self._keep = request, keep
+        self._created_at = int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._num_events = 0
+
+    def begin(self) -> bytes:
+        return self._tell("response.created", response=self._response("in_progress")) + self._tell(
+            "response.in_progress", response=self._response("in_progress")
+        )
+
+    def pieces(self, event: Event) -> bytes:
+        event = self.add(event)
+        if not isinstance(event, TextPiece):
+            return b""
+        found = b""
+        if event.reasoning:
+            found += self._within("reasoning") + self._grow("reasoning_text", event.reasoning)
+        if event.text:
+            found += self._within("message") + self._grow("output_text", event.text)
+        for call in event.calls:
+            if call.is_new:
+                more = {"call_id": call.id, "name": call.name, "arguments": ""}
+                found += self._close() + self._within("function_call", **more)
+            self._items[-1]["arguments"] += call.arguments
+            found += self._at("response.function_call_arguments.delta", delta=call.arguments)
+        return found
+
+    def end(self) -> bytes:
+        closed = self._close()
+        response = self._complete()
+        return closed + self._tell(f"response.{response['status']}", response=response)
+
+    def failure(self, error: ApiError) -> bytes:
+        why = error.body()["error"]
+        return self._tell("error", code=why["code"], message=why["message"], param=why["param"]) + self._tell(
+            "response.failed",
+            response={**self._response("failed"), "error": {"code": "server_error", "message": why["message"]}},
+        )
+
+    def whole(self) -> dict[str, Any]:
+        choice = self._choices[0]
+        for kind, text in (("reasoning", choice.reasoning), ("message", choice.text)):
+            if text or (kind == "message" and not choice.calls):
+                self._within(kind)
+                self._grow("reasoning_text" if kind == "reasoning" else "output_text", text)
+        for call in choice.calls:
+            self._close()
+            self._within("function_call", call_id=call.id, name=call.name, arguments=call.arguments)
+        self._close()
+        return self._complete()
+
+    # ------------------------------------------------------------------ parts
+
+    def _complete(self) -> dict[str, Any]:
+        cut = self._choices[0].finish_reason in ("length", None)
+        response = self._response("incomplete" if cut else "completed")
+        self._keep(self.id, response)
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked = self._request.model_dump(
+            mode="json",
+            by_alias=True,
+            include={"instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "text"}
+            | {"reasoning", "metadata"},
+        )
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        usage = {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion}
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        choice = self._request.tool_choice
+        return {
+            **asked,
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "model": self._model.name,
+            "output": list(self._items) if status != "in_progress" else [],
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "metadata": self._request.metadata or {},
+            "parallel_tool_calls": self._request.parallel_tool_calls is not False,
+            "store": self._request.store is not False,
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+            "tools": [tool.model_dump(mode="json") for tool in self._request.tools or ()],
+            "usage": {**usage, **details} if status != "in_progress" else None,
+        }
+
+    def _within(self, kind: str, **more: str) -> bytes:
+        """An item of that kind begins, if none is under way."""
+        if self._items and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress":
+            return b""
+        closed = self._close()
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        if kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        self._items.append(item | more)
+        return closed + self._at("response.output_item.added", of_item=False, item=dict(self._items[-1]))
+
+    def _grow(self, kind: str, text: str) -> bytes:
+        content, found = self._items[-1]["content"], b""
+        if not content:
+            content.append(_part(kind, ""))
+            found = self._at("response.content_part.added", content_index=0, part=dict(content[0]))
+        content[0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        return found + self._at(f"response.{kind}.delta", content_index=0, delta=text, **more)
+
+    def _close(self) -> bytes:
+        """The item under way, if there is one, has ended."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return b""
+        item = self._items[-1]
+        item["status"] = "completed"
+        found = b""
+        if item["type"] == "function_call":
+            found = self._at("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        for part in item.get("content", ()):
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            found += self._at(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+            found += self._at("response.content_part.done", content_index=0, part=part)
+        return found + self._at("response.output_item.done", of_item=False, item=item)
+
+    def _at(self, kind: str, *, of_item: bool = True, **data: Any) -> bytes:
+        where = {"item_id": self._items[-1]["id"]} if of_item else {}
+        return self._tell(kind, output_index=len(self._items) - 1, **where, **data)
+
+    def _tell(self, kind: str, **data: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}

@@ -1,0 +1,176 @@
+"""`WS /ws/generate`: the requests of /v1/… as messages of a WebSocket, answered by the same chunks.
+
+A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id`, that is
+a number or a short string, which is repeated in all that answers it. Several may be under way at a time.
+`{"cancel": id}` ends one, hanging up ends all.
+After the last chunk comes `{"done": true}`, or `{"error": …}`.
+"""
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from swarmllm.errors import SwarmError
+from swarmllm.gateway.apis.openai_answers import OpenAIAnswer
+from swarmllm.gateway.apis.responder import Responder
+from swarmllm.gateway.engine.engine import Answering
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import CALLER, Rates
+from swarmllm.gateway.requests.chat_request import ChatRequest
+from swarmllm.gateway.requests.request_bodies import CompletionRequest
+
+TOO_BIG = 1009
+TRY_AGAIN_LATER = 1013
+MAX_REQUESTS = 16
+"""Under way on one socket."""
+MAX_ID_CHARS = 128
+
+
+class WebSocketRoute:
+    """The handler; made once per gateway."""
+
+    def __init__(self, responder: Responder, rates: Rates) -> None:
+        self._responder = responder
+        self._rates = rates
+        self._max_bytes = responder.config.max_body_bytes
+        self._max_sockets = max(1, responder.config.max_connections // 2)
+        self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def generate(self, socket: WebSocket) -> None:
+        """Serve one socket until it closes."""
+        offered = socket.scope.get("subprotocols", [])
+        await socket.accept(subprotocol=offered[0] if offered else None)
+        conversation = _Conversation(socket, self._responder)
+        if len(self._open) >= self._max_sockets and not self._make_room():
+            await socket.close(TRY_AGAIN_LATER, f"{self._max_sockets} sockets are answered at the moment")
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    while True:
+                        self._open.pop(conversation, None)
+                        self._open[conversation] = socket
+                        text = await socket.receive_text()
+                        if len(text) > self._max_bytes:
+                            await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
+                            break
+                        await conversation.take(text, tasks, self._rates, socket.scope[CALLER])
+                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which nobody here sends
+                    pass
+                finally:
+                    self._open.pop(conversation, None)
+                    conversation.cancel_all()
+        except* (WebSocketDisconnect, RuntimeError):  # sending to a socket that has been closed
+            pass
+
+    def _make_room(self) -> bool:
+        """Whether a socket on which nothing is under way could be closed: the one that was silent longest."""
+        for conversation, socket in self._open.items():
+            if conversation.is_idle:
+                del self._open[conversation]
+                closing = asyncio.create_task(_dismiss(socket), name="close a WebSocket")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                return True
+        return False
+
+
+async def _dismiss(socket: WebSocket) -> None:
+    """Close it; nobody waits for that, since its client may take a minute to agree."""
+    with suppress(WebSocketDisconnect, RuntimeError):
+        await socket.close(TRY_AGAIN_LATER, "others want a socket")
+
+
+class _Conversation:
+    def __init__(self, socket: WebSocket, responder: Responder) -> None:
+        self._socket = socket
+        self._responder = responder
+        self._under_way: dict[str, Answering | None] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be answered."""
+        return not self._under_way
+
+    async def take(self, text: str, tasks: asyncio.TaskGroup, rates: Rates, caller: str) -> None:
+        """One message; all but those that cancel count for the rate of `caller`."""
+        label: Any = None
+        try:
+            message = _read(text)
+            if "cancel" in message:
+                self._cancel(str(_label(message["cancel"])))
+                return
+            rates.take(caller)
+            label = _label(message.get("id"))
+            if str(label) in self._under_way:
+                raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
+            if len(self._under_way) >= MAX_REQUESTS:
+                raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
+            parse = self._responder.parse
+            body = parse(ChatRequest, text) if "messages" in message else parse(CompletionRequest, text)
+        except ApiError as error:
+            await self._send(label, error.body())
+        else:
+            self._under_way[str(label)] = None
+            tasks.create_task(self._answer(label, body, len(text)), name="answer on a WebSocket")
+
+    def cancel_all(self) -> None:
+        """The socket is closed."""
+        for answering in self._under_way.values():
+            if answering is not None:
+                answering.cancel()
+
+    def _cancel(self, label: str) -> None:
+        answering = self._under_way.get(label)
+        if answering is not None:
+            answering.cancel()
+
+    async def _answer(self, label: Any, body: ChatRequest | CompletionRequest, num_bytes: int) -> None:
+        answering: Answering | None = None
+        try:
+            model, prompts, options = await self._responder.prepare(body, num_bytes)
+            answer = OpenAIAnswer(body, model, prompts, options)
+            answering = self._under_way[str(label)] = self._responder.engine.start(model, prompts, options)
+            async for event in answering:
+                for chunk in answer.chunks(event):
+                    await self._send(label, chunk)
+            if answer.error is not None:
+                raise answer.error
+            for chunk in answer.last_chunks():
+                await self._send(label, chunk)
+            await self._send(label, {"done": True})
+        except (ApiError, SwarmError) as error:
+            await self._send(label, ApiError.of(error).body())
+        finally:
+            if answering is not None:
+                answering.cancel()
+            del self._under_way[str(label)]
+
+    async def _send(self, label: Any, message: dict[str, Any]) -> None:
+        if label is not None:
+            message = {**message, "request": label}
+        await self._socket.send_text(json.dumps(message, separators=(",", ":")))
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Raises: ApiError: it is no JSON object."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:  # brackets within brackets, or a number of thousands of digits
+        raise ApiError(400, f"not JSON: {error}", code="invalid_json") from None
+    if not isinstance(message, dict):
+        raise ApiError(400, "a message is a JSON object", code="invalid_value")
+    return message
+
+
+def _label(given: Any) -> str | int | None:
+    """Raises: ApiError: it can't be repeated in every chunk of an answer."""
+    if given is None or (isinstance(given, str | int) and len(str(given)) <= MAX_ID_CHARS):
+        return given
+    raise ApiError(
+        400, f"an id is a number or a string of at most {MAX_ID_CHARS} characters", param="id", code="invalid_value"
+    )

@@ -1,0 +1,14 @@
+"""Models and who writes with them. Knows nothing of HTTP.
+
+engine            worker threads and a bounded queue
+model_choice      the models that are offered, by name
+offered_model     what all of them have
+language_model    one of them that writes: its client in the swarm, its tokenizer, perhaps a local copy
+pictures          pictures in chats, as it takes them
+embedding_model   one of them that gives embeddings
+embedding_recipe  what it makes of hidden states
+hearing_model     one of them that writes down what it hears
+sounds            files with sound, as it takes them
+generation        one request: a session of its own, tokens out, cancellation, failover, the local fallback
+trace             where the time of a request went
+"""

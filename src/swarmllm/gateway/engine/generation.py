@@ -1,0 +1,331 @@
+"""One prompt and its answers: a session of its own in the swarm, tokens out as they come, cancelled from anywhere.
+
+Run by a worker thread of `engine`. The answers to one prompt (`n`) are the rows of one batch. When the swarm can't be
+repaired and there is a local model, that goes on from the last token.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from swarmllm.client.local_fallback import SoFar
+from swarmllm.client.session.inference_session import InferenceSession
+from swarmllm.command_line import one_line
+from swarmllm.data_structures import RouteHop
+from swarmllm.decoding.options import DEFAULTS
+from swarmllm.decoding.text_so_far import tokens_with
+from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.pictures import seen_rows
+from swarmllm.gateway.engine.trace import Trace, describe_route
+from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.tokens.events import Ended, Event, PromptScores, SwarmEvent, TextPiece
+from swarmllm.gateway.tokens.grammar import Constraint, GrammarMatcher
+from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions, token_logprob
+from swarmllm.gateway.tokens.text import TextRow
+from swarmllm.models.shell.remote_cache import RemoteCache
+
+logger = logging.getLogger(__name__)
+
+SCORED_TOKENS = 128
+"""Positions of a prompt that are scored at a time, which bounds their logits (times the vocabulary)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How one prompt is answered."""
+
+    sampling: SamplingOptions
+    max_tokens: int
+    n: int = 1
+    """Answers."""
+    stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    """What the answers must look like."""
+    min_tokens: int = 0
+    """Before which nothing ends an answer but a stop string."""
+    stop_token_ids: tuple[int, ...] = ()
+    """They end an answer like the model's own end of text."""
+    kept_tokens: frozenset[int] = frozenset()
+    """Special tokens that are part of the text."""
+    ignore_eos: bool = False
+    """The model's own end of text ends nothing."""
+    score_prompt: bool = False
+    """Also give the log probabilities of the prompt's own tokens."""
+
+
+@dataclass(frozen=True)
+class _Cancelled:
+    because: Exception | None
+
+
+class Generation:
+    """`emit` takes the events, in any thread; the last one is `Ended`."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        metrics: GatewayMetrics,
+        prompt_ids: list[int],
+        options: GenerationOptions,
+        emit: Callable[[Event], None],
+        *,
+        first_index: int = 0,
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._prompt_ids = prompt_ids
+        self._options = options
+        self._emit = emit
+        self._first_index = first_index
+        self._cancelled: _Cancelled | None = None
+        self._session: InferenceSession | None = None
+        self._failure: SwarmError | None = None
+        self._route: list[RouteHop] = []
+        self._trace = Trace(metrics)
+        self._writer: _Writer | None = None
+
+    def cancel(self, because: Exception | None = None) -> None:
+        """Free the session everywhere, whatever step is under way: because nobody wants it any more, or for a reason
+        that whoever reads is told. Harmless at any time."""
+        if self._cancelled is None or self._cancelled.because is None:
+            self._cancelled = _Cancelled(because)
+        session = self._session
+        if session is not None:
+            session.close()
+
+    def run(self) -> None:
+        """Answer; called once, in a worker thread. Never raises: errors are in `Ended`."""
+        self._trace = Trace(self._metrics)
+        error: Exception | None = None
+        try:
+            if not self._cancelled:
+                self._answer()
+        except SwarmError as failure:
+            if not self._cancelled:
+                logger.warning("a request was not answered: %s (%s)", one_line(failure), failure.code)
+            error = failure
+        except Exception as failure:  # a thread's last resort: whoever asked gets an error 500
+            logger.exception("answering a request failed")
+            error = failure
+        if self._cancelled:
+            self._metrics.cancelled.inc()
+            error = self._cancelled.because
+        if self._trace.tokens_per_s is not None:
+            self._metrics.speed.tokens_per_s.observe(self._trace.tokens_per_s)
+        num_tokens = self._writer.num_tokens if self._writer is not None else 0
+        self._emit(
+            Ended(
+                first_index=self._first_index,
+                prompt_tokens=len(self._prompt_ids),
+                completion_tokens=num_tokens,
+                trace=self._trace.as_json(),
+                error=error,
+                cancelled=self._cancelled is not None,
+            )
+        )
+
+    # ------------------------------------------------------------------ in the worker thread
+
+    def _answer(self) -> None:
+        options = self._options
+        self._metrics.prompt_tokens.inc(len(self._prompt_ids))
+        matchers: list[GrammarMatcher] = []
+        if options.constraint is not None:
+            matchers = [self._model.grammars().matcher(options.constraint) for _ in range(options.n)]
+        not_yet = NotYet(sorted(self.ends), len(self._prompt_ids) + options.min_tokens)
+        sampler = Sampler(
+            options.sampling,
+            options.n,
+            matchers,
+            not_yet if options.min_tokens else None,
+            start=len(self._prompt_ids),
+            breakers=self._breakers(),
+        )
+        ids = torch.tensor([self._prompt_ids]).repeat(options.n, 1)
+        self._writer = writer = _Writer(self, sampler, ids)
+        try:
+            self._answer_in_swarm(writer)
+        except (PeerError, RoutingError) as error:
+            if self._cancelled:
+                return
+            local = self._model.local
+            self._tell("pipeline_aborted", error=one_line(error), code=error.code, fallback_to_local=local is not None)
+            if local is None:
+                raise
+            logger.warning("the swarm can't be repaired (%s): the local model goes on", error)
+            self._metrics.swarm.fallbacks.inc()
+            self._session = None
+            if options.score_prompt and not writer.num_tokens:
+                self._score_prompt(local.model, {"use_cache": False}, ids, len(self._prompt_ids))
+            self._generate(local.model, writer, {})
+
+    def _breakers(self) -> frozenset[int]:
+        decoding = self._options.sampling.decoding
+        if not decoding.is_on("dry_multiplier"):
+            return frozenset()
+        return tokens_with(decoding.resolved()["dry_sequence_breakers"], self._model.tokenizer)
+
+    def _answer_in_swarm(self, writer: "_Writer") -> None:
+        model, options = self._model.swarm, self._options
+        # One more than are fed: a session is never full when its last token has been chosen.
+        length = len(self._prompt_ids) + options.max_tokens + 1
+        with_session = model.inference_session(max_length=length, batch_size=options.n)
+        self._session = with_session
+        try:
+            if self._cancelled:
+                return
+            with_session.watch(on_failure=self._on_failure, on_route=self._on_route)
+            cache = {self._model.cache_name: RemoteCache(model.config, with_session, options.n)}
+            if options.score_prompt:
+                self._score_prompt(model, {**cache, "use_cache": True}, writer.ids, SCORED_TOKENS)
+            self._generate(model, writer, cache)
+        except SessionClosedError:
+            if not self._cancelled:
+                raise
+        finally:
+            with_session.close()
+
+    def _generate(self, model: Any, writer: "_Writer", cache: dict[str, Any]) -> None:
+        left = self._options.max_tokens - writer.num_steps
+        if left < 1:
+            return
+        session, local = self._session, self._model.local
+        limits = [] if session is None or local is None else [SoFar(writer.ids, session, local.after)]
+        model.generate(
+            writer.ids,
+            attention_mask=torch.ones_like(writer.ids),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=left,
+                eos_token_id=sorted(self.ends) or self._model.num_scores,  # no token: None would mean the model's own
+                pad_token_id=self._model.pad_id,
+                repetition_penalty=1.0,  # what the checkpoint prefers is the sampler's, not to be done twice
+                **DEFAULTS,
+            ),
+            logits_processor=[writer.sampler],
+            stopping_criteria=[writer, *limits],
+            **cache,
+            **seen_rows(self._prompt_ids, self._options.n),
+        )
+
+    @torch.no_grad()
+    def _score_prompt(self, model: Any, cache: dict[str, Any], ids: Tensor, chunk_tokens: int) -> None:
+        """All but the last token go through the model here; `generate()` then goes on from the cache."""
+        num_top = self._options.sampling.top_logprobs or 0
+        prompt, found = self._prompt_ids, []
+        for start in range(0, len(prompt) - 1, chunk_tokens):
+            end = min(start + chunk_tokens, len(prompt) - 1)
+            logits = model(ids[:, start:end], **cache).logits[0]
+            found += [token_logprob(row, prompt[start + i + 1], num_top) for i, row in enumerate(logits)]
+        for row in range(self._options.n):
+            self._emit(PromptScores(self._first_index + row, tuple(found)))
+
+    # ------------------------------------------------------------------ what the writer and the session tell
+
+    def stopped(self) -> bool:
+        """Whether to end after the token under way."""
+        return self._cancelled is not None
+
+    def on_step(self, pieces: list[TextPiece]) -> None:
+        """The rows' next tokens."""
+        session = self._session
+        self._trace.on_step(session.timings if session is not None else (), len(pieces))
+        for piece in pieces:
+            self._emit(piece)
+
+    def new_row(self) -> TextRow:
+        options = self._options
+        return TextRow(self._model.tokenizer, self._prompt_ids, options.stop, options.kept_tokens)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        own = frozenset() if self._options.ignore_eos else self._model.eos_ids
+        return own | frozenset(self._options.stop_token_ids)
+
+    @property
+    def options(self) -> GenerationOptions:
+        return self._options
+
+    @property
+    def first_index(self) -> int:
+        return self._first_index
+
+    def on_place(self, place: int) -> None:
+        """Its place in the queue has changed; 0: it has its turn."""
+        self._tell("queue", place=place)
+
+    def _on_failure(self, error: SwarmError) -> None:
+        """In the client's event loop, as is `_on_route`."""
+        self._failure = error
+        peer_id = error.peer_id if isinstance(error, PeerError) else None
+        self._tell("shard_status", status="degraded", peer_id=peer_id, code=error.code, error=one_line(error))
+
+    def _on_route(self, route: list[RouteHop], seconds: float) -> None:
+        before, self._route = self._route, route
+        repaired = self._trace.on_route(route, seconds)
+        details = {"route": describe_route(route), "ms": round(1000 * seconds, 1)}
+        if not repaired:
+            self._tell("route", **details)
+            return
+        old = {(hop.server.peer_id, hop.span) for hop in before}
+        new = {(hop.server.peer_id, hop.span) for hop in route}
+        self._tell(
+            "shard_failover",
+            lost=describe_route([hop for hop in before if (hop.server.peer_id, hop.span) not in new]),
+            replaced_by=describe_route([hop for hop in route if (hop.server.peer_id, hop.span) not in old]),
+            **details,
+        )
+
+    def _tell(self, name: str, **details: Any) -> None:
+        self._emit(SwarmEvent(name, details))
+
+
+class _Writer:
+    """As one of transformers' stopping criteria: takes each step's tokens, says which rows are finished."""
+
+    def __init__(self, generation: Generation, sampler: Sampler, ids: Tensor) -> None:
+        self.sampler = sampler
+        self.ids = ids
+        """`[rows, so far]`: where another model would go on."""
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._generation = generation
+        self._rows = [generation.new_row() for _ in range(len(ids))]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.ids = input_ids
+        self.num_steps += 1
+        pieces = [
+            self._take(row, token)
+            for row, token in enumerate(input_ids[:, -1].tolist())
+            if not self.sampler.finished[row]
+        ]
+        self.num_tokens += len(pieces)
+        self._generation.on_step(pieces)
+        if self._generation.stopped():
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(self.sampler.finished, device=input_ids.device)
+
+    def _take(self, row: int, token: int) -> TextPiece:
+        generation, text = self._generation, self._rows[row]
+        reason: str | None = None
+        if token in generation.ends:
+            new, reason = text.end(), "stop"
+        else:
+            new = text.add(token)
+            last = self.num_steps >= generation.options.max_tokens
+            if last:
+                new += text.end()
+            reason = "stop" if text.stopped else "length" if last else None
+        self.sampler.finished[row] = reason is not None
+        logprob = self.sampler.logprobs[row]
+        return TextPiece(generation.first_index + row, new, logprob, reason, stopped_by=text.stopped_by)

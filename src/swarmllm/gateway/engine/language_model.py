@@ -1,0 +1,203 @@
+"""A model that a gateway offers: its client in the swarm, its tokenizer, and perhaps a local copy.
+
+Made by `model_choice`; `engine` and `generation` use it.
+"""
+
+import inspect
+import logging
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self
+
+from swarmllm.client.local_fallback import LocalFallback
+from swarmllm.client.text_generation import open_model
+from swarmllm.config import ClientModelConfig
+from swarmllm.decoding.options import DEFAULTS
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.output_parsing.call_forms import CallForm, form_of, special_tokens, template_of
+from swarmllm.gateway.output_parsing.harmony import EFFORTS, HarmonyForm, speaks_harmony
+from swarmllm.gateway.output_parsing.reasoning import BEGIN, END, ReasoningReader, thinks
+from swarmllm.gateway.tokens.grammar import Grammars
+from swarmllm.gateway.tokens.sampling import SAMPLING_NAMES
+from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS
+from swarmllm.models.architecture import cache_argument, decoder_stack, sees
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageModel(OfferedModel):
+    """One model for all requests; generating on it from several threads at once is fine."""
+
+    def __init__(
+        self,
+        swarm: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        max_length: int,
+        local: LocalFallback | None = None,
+        eyes: Eyes | None = None,
+    ) -> None:
+        positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
+        super().__init__(swarm, tokenizer, name=name, max_length=min(max_length, positions or max_length))
+        self.local = local
+        self.eyes = eyes
+        """What makes of pictures what the model takes; None: it doesn't see."""
+        self.cache_name = cache_argument(decoder_stack(swarm))
+        self.eos_ids = _eos_ids(swarm.generation_config, tokenizer)
+        self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
+        self.num_scores = swarm.get_output_embeddings().weight.shape[0]
+        self._grammars: Grammars | None = None
+        self._making_grammar = threading.Lock()
+
+    @classmethod
+    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int) -> Self:
+        """Join the swarm and load what the gateway needs itself.
+
+        Raises:
+            SwarmError: the swarm or the checkpoint can't be used.
+        """
+        swarm, tokenizer = open_model(config)
+        try:
+            # `generation` goes on with it, and tells whoever reads.
+            fallback, swarm.local_fallback = swarm.local_fallback, None
+            if name is None:
+                name = ":".join(filter(None, (swarm.swarm.model_name, config.active_adapter)))
+            eyes = Eyes(config.model, config.revision) if sees(swarm.config) else None
+            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, eyes=eyes)
+        except BaseException:
+            swarm.close()
+            raise
+
+    def grammars(self) -> Grammars:
+        """For answers that follow a constraint; its tables are made when they are first needed.
+
+        Raises:
+            ConfigurationError: this tokenizer can't be used for it.
+        """
+        with self._making_grammar:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.num_scores)
+            return self._grammars
+
+    def preferred_sampling(self) -> dict[str, Any]:
+        """What the checkpoint prefers if a request says nothing; OpenAI's defaults if it has no preference."""
+        config = self.swarm.generation_config
+        found = {name: getattr(config, name, None) for name in (*SAMPLING_NAMES, *DEFAULTS)}
+        return {name: value for name, value in found.items() if value is not None and config.do_sample}
+
+    @cached_property
+    def call_form(self) -> CallForm | HarmonyForm:
+        """How it writes calls of tools.
+
+        Raises:
+            ConfigurationError: it writes none, or in a form that isn't known here.
+        """
+        return HarmonyForm() if self.speaks_harmony else form_of(self.name, self.tokenizer)
+
+    @property
+    def speaks_harmony(self) -> bool:
+        """Whether its answers are messages in channels."""
+        return speaks_harmony(self.tokenizer)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it may think before it answers."""
+        return self.speaks_harmony or thinks(self.tokenizer)
+
+    @property
+    def efforts(self) -> dict[str, dict[str, Any]]:
+        """How much it can be told to think, and how its chat template is told."""
+        text = template_of(self.tokenizer)
+        known = EFFORTS if self.speaks_harmony else ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+        found = {name: {"reasoning_effort": name} for name in known if "reasoning_effort" in text}
+        return found | ({"none": {"enable_thinking": False}} if "enable_thinking" in text else {})
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        template_options: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        go_on: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins; or up to the end of the last message
+        to `go_on` with.
+
+        `template_options` are what the model's template knows besides messages, like `enable_thinking`.
+
+        Raises:
+            ConfigurationError: the model has no chat template, or the template refuses these messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template:
+            raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
+        # What steers the tokenizer isn't the template's.
+        if self.speaks_harmony:  # its template has another name for thoughts
+            messages = [
+                {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
+            ]
+        if taken := template_options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
+            raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                **template_options,
+                add_generation_prompt=not go_on,
+                continue_final_message=go_on,
+                return_dict=True,
+                tokenize=True,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
+        return list(encoded["input_ids"])
+
+    def encode_chat_with_pictures(
+        self,
+        messages: list[dict[str, Any]],
+        urls: Sequence[str],
+        template_options: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        go_on: bool = False,
+    ) -> SeenPrompt:
+        """As `encode_chat`, of messages with pictures.
+
+        Raises:
+            ApiError: the model doesn't see, or a picture can't be read.
+            ConfigurationError: the template or the processor can't take these messages.
+        """
+        if self.eyes is None:
+            raise ApiError(
+                400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
+            )
+        more = {"tools": list(tools) or None, "add_generation_prompt": not go_on, "continue_final_message": go_on}
+        if taken := template_options.keys() & {*more, "tokenize", "return_dict", "return_tensors", "processor_kwargs"}:
+            raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
+        return self.eyes.encode_chat(messages, urls, template_options | more)
+
+    def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
+        """For one answer; None: this model doesn't think aloud."""
+        if not thinks(self.tokenizer):
+            return None
+        end = self.tokenizer.decode(prompt_ids[-MAX_HELD_TOKENS:], skip_special_tokens=False)
+        return ReasoningReader(begun=str(end).rstrip().endswith(BEGIN))
+
+    @property
+    def thought_markers(self) -> frozenset[int]:
+        """Special tokens between which it thinks."""
+        if self.speaks_harmony:
+            return HarmonyForm().markers(self.tokenizer)
+        return special_tokens(self.tokenizer, frozenset((BEGIN, END)))
+
+
+def _eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    configured = generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)

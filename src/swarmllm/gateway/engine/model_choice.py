@@ -1,0 +1,163 @@
+"""The models that a gateway offers, by the names that requests use. Opened by `__main__`, asked by the routes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+
+from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.engine.embedding_model import EmbeddingModel
+from swarmllm.gateway.engine.embedding_recipe import recipe_of
+from swarmllm.gateway.engine.hearing_model import HearingModel
+from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.models.architecture import Task, task_of
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+
+Kind = TypeVar("Kind", bound=OfferedModel)
+WRITES = (Task.CAUSAL_LM, Task.SEQ_TO_SEQ_LM, Task.IMAGE_TEXT_TO_TEXT)
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """What a kind of models is for, and what the others are not."""
+
+    what: str
+    verb: str
+    negation: str
+    route: str
+    code: str
+
+
+_USES = {
+    LanguageModel: _Uses("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text"),
+    EmbeddingModel: _Uses(
+        "an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings"
+    ),
+    HearingModel: _Uses(
+        "a model that hears", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_hearing"
+    ),
+}
+
+
+def _uses(kind: type[OfferedModel]) -> _Uses:
+    return next(uses for known, uses in _USES.items() if issubclass(kind, known))
+
+
+class ModelChoice:
+    """One model at least, each with a client of its own in the swarm."""
+
+    def __init__(self, models: Sequence[OfferedModel]) -> None:
+        self._by_name = {model.name: model for model in models}
+        if len(self._by_name) < len(models):
+            names = ", ".join(model.name for model in models)
+            raise ConfigurationError(f"two models have the same name ({names}): give each one by served_name")
+
+    @classmethod
+    def open(cls, config: GatewayConfig) -> Self:
+        """Join the swarm of each model.
+
+        Raises:
+            SwarmError: a model can't be used. The others are closed again.
+        """
+        torch.set_num_threads(config.num_threads)
+        opened: list[OfferedModel] = []
+        try:
+            for name, client in config.each_model():
+                opened.append(_open(client, name, config.max_length))
+            return cls(opened)
+        except BaseException:
+            for one in opened:
+                one.close()
+            raise
+
+    def __iter__(self) -> Iterator[OfferedModel]:
+        return iter(self._by_name.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def first(self) -> LanguageModel:
+        """The one that requests for a text mean which name none."""
+        return self.named(None)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether any of them can answer without the swarm."""
+        return any(model.local is not None for model in self)
+
+    def named(self, name: str | None) -> LanguageModel:
+        """The model of this name, which is to write text; None = the first that does.
+
+        Raises:
+            ApiError: there is none, or it does something else. So do the others.
+        """
+        return self._of_kind(name, LanguageModel)
+
+    def embedder(self, name: str | None) -> EmbeddingModel:
+        """The same of one that is to give embeddings."""
+        return self._of_kind(name, EmbeddingModel)
+
+    def hearer(self, name: str | None) -> HearingModel:
+        """The same of one that is to write down what it hears."""
+        return self._of_kind(name, HearingModel)
+
+    def _of_kind(self, name: str | None, kind: type[Kind]) -> Kind:
+        found = self.any(name) if name is not None else self._first(kind)
+        if isinstance(found, kind):
+            return found
+        does, lacks = _uses(type(found)), _uses(kind)
+        names = ", ".join(model.name for model in self if isinstance(model, kind))
+        mend = f"name one that does: {names}" if names else f"start the gateway with --model of {lacks.what} as well"
+        message = f"{found.name} {does.verb} and {lacks.negation}: ask {does.route}, or {mend}"
+        raise ApiError(400, message, param="model", code=lacks.code)
+
+    def any(self, name: str | None) -> OfferedModel:
+        """The model of this name, whatever it does; None = the first of all.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if name is None:
+            return next(iter(self))
+        if name not in self._by_name:
+            known = ", ".join(map(repr, self._by_name))
+            message = f"the model {name!r} is not served here; {known} {'is' if len(self._by_name) == 1 else 'are'}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self._by_name[name]
+
+    def _first(self, kind: type[OfferedModel]) -> OfferedModel:
+        """Of that kind, or else of any."""
+        return next((model for model in self if isinstance(model, kind)), self.any(None))
+
+    def close(self) -> None:
+        """Leave the swarms."""
+        for model in self:
+            model.close()
+
+
+def _open(config: ClientModelConfig, name: str | None, max_length: int) -> OfferedModel:
+    """What a checkpoint is for, its files say.
+
+    Raises:
+        ConfigurationError: neither to write nor to embed nor to hear; and what opening it raises.
+    """
+    where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
+    checkpoint = open_checkpoint(config.model, **where)
+    recipe = recipe_of(checkpoint)
+    if recipe is not None:
+        return EmbeddingModel.open(config, recipe, name=name, max_length=max_length)
+    task = task_of(checkpoint.config)
+    if task == Task.SPEECH_SEQ_TO_SEQ:
+        return HearingModel.open(config, name=name, max_length=max_length)
+    if task in WRITES:
+        return LanguageModel.open(config, name=name, max_length=max_length)
+    raise ConfigurationError(
+        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings or hear: "
+        "use it from Python"
+    )

@@ -1,0 +1,134 @@
+"""Pictures in a chat: from data URLs to what the model's own processor makes of them.
+
+`chat_messages` finds them in a request, `chat_request` has them read here, and `generation` gives the model what came
+of them. Pictures come from anybody: they are bounded before memory is spent on them.
+"""
+
+import base64
+import binascii
+import io
+import re
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from swarmllm.config import default_cache_dir, hub_token
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.errors import ApiError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PICTURES = 16
+"""In one request. Assumed."""
+MAX_PIXELS = 1 << 25
+"""Of one picture: 33 megapixels, 100 MB when unpacked; phones take 12 to 50. A file of some kilobytes can be larger."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+
+
+class SeenPrompt(list[int]):
+    """The tokens of a prompt with pictures, and what the model is given besides."""
+
+    def __init__(self, ids: Sequence[int], seen: dict[str, Tensor]) -> None:
+        super().__init__(ids)
+        self.seen = seen
+
+    def rows(self, count: int) -> dict[str, Tensor]:
+        """The same for that many rows with this prompt: pictures and patches of all of them lie one after the other."""
+        return {name: torch.cat([tensor] * count) for name, tensor in self.seen.items()}
+
+
+def seen_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
+    """What the model is given besides the tokens of `count` rows of that prompt; mostly nothing."""
+    return prompt.rows(count) if isinstance(prompt, SeenPrompt) else {}
+
+
+def read_picture(url: str) -> "Image":
+    """The picture of a data URL, in RGB.
+
+    Raises:
+        ApiError: it is none, or too large.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise bad_picture(
+            "image_url must be a data URL, like data:image/png;base64,…: pictures are fetched from the web only by a "
+            "gateway with --picture_hosts"
+        )
+    try:
+        data = base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise bad_picture("image_url is not valid base64") from None
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise bad_picture(
+                    f"a picture of {picture.width} x {picture.height} is too large: {MAX_PIXELS} pixels at most"
+                )
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise bad_picture(f"the picture is too large: {MAX_PIXELS} pixels at most") from None
+    except UnidentifiedImageError:
+        raise bad_picture(f"image_url is no picture in one of the formats {', '.join(FORMATS)}") from None
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:  # Pillow's, of damaged files
+        raise bad_picture(f"the picture is damaged: {error}") from None
+
+
+class Eyes:
+    """The processor of one model that sees; made when the first picture comes."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        """`model` is the hub id or directory."""
+        self._model, self._revision = model, revision
+        self._making = threading.Lock()
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from transformers import AutoProcessor
+
+        options = {"revision": self._revision, "token": hub_token(), "cache_dir": default_cache_dir()}
+        try:
+            return AutoProcessor.from_pretrained(self._model, trust_remote_code=False, **options)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigurationError(
+                f"{self._model} has no processor for pictures that can be used: {reason}"
+            ) from None
+
+    def encode_chat(self, messages: list[dict[str, Any]], urls: Sequence[str], options: dict[str, Any]) -> SeenPrompt:
+        """Tokens and pictures of a conversation, whose messages have a part of type "image" for each of `urls`.
+
+        `options` are the chat template's.
+
+        Raises:
+            ApiError: a picture can't be read.
+            ConfigurationError: the template or the processor can't take these messages.
+        """
+        from jinja2 import TemplateError
+
+        if len(urls) > MAX_PICTURES:
+            raise bad_picture(f"{len(urls)} pictures are too many: {MAX_PICTURES} at most")
+        pictures = [read_picture(url) for url in urls]
+        with self._making:
+            processor = self._loaded
+        try:
+            text = processor.apply_chat_template(messages, tokenize=False, **options)
+            encoded = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise ConfigurationError(f"the model's processor can't take these messages: {error}") from None
+        seen = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
+        ids = seen.pop("input_ids")[0].tolist()
+        seen.pop("attention_mask", None)
+        return SeenPrompt(ids, seen)
+
+
+def bad_picture(message: str) -> ApiError:
+    """What is wrong with the pictures of a chat."""
+    return ApiError(400, message, param="messages", code="invalid_image")

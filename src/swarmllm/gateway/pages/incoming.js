@@ -1,0 +1,48 @@
+// What comes in while an answer is written, piece by piece.
+
+import { endOfId, noticeOf } from "/static/message.js";
+
+// Takes chunks of one answer into its message, and says of the conversation how many tokens it has.
+export function receiver(message, conversation) {
+  let began = 0;
+  return (chunk) => {
+    if (chunk.swarm) take(message, chunk.swarm);
+    if (chunk.usage) {
+      message.tokens = chunk.usage.completion_tokens;
+      conversation.used = chunk.usage.total_tokens;
+    }
+    const choice = chunk.choices[0];
+    const piece = choice?.delta ? choice.delta.content : choice?.text;
+    const thought = choice?.delta?.reasoning_content;
+    if (thought) message.reasoning = (message.reasoning ?? "") + thought;
+    if (piece || thought) {
+      if (piece) message.content += message.content ? piece : piece.trimStart();
+      message.tokens += 1;
+      began ||= performance.now();
+      const seconds = (performance.now() - began) / 1000;
+      if (message.tokens > 1 && seconds > 0.2) message.rate = (message.tokens - 1) / seconds;
+    }
+    if (choice?.finish_reason) message.finish = choice.finish_reason;
+  };
+}
+
+// The gateway tells of the route, of servers that fail and of those that take over.
+function take(message, event) {
+  if (event.event === "trace") {
+    const trace = event.traces[0];
+    if (trace.tokens_per_s) message.rate = trace.tokens_per_s;
+    message.firstTokenMs = trace.first_token_ms;
+    return;
+  }
+  const notice = noticeOf(event, message.route);
+  if (event.route) {
+    message.route = event.route;
+    message.notices = message.notices.filter((one) => !one.queue); // it has its turn
+  }
+  if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
+  if (!notice) return;
+  if (event.event === "queue") notice.queue = true;
+  // A repair may need several tries, of which the last word is enough.
+  while (message.notices.at(-1)?.searching) message.notices.pop();
+  message.notices.push(notice);
+}

@@ -1,0 +1,224 @@
+"""Which token is taken, so that a seed gives the same text whatever else the process computes at the same time.
+
+transformers samples from torch's one global random generator. Here `generate()` is greedy, and its last logits
+processor is a `Sampler` with random generators of its own: it chooses, and leaves all other tokens without a chance
+(unless the likeliest token is wanted, which `generate()` takes anyway).
+Made by `gateway/engine/generation` for each request.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from swarmllm.decoding.options import DecodingOptions
+from swarmllm.decoding.processors import processors_before, processors_behind
+from swarmllm.gateway.tokens.grammar import GrammarMatcher
+
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Options about which checkpoints have preferences, beside those of `DecodingOptions`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; fields as in the API."""
+
+    seed: int
+    temperature: float = 1.0
+    """0 = the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    decoding: DecodingOptions = field(default_factory=DecodingOptions)
+    repetition_penalty: float = 1.0
+    """Scores of tokens that the prompt or the answer has are divided by it, or multiplied if they are below 0."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens to name; None = no log probabilities at all."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the model thought of one token, before anything about sampling changed it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens there."""
+
+
+class Sampler:
+    """As one of transformers' logits processors, the last one: `[rows, vocabulary]` scores, which it changes in place.
+
+    The likeliest token of what it returns is the one that it chose. Every operation of torch lets go of the interpreter
+    lock, and with many requests at once gets it back late: so there are no more of them than the options need.
+    """
+
+    def __init__(
+        self,
+        options: SamplingOptions,
+        num_rows: int,
+        matchers: Sequence[GrammarMatcher] = (),
+        not_yet: "NotYet | None" = None,
+        *,
+        start: int = 0,
+        breakers: Collection[int] = (),
+    ) -> None:
+        """`start`: tokens of the prompt. `breakers`: tokens that end what DRY takes for a repetition."""
+        self._options = options
+        self._matchers = matchers
+        self._generators = [torch.Generator().manual_seed(_row_seed(options.seed, row)) for row in range(num_rows)]
+        self._counts: list[Counter[int]] = [Counter() for _ in range(num_rows)]
+        # For each row its own: some remember what they did.
+        self._processors = [
+            processors_before(options.decoding, start=start, breakers=breakers, generator=generator)
+            for generator in self._generators
+        ]
+        self._warpers = [
+            [*_warpers(options), *processors_behind(options.decoding, start=start, generator=generator)]
+            for generator in self._generators
+        ]
+        self._not_yet = not_yet
+        self._repetition = None
+        if options.repetition_penalty != 1:
+            self._repetition = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
+        self._bias = _Changes.of(options.logit_bias) if options.logit_bias else None
+        by_row = self._penalizes or bool(matchers) or options.top_logprobs is not None or any(self._processors)
+        self._chooses = options.temperature > 0 or by_row
+        """Whether there is more to do than `generate()` does by itself: take the likeliest."""
+        self.logprobs: list[TokenLogprob | None] = [None] * num_rows
+        """Log-probabilities of the tokens chosen last."""
+        self.finished = [False] * num_rows
+        """Set by the caller: these rows don't matter any more."""
+
+    @property
+    def _penalizes(self) -> bool:
+        return bool(self._options.presence_penalty or self._options.frequency_penalty)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.float()
+        given = scores.clone() if self._options.top_logprobs is not None else scores
+        if self._repetition is not None:
+            scores = self._repetition(input_ids, scores)
+        if self._bias is not None:
+            self._bias.add_to(scores)
+        if self._not_yet is not None:
+            self._not_yet.hide(scores, input_ids.shape[1])
+        if not self._chooses:
+            return scores
+        chosen = {}
+        for row, finished in enumerate(self.finished):
+            if not finished:
+                chosen[row] = token = self._choose(row, scores[row], input_ids[row : row + 1])
+                if self._options.top_logprobs is not None:
+                    self.logprobs[row] = token_logprob(given[row], token, self._options.top_logprobs)
+        scores.fill_(-torch.inf)
+        for row, token in chosen.items():
+            scores[row, token] = 0.0
+        return scores
+
+    def _choose(self, row: int, scores: Tensor, ids: Tensor) -> int:
+        if self._penalizes and self._counts[row]:
+            _Changes.of({token: self._penalty(count) for token, count in self._counts[row].items()}).add_to(
+                scores[None]
+            )
+        if self._matchers:
+            allowed = self._matchers[row].allowed()[: len(scores)].to(scores.device)
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        for process in self._processors[row]:
+            scores = process(ids, scores[None])[0]
+        if self._options.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            warped = scores[None]
+            for warp in self._warpers[row]:
+                warped = warp(ids, warped)
+            token = int(torch.multinomial(warped[0].softmax(-1).cpu(), 1, generator=self._generators[row]))
+        if self._penalizes:
+            self._counts[row][token] += 1
+        if self._matchers:
+            self._matchers[row].take(token)
+        return token
+
+    def _penalty(self, count: int) -> float:
+        return -self._options.presence_penalty - count * self._options.frequency_penalty
+
+
+@dataclass
+class NotYet:
+    """Tokens that may not come before a text is so long."""
+
+    token_ids: list[int]
+    length: int
+
+    def hide(self, scores: Tensor, length: int) -> None:
+        """Leave them no chance, in `[rows, vocabulary]`, behind a text of `length` tokens."""
+        if length < self.length:
+            scores[:, self.token_ids] = -torch.inf
+
+
+@dataclass
+class _Changes:
+    """What is added to the scores of some tokens."""
+
+    token_ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, by_token: Mapping[int, float]) -> Self:
+        return cls(torch.tensor(list(by_token)), torch.tensor(list(by_token.values()), dtype=torch.float32))
+
+    def add_to(self, scores: Tensor) -> None:
+        """Add them to every row of `[rows, vocabulary]`."""
+        if self.values.device != scores.device:
+            self.token_ids, self.values = self.token_ids.to(scores.device), self.values.to(scores.device)
+        scores.index_add_(1, self.token_ids, self.values.expand(len(scores), -1))
+
+
+def token_logprob(scores: Tensor, token: int, num_top: int) -> TokenLogprob:
+    """The log probability of `token`, given the scores `[vocabulary]`."""
+    logprobs = scores.float().log_softmax(-1)
+    values, ids = logprobs.topk(min(num_top, len(logprobs)))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)
+
+
+def _row_seed(seed: int, row: int) -> int:
+    """Far from those of other rows and of the next seeds: users count seeds up."""
+    return (seed + row * 0x5851F42D4C957F2D) % (1 << 63)
+
+
+def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
+    """In transformers' order."""
+    warpers: list[Callable[[Tensor, Tensor], Any]] = []
+    if options.temperature not in (0, 1):
+        warpers.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k > 0:
+        warpers.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        warpers.append(TopPLogitsWarper(options.top_p))
+    ways, value = options.decoding, options.decoding.resolved()
+    if ways.is_on("min_p"):
+        warpers.append(MinPLogitsWarper(value["min_p"]))
+    if ways.is_on("typical_p"):
+        warpers.append(TypicalLogitsWarper(value["typical_p"]))
+    if ways.is_on("epsilon_cutoff"):
+        warpers.append(EpsilonLogitsWarper(value["epsilon_cutoff"]))
+    if ways.is_on("eta_cutoff"):
+        warpers.append(EtaLogitsWarper(value["eta_cutoff"]))
+    return warpers

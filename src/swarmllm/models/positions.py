@@ -1,0 +1,65 @@
+"""How long a text may be for a model: the entries of its tables of positions, and rotations that depend on it.
+
+Called by `span/` and by whoever measures or limits texts.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from swarmllm.models.architecture import text_config
+
+MOST_PADDING = 16
+"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+
+
+def max_positions(stack: PreTrainedModel) -> int | None:
+    """Positions that the stack was made for; some have a learned embedding for each, and none for more."""
+    config = text_config(stack.config)
+    found = _length_of(config)
+    for part in stack.modules():  # RoBERTa and its kin begin to count behind the position of padding
+        if found and hasattr(part, "position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            return found - int(part.padding_idx) - 1
+    return found
+
+
+def _length_of(config: PreTrainedConfig) -> int | None:
+    """Positions of a text, by any of the names that the config may have for them."""
+    found = (getattr(config, name, None) for name in _LENGTHS)
+    return next((int(length) for length in found if length), None)
+
+
+def table_positions(stack: PreTrainedModel) -> range | None:
+    """The `position_ids` for which the stack's tables have an entry; None if it looks up nothing by them."""
+    config = text_config(stack.config)
+    length = _length_of(config) or 0
+    ranges: list[range] = []
+    for name, part in stack.named_modules() if length else ():
+        tables = [part.weight] if isinstance(part, nn.Embedding) else []
+        # Sines and cosines of all positions, as GPT-J and XGLM keep them.
+        tables += [b for key, b in part.named_buffers(name, recurse=False) if b.ndim == 2 and "pos" in key]
+        offset = int(getattr(part, "offset", 0))  # OPT and its kin add it to each position
+        rows = [len(table) for table in tables if length <= len(table) <= length + MOST_PADDING]
+        ranges += [range(-offset, number - offset) for number in rows]
+    return range(max(r.start for r in ranges), min(r.stop for r in ranges)) if ranges else None
+
+
+def length_of_equal_rotation(config: PreTrainedConfig) -> float:
+    """Positions up to which a rotary embedding rotates each position alike, whatever else is in the batch.
+
+    Two kinds look at the largest position of a batch and choose their frequencies by it (Phi-3 128k, dynamic NTK).
+    """
+
+    def limits(settings: object) -> Iterable[float]:
+        if isinstance(settings, dict):
+            if settings.get("rope_type", settings.get("type")) in ("dynamic", "longrope"):
+                original = settings.get("original_max_position_embeddings")
+                yield original or getattr(config, "original_max_position_embeddings", None) or length
+            for value in settings.values():
+                yield from limits(value)
+
+    length: float = getattr(config, "max_position_embeddings", 0)
+    found = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
+    return min((limit for settings in found for limit in limits(settings)), default=float("inf"))

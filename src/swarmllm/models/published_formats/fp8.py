@@ -1,0 +1,82 @@
+"""8-bit floats: DeepSeek-V3, Qwen3-FP8, GLM, MiniMax (a scale per 128×128), fbgemm (per row), vLLM (per tensor)."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from swarmllm.errors import CorruptWeightsError
+from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
+from swarmllm.models.quantization.codes import scaled
+from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.published import Published
+
+E8M0_BIAS = 127
+"""A scale that is stored as a byte is a power of two (OCP Microscaling formats, section 5.4.1)."""
+
+
+class Fp8(StoredFormat):
+    """A weight in float8_e4m3fn, and scales in float32, bfloat16 or as bytes."""
+
+    parts: ClassVar[tuple[str, ...]] = (
+        ".weight_scale_inv",
+        ".weight_scale",
+        ".input_scale",
+        ".input_scale_ub",
+        ".activation_scale",
+        ".weight",
+    )
+    main = (".weight",)
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        scale = self._scale(parts)
+        return parts[".weight"].float() if scale is None else scaled(parts[".weight"], scale)
+
+    def keep(self, parts: Parts, dtype: torch.dtype) -> Packed | None:
+        codes, scale = parts[".weight"], self._scale(parts)
+        if scale is None or codes.dtype != torch.float8_e4m3fn:
+            return None
+        return Published(codes, scale, dtype)
+
+    def kept_bits(self) -> float:
+        block = self.settings.get("weight_block_size") or (128, 128)
+        return 8 + 32 / float(block[1])
+
+    def _scale(self, parts: Parts) -> Tensor | None:
+        """As `by_row`; None of a weight that is stored whole."""
+        scale = parts.get(".weight_scale_inv", parts.get(".weight_scale"))
+        if scale is None:
+            return None
+        return by_row(as_numbers(scale).float(), parts[".weight"].shape, self.settings.get("weight_block_size"))
+
+
+def as_numbers(scale: Tensor) -> Tensor:
+    """Scales as they are, but those that are stored as bytes, which are powers of two."""
+    return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale
+
+
+def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = None) -> Tensor:
+    """Scales of a matrix `[out, in]`, its rows or blocks of it → `[out, groups]` of equal groups, which are smaller
+    than blocks where the last block of a row is a part of one.
+
+    The size of blocks must be known: it doesn't follow from the number of scales where the last one is a part.
+    transformers 5.23 takes it from there, and so computes other weights. Nor does the number say what the scales are
+    for: there may be as many blocks as rows (DeepSeek-V3's o_proj, of 7168×16384).
+
+    Raises:
+        CorruptWeightsError: there are more or fewer scales than such a matrix has.
+    """
+    rows, columns = shape
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1).contiguous()
+    if block:
+        height, width = block
+        if scale.shape == (-(-rows // height), -(-columns // width)):
+            group = math.gcd(columns, width)
+            by_group = scale.repeat_interleave(width // group, 1)[:, : columns // group]
+            return by_group.repeat_interleave(height, 0)[:rows]
+    if scale.shape not in ((rows,), (rows, 1)):
+        raise CorruptWeightsError(f"a weight of {rows}×{columns} has scales of the shape {tuple(scale.shape)}")
+    return scale.reshape(rows, 1)

@@ -1,0 +1,166 @@
+"""Pictures in chats: the answer is what the local model writes, whatever API asks; what is no picture is refused."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from seeing_model import as_png, as_url, picture, said, save_seeing_model
+from transformers import AutoProcessor
+from web_gateway import OPTIONS, RunningGateway, running_gateway
+
+from swarmllm import LocalSwarm
+from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS
+
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("seeing")
+
+
+@pytest.fixture(scope="module")
+def local(directory: Path) -> Any:
+    return save_seeing_model(directory)
+
+
+@pytest.fixture(scope="module")
+def seeing(directory: Path, local: Any) -> Iterator[RunningGateway]:
+    """Two servers, and a gateway in front of them."""
+    with (
+        LocalSwarm(str(directory), spans=[(0, 2), (2, 4)], **OPTIONS) as swarm,
+        running_gateway(swarm.initial_peers, model=(str(directory),)) as gateway,
+    ):
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def written(directory: Path, local: Any) -> Callable[..., str]:
+    """What the local model writes, by its own processor."""
+    processor = AutoProcessor.from_pretrained(directory)
+
+    def write(text: str, *images: Image.Image) -> str:
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        given = processor(text=[prompt], images=list(images), return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            output = local.generate(**given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return str(processor.tokenizer.decode(output[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    return write
+
+
+def asked(gateway: RunningGateway, messages: Any, **more: Any) -> Any:
+    body = {"messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+    return gateway.http.post("/v1/chat/completions", json=body)
+
+
+def test_answers_are_those_of_the_local_model(seeing: RunningGateway, written: Callable[..., str]) -> None:
+    red, blue = picture("red"), picture("blue", (200, 64))
+    answers = []
+    for images in ((red,), (blue,), (red, blue)):
+        response = asked(seeing, said("What is it?", *images))
+        assert response.status_code == 200, response.text
+        answers.append(response.json()["choices"][0]["message"]["content"])
+        assert answers[-1] == written("What is it?", *images)
+        assert response.json()["usage"]["prompt_tokens"] > 16 * len(images)
+    assert len({*answers}) == 3  # pictures matter
+
+
+def test_several_answers_and_text_alone(seeing: RunningGateway, written: Callable[..., str]) -> None:
+    red = picture("red")
+    choices = asked(seeing, said("Well?", red), n=2).json()["choices"]
+    assert [one["message"]["content"] for one in choices] == [written("Well?", red)] * 2
+    response = asked(seeing, [{"role": "user", "content": "Once upon a time"}])
+    assert response.status_code == 200
+
+
+def test_streams(seeing: RunningGateway, written: Callable[..., str]) -> None:
+    chunks = seeing.openai.chat.completions.create(
+        model=seeing.gateway.models.named(None).name,
+        messages=said("What is it?", picture("green")),  # type: ignore[arg-type]
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == written("What is it?", picture("green"))
+
+
+def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None:
+    red, name = picture("red"), seeing.gateway.models.named(None).name
+    data = base64.b64encode(as_png(red)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    body = {"model": name, "max_tokens": TOKENS, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+    answer = seeing.http.post("/v1/messages", json=body).json()
+    assert written("What is it?", red).startswith(answer["content"][0]["text"])
+    said_so = {"role": "user", "content": "What is it?", "images": [data]}
+    options = {"temperature": 0, "num_predict": TOKENS}
+    body = {"model": name, "stream": False, "messages": [said_so], "options": options}
+    answer = seeing.http.post("/api/chat", json=body).json()
+    assert written("What is it?", red).startswith(answer["message"]["content"])
+    body = {"model": name, "stream": False, "prompt": "What is it?", "images": [data], "options": options}
+    answer = seeing.http.post("/api/generate", json=body).json()
+    assert written("What is it?", red).startswith(answer["response"])
+    parts = [{"type": "input_image", "image_url": as_url(red)}, {"type": "input_text", "text": "What is it?"}]
+    body = {"model": name, "input": [{"role": "user", "content": parts}], "max_output_tokens": TOKENS, "temperature": 0}
+    answer = seeing.http.post("/v1/responses", json=body).json()
+    assert written("What is it?", red).startswith(answer["output"][0]["content"][0]["text"])
+
+
+def _bomb() -> bytes:
+    """A PNG that says it is larger than any memory."""
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b""))
+    parts = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+BAD = {
+    "https://example.org/cat.png": "must be a data URL",
+    "data:text/html;base64,AAAA": "must be a data URL",
+    "data:image/png;base64,@@@@": "not valid base64",
+    _url(b"no picture at all"): "no picture in one of the formats PNG",
+    _url(_bomb()): f"too large: {MAX_PIXELS} pixels at most",
+    _url(as_png(picture("red"))[:-40]): "damaged",
+}
+
+
+@pytest.mark.parametrize("url", BAD)
+def test_what_is_no_picture_is_refused(seeing: RunningGateway, url: str) -> None:
+    response = asked(seeing, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    assert response.status_code == 400
+    assert BAD[url] in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "invalid_image"
+
+
+def test_further_refusals(seeing: RunningGateway, gateway: RunningGateway) -> None:
+    tiny = picture("red", (8, 8))
+    many = asked(seeing, said("?", *[tiny] * (MAX_PICTURES + 1)))
+    assert many.status_code == 400
+    assert "are too many" in many.json()["error"]["message"]
+    detail = [{"type": "image_url", "image_url": {"url": as_url(tiny), "detail": "high"}}]
+    response = asked(seeing, [{"role": "user", "content": detail}])
+    assert response.status_code == 400
+    assert "detail" in response.json()["error"]["message"]
+    response = asked(seeing, said("<image>", tiny))  # a placeholder without a picture
+    assert response.status_code == 400
+    response = asked(gateway, said("?", tiny))
+    assert response.status_code == 400
+    assert "reads text only" in response.json()["error"]["message"]

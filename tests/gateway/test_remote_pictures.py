@@ -1,0 +1,273 @@
+"""Pictures by address: fetched from where the gateway was told, and from nowhere else, whatever a name stands for."""
+
+import asyncio
+import ipaddress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from seeing_model import as_png, as_url, picture, save_seeing_model
+from web_gateway import OPTIONS, RunningGateway, running_gateway
+
+from swarmllm import LocalSwarm
+from swarmllm.gateway.engine.pictures import MAX_PICTURES
+from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.requests import remote_pictures
+from swarmllm.gateway.requests.chat_messages import ChatMessage
+from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
+
+PNG = as_png(picture("red"))
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """A web server with pictures, and with what some servers do instead."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        asked: list[str] = self.server.asked  # type: ignore[attr-defined]
+        asked.append(self.path)
+        kind, _, more = self.path.strip("/").partition("/")
+        answer = {
+            "red.png": lambda: self.answer(200, PNG, **{"Content-Type": "image/png; x=y"}),
+            "to": lambda: self.answer(302, b"", Location=f"/{more}"),
+            "away": lambda: self.answer(307, b"", Location=f"http://127.0.0.1:9/{more}"),
+            "round": lambda: self.answer(301, b"", Location="/round"),
+            "page": lambda: self.answer(200, b"<p>", **{"Content-Type": "text/html"}),
+            "packed": lambda: self.answer(200, PNG, **{"Content-Type": "image/png", "Content-Encoding": "gzip"}),
+            "chunked": lambda: self.chunked(PNG),
+            "large": lambda: self.answer(200, bytes(4096), **{"Content-Type": "image/png"}),
+            "endless": self.endless,
+            "silent": self.server.released.wait,  # type: ignore[attr-defined]
+            "broken": lambda: self.wfile.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\nx"
+            ),
+            "nonsense": lambda: self.wfile.write(b"\x00\x01 hello"),
+        }.get(kind, lambda: self.answer(404, b""))
+        answer()
+        self.close_connection = True
+
+    def answer(self, status: int, data: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def chunked(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "image/png")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for place in range(0, len(data), 50):
+            piece = data[place : place + 50]
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.wfile.write(b"0\r\n\r\n")
+
+    def endless(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(bytes(1 << 12))
+        except OSError:  # whoever asked has had enough
+            pass
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def web_server() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        server.asked, server.released = [], threading.Event()  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.released.set()  # type: ignore[attr-defined]
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Any]:
+    with web_server() as server:
+        yield server
+
+
+def where(web: Any) -> str:
+    return f"127.0.0.1:{web.server_port}"
+
+
+def said(*urls: str) -> list[ChatMessage]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [ChatMessage.model_validate({"role": "user", "content": [*parts, {"type": "text", "text": "?"}]})]
+
+
+def fetched(hosts: list[str], *urls: str) -> list[str]:
+    async def fetch() -> list[str]:
+        messages = said(*urls)
+        await RemotePictures(hosts).fetch(messages)
+        return messages[0].picture_urls()
+
+    return asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("path", ["red.png", "to/red.png", "to/to/to/red.png", "chunked", "red.png?a=b c&ü=%20"])
+def test_what_is_there_takes_the_place_of_the_address(web: Any, path: str) -> None:
+    assert fetched([where(web)], f"HTTP://{where(web)}/{path}".replace("?", "/?"), as_url(picture("blue"))) == [
+        as_url(picture("red")),
+        as_url(picture("blue")),
+    ]
+
+
+REFUSED = {
+    "round": f"redirected more than {MAX_REDIRECTS} times",
+    "away/red.png": "fetches no pictures from 127.0.0.1:9: see --picture_hosts",
+    "to//127.0.0.1:9/": "fetches no pictures from 127.0.0.1:9",
+    "page": "answers what is no picture: 'text/html'",
+    "packed": "in an encoding that was not asked for",
+    "nothing": "answers 404 instead of the picture",
+    "broken": "answers no HTTP, or breaks off",
+    "nonsense": "answers no HTTP, or breaks off",
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_answers_that_are_no_picture(web: Any, path: str) -> None:
+    with pytest.raises(ApiError, match=REFUSED[path]) as refused:
+        fetched([where(web)], f"http://{where(web)}/{path}")
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "messages", "invalid_image")
+
+
+def test_bounds(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all pictures of a request together."""
+    monkeypatch.setattr(remote_pictures, "MAX_BYTES", 6000)
+    monkeypatch.setattr(remote_pictures, "_HEAD_BYTES", 1000)
+    at = f"http://{where(web)}"
+    assert fetched([where(web)], f"{at}/large")
+    for paths in (("endless",), ("large", "large")):
+        with pytest.raises(ApiError, match="larger than 6000 bytes"):
+            fetched([where(web)], *(f"{at}/{path}" for path in paths))
+    with pytest.raises(ApiError, match="are too many"):
+        fetched([where(web)], *[f"{at}/red.png"] * (MAX_PICTURES + 1))
+    monkeypatch.setattr(remote_pictures, "TIMEOUT_S", 0.2)
+    with pytest.raises(ApiError, match=r"did not come within 0\.2 s"):
+        fetched([where(web)], f"{at}/silent")
+    web.released.set()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "url", "words"),
+    [
+        (["*"], "http://{here}/red.png", "fetches no pictures from"),  # another port
+        (["*"], "http://127.0.0.1/red.png", "127.0.0.1 has no public address"),
+        (["*"], "http://localhost/red.png", "localhost has no public address"),
+        (["*"], "http://2130706433/red.png", "has no public address"),  # 127.0.0.1 as a number
+        (["*"], "http://0x7f.1/red.png", "has no public address"),
+        (["*"], "http://[::1]/red.png", "has no public address"),
+        (["*"], "http://[::ffff:127.0.0.1]/red.png", "has no public address"),
+        (["*"], "http://169.254.169.254/latest", "has no public address"),
+        (["example.org"], "http://{here}/red.png", "fetches no pictures from 127.0.0.1:"),
+        (["127.0.0.1"], "http://{here}/red.png", "fetches no pictures from 127.0.0.1:"),
+        (["{here}"], "http://me@{here}/red.png", "without a user's name"),
+        (["*"], "http:///red.png", "fetched from http:// and https:// addresses"),
+        (["*"], "http://x:99999/red.png", "is no address"),
+        (["*"], "http://" + "a" * 300 + "/", "is no address"),
+        (["{here}"], "https://{here}/red.png", "can't be asked for a picture"),  # it knows no TLS
+    ],
+)
+def test_where_nobody_may_send_it(web: Any, hosts: list[str], url: str, words: str) -> None:
+    web.asked.clear()
+    with pytest.raises(ApiError, match=words):
+        fetched([host.format(here=where(web)) for host in hosts], url.format(here=where(web)))
+    assert not web.asked
+
+
+def test_the_address_that_was_looked_at_is_asked(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that stands for something else the next time (DNS rebinding) gains nothing."""
+    looked: list[str] = []
+
+    async def look_up(self: Any, host: str, port: int, **_: Any) -> Any:
+        looked.append(host)
+        return [(2, 1, 6, "", ("127.0.0.1" if len(looked) == 1 else "10.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+    assert fetched([f"pictures.test:{web.server_port}"], f"http://pictures.test:{web.server_port}/red.png")
+    assert looked[:1] == ["pictures.test"]
+    looked.clear()
+    with pytest.raises(ApiError, match=r"pictures\.test has no public address"):
+        fetched(["*"], "http://pictures.test/red.png")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1::1", True),
+        ("::ffff:93.184.216.34", True),
+        ("64:ff9b::5db8:d822", True),
+        ("127.0.0.1", False),
+        ("0.0.0.0", False),
+        ("10.1.2.3", False),
+        ("100.64.0.1", False),
+        ("169.254.169.254", False),
+        ("192.168.1.1", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("ff02::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::a00:1", False),
+        ("2002:7f00:1::", False),
+        ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
+    ],
+)
+def test_public_addresses(address: str, expected: bool) -> None:
+    ipaddress.ip_address(address.partition("%")[0])
+    assert is_public(address) is expected
+
+
+@pytest.fixture(scope="module")
+def seeing(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """A gateway that may fetch from that server."""
+    directory: Path = tmp_path_factory.mktemp("seeing")
+    save_seeing_model(directory)
+    with (
+        LocalSwarm(str(directory), spans=[(0, 4)], **OPTIONS) as swarm,
+        running_gateway(swarm.initial_peers, model=(str(directory),), picture_hosts=(where(web),)) as gateway,
+    ):
+        yield gateway
+
+
+def test_over_http(seeing: RunningGateway, web: Any, gateway: RunningGateway) -> None:
+    """The answer is that of the picture itself; a model that sees nothing has nothing fetched."""
+
+    def asked(one: RunningGateway, url: str) -> Any:
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 6, "temperature": 0}
+        return one.http.post("/v1/chat/completions", json=body)
+
+    address = f"http://{where(web)}/to/red.png"
+    found = [asked(seeing, url).json()["choices"][0]["message"] for url in (address, as_url(picture("red")))]
+    assert found[0] == found[1]
+    tokens = seeing.http.post(
+        "/tokenize",
+        json={"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}]},
+    )
+    assert tokens.json()["count"] > 16
+    refused = asked(seeing, f"http://{where(web)}/page")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
+    web.asked.clear()
+    assert "reads text only" in asked(gateway, address).json()["error"]["message"]
+    assert not web.asked

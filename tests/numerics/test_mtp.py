@@ -1,0 +1,194 @@
+"""Heads for multi-token prediction in every published layout guess what an independent formula guesses."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_checkpoints import PUBLISHED, WithHead, save_with_head
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarmllm import embedded_model_path
+from swarmllm.client.mtp_head import load_mtp_head, small_mtp_weights, wanted_mtp_weights
+from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.errors import ConfigurationError, WeightsMismatchError
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.mtp_layouts import find_mtp_weights
+from swarmllm.speculation.mtp_drafter import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter
+
+VOCABULARY = 128
+
+
+@pytest.fixture(scope="module", params=PUBLISHED)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WithHead:
+    return save_with_head(tmp_path_factory.mktemp(request.param.replace(" ", "-")), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> WithHead:
+    return save_with_head(tmp_path_factory.mktemp("beside"), "trained later")
+
+
+def new_drafter(source: WithHead) -> MtpDrafter:
+    weights = wanted_mtp_weights(open_checkpoint(str(source.directory)))
+    head = load_mtp_head(source.model, weights, torch.float32)
+    return MtpDrafter(lambda: head)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tell(drafter: MtpDrafter, source: WithHead, tokens: list[int], first: int, *, beyond: int = 0) -> None:
+    """Have it see the forward that a step at position `first - 1` makes, whose last `beyond` guesses are wrong."""
+    with drafter.following(source.model), torch.no_grad():
+        seen = [*tokens[:-1], *([7] * beyond)]
+        whole = source.model.get_decoder()(torch.tensor([seen])).last_hidden_state
+    del drafter._seen[: max(0, first - 1)]
+    assert len(drafter._seen) == whole.shape[1] - max(0, first - 1)
+
+
+@pytest.mark.parametrize("length", [2, 3, 11])
+def test_guesses_of_every_layout_are_those_of_the_formula(published: WithHead, length: int) -> None:
+    drafter, tokens = new_drafter(published), text(length)
+    tell(drafter, published, tokens, 1)
+    drafter.extend(tokens[:-1])
+    drafter.extend(tokens[-1:])
+    assert drafter.begin()
+    assert drafter.more(3) + drafter.more(2) == published.guesses(tokens, 5)
+
+
+def test_guesses_go_on_from_what_the_text_has_become(llama: WithHead) -> None:
+    drafter, tokens = new_drafter(llama), text(6)
+    tell(drafter, llama, tokens, 1)
+    drafter.extend(tokens[:-1])
+    drafter.extend(tokens[-1:])
+    assert drafter.begin()
+    guesses = drafter.more(4)
+    tokens += guesses[:2]  # two are right, and two still under way: with new hidden states they are gone through again
+    tell(drafter, llama, tokens, 6)
+    drafter.extend(guesses[:2])
+    assert len(drafter.more(2)) == 2
+    tokens += [(guesses[2] + 1) % VOCABULARY]  # the text goes another way
+    tell(drafter, llama, tokens, 8, beyond=2)
+    drafter.extend(tokens[-1:])
+    assert drafter.begin()
+    assert drafter.more(4) == llama.guesses(tokens, 4)
+    assert drafter.begin()
+    assert drafter.more(4) == llama.guesses(tokens, 4), "begun anew at the same place"
+
+
+def test_guesses_under_way_are_gone_through_with_the_hidden_states_that_are_known(llama: WithHead) -> None:
+    drafter, tokens = new_drafter(llama), text(6)
+    tell(drafter, llama, tokens, 1)
+    drafter.extend(tokens[:-1])
+    drafter.extend(tokens[-1:])
+    assert drafter.begin()
+    guesses = drafter.more(1)
+    tokens += guesses
+    tell(drafter, llama, tokens, 6)
+    drafter.extend(guesses)
+    assert drafter.more(3) == llama.guesses(tokens, 3), "all that was guessed is known: the same as a new beginning"
+
+
+def test_kinds_count_from_the_last_known_hidden_state(llama: WithHead) -> None:
+    drafter, tokens = new_drafter(llama), text(4)
+    assert not drafter.begin(), "it has seen nothing"
+    tell(drafter, llama, tokens, 1)
+    drafter.extend(tokens[:-1])
+    drafter.extend(tokens[-1:])
+    assert drafter.begin()
+    assert [kind for kind, _ in drafter.kinds(2)] == [MTP_KIND, MTP_KIND - 1]
+    drafter.more(3)
+    assert drafter.kinds(1)[0][0] == MTP_KIND - 3
+    assert drafter.kinds(40)[-1][0] == MTP_KIND - DEEPEST
+
+
+def test_only_the_end_of_a_long_prompt_is_shown_to_the_head(llama: WithHead) -> None:
+    drafter = new_drafter(llama)
+    drafter._seen = list(torch.randn(MAX_CONTEXT + 9, 64))
+    drafter.extend(text(MAX_CONTEXT + 9))
+    drafter.extend([5])
+    assert drafter.begin()
+    drafter.more(1)
+    assert drafter._num_fed == MAX_CONTEXT
+    assert drafter._cache is not None
+    assert drafter._cache.position == MAX_CONTEXT
+
+
+def test_a_checkpoint_with_a_head_is_to_a_swarm_what_it_is_without(llama: WithHead, tmp_path: Path) -> None:
+    bare = save_with_head(tmp_path / "bare", "trained later").directory
+    (bare / "mtp.safetensors").unlink()
+    assert fingerprint(open_checkpoint(str(bare))) == fingerprint(open_checkpoint(str(llama.directory)))
+    assert find_mtp_weights(open_checkpoint(str(bare))) is None
+    with pytest.raises(ConfigurationError, match="has no head for multi-token prediction"):
+        wanted_mtp_weights(open_checkpoint(str(bare)))
+
+
+def test_a_large_head_is_not_read_unasked(llama: WithHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(str(llama.directory))
+    assert small_mtp_weights(checkpoint, torch.float32) is not None
+    monkeypatch.setattr("swarmllm.client.mtp_head.AUTO_BYTES", 1000)
+    assert small_mtp_weights(checkpoint, torch.float32) is None
+
+
+def test_a_text_sees_its_own_forwards_alone(llama: WithHead) -> None:
+    """While other threads generate on the same model, and other models in this one."""
+    other = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+    drafters = [new_drafter(llama), new_drafter(llama)]
+    both_follow = threading.Barrier(2, timeout=60)
+
+    def follow(drafter: MtpDrafter, tokens: list[int]) -> Tensor:
+        with drafter.following(llama.model), torch.no_grad():
+            both_follow.wait()
+            other(torch.tensor([tokens]))
+            return llama.model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
+
+    with ThreadPoolExecutor(2) as threads:
+        shown = list(threads.map(follow, drafters, (text(5, 1), text(7, 2))))
+    llama.model(torch.tensor([text(3)]))
+    for drafter, expected in zip(drafters, shown, strict=True):
+        torch.testing.assert_close(torch.stack(drafter._seen), expected)
+
+
+def test_without_a_head_nothing_is_guessed() -> None:
+    drafter = MtpDrafter(lambda: None)
+    drafter._seen = list(torch.randn(3, 8))
+    drafter.extend([5, 6, 7])
+    assert not drafter.begin()
+
+
+def test_the_embedded_model_has_a_head_that_is_worth_it() -> None:
+    """Of a held-out text: how often its first guess is what the model itself finds likeliest."""
+    checkpoint = open_checkpoint(embedded_model_path())
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+    head = load_mtp_head(model, wanted_mtp_weights(checkpoint), torch.float32)
+    drafter = MtpDrafter(lambda: head)
+    tokens = AutoTokenizer.from_pretrained(embedded_model_path())(embedded_heldout_texts()[0]).input_ids
+    with drafter.following(model), torch.no_grad():
+        best = model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+    seen = drafter._seen.copy()
+    right = 0
+    for position in range(len(tokens) - 1):
+        drafter._seen[:] = [seen[position]]
+        drafter.extend(tokens[position + 1 : position + 2])
+        assert drafter.begin()
+        right += drafter.more(1) == [best[position + 1]]
+    assert right / (len(tokens) - 1) > 0.7
+
+
+def test_a_head_of_another_size_is_refused(llama: WithHead) -> None:
+    weights = wanted_mtp_weights(open_checkpoint(str(llama.directory)))
+    tensors: Any = weights.checkpoint.tensors
+
+    def wrong(names: Any, **options: Any) -> dict[str, Any]:
+        found = tensors(names, **options)
+        return {name: torch.ones(64, 64) if "eh_proj" in name else lazy for name, lazy in found.items()}
+
+    weights.checkpoint.tensors = wrong  # type: ignore[method-assign]
+    with pytest.raises(WeightsMismatchError, match=r"eh_proj\.weight should be \[64, 128\]"):
+        load_mtp_head(llama.model, weights, torch.float32)

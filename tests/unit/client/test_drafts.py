@@ -1,0 +1,38 @@
+"""A draft that is asked for where nothing is speculated is refused by name, before any swarm is looked for."""
+
+from pathlib import Path
+
+import pytest
+from tests.gateway.seeing_model import save_seeing_model
+from tests.numerics.tiny_encoder_decoders import save_tiny_model as save_tiny_encoder_decoder
+from tests.numerics.tiny_hearing_models import save_tiny_model
+
+from swarmllm import AutoDistributedModel, ClientConfig
+from swarmllm.client.speculative_generation import UNGUESSED, require_no_drafts
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.architecture import Task
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("llava", "model that sees"), ("whisper", "model that hears"), ("t5", "encoder-decoder")]
+)
+@pytest.mark.parametrize("speculation", ["ngram", "mtp", "some/draft"])
+def test_refused_at_once(kind: str, what: str, speculation: str, tmp_path: Path) -> None:
+    if kind == "llava":
+        save_seeing_model(tmp_path)
+    else:
+        (save_tiny_model if kind == "whisper" else save_tiny_encoder_decoder)(kind, tmp_path)
+    config = ClientConfig(speculation=speculation)
+    words = f"this is a {what}.*: leave out speculation='{speculation}'"
+    with pytest.raises(ConfigurationError, match=words):
+        AutoDistributedModel.from_pretrained(str(tmp_path), initial_peers=[NOBODY], client_config=config)
+
+
+@pytest.mark.parametrize("task", Task)
+def test_what_asks_for_nothing_is_taken(task: Task) -> None:
+    for speculation in ("auto", "off"):
+        require_no_drafts(ClientConfig(speculation=speculation), task)
+    if task not in UNGUESSED:
+        require_no_drafts(ClientConfig(speculation="ngram"), task)

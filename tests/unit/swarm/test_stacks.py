@@ -1,0 +1,35 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.data_structures import Span
+from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
+
+
+def test_blocks_of_one_stack_have_no_name() -> None:
+    assert describe_span(4, 8) == "4:8"
+    assert describe_blocks([3, 4, 5, 9]) == "blocks 3–5, 9"
+    assert stack_spans(8, 0) == [("", Span(0, 8))]
+
+
+def test_each_stack_counts_from_0() -> None:
+    assert describe_span(0, 6, 6) == "encoder 0:6"
+    assert describe_span(6, 18, 6) == "decoder 0:12"
+    assert describe_span(4, 8, 6) == "encoder 4:6, decoder 0:2"
+    assert describe_blocks([5], 6) == "block 5 (encoder 5:6)"
+    assert describe_blocks([5, 6, 9], 6) == "blocks 5–6, 9 (encoder 5:6, decoder 0:1, decoder 3:4)"
+
+
+@given(st.integers(1, 30), st.integers(0, 40), st.data())
+def test_every_block_is_named_once(num_blocks: int, encoder_blocks: int, data: st.DataObject) -> None:
+    stacks = stack_spans(num_blocks, encoder_blocks)
+    assert [block for _, span in stacks for block in span] == list(range(num_blocks))
+    if len(stacks) == 1:
+        return
+    start = data.draw(st.integers(0, num_blocks - 1))
+    end = data.draw(st.integers(start + 1, num_blocks))
+    first = {name: span.start for name, span in stacks}
+    named = []
+    for part in describe_span(start, end, encoder_blocks).split(", "):
+        name, blocks = part.split(" ")
+        named += [first[name] + block for block in range(*map(int, blocks.split(":")))]
+    assert named == list(range(start, end))
