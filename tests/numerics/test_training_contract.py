@@ -1,11 +1,14 @@
 """Each entry of `training_contract` run on a model of a swarm and on the local one; and no public name without one."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.test_training_surface import Owner, load_local
 from tests.numerics.tiny_models import save_tiny
@@ -27,6 +30,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """What TrainingArguments leave in the environment and in accelerate would compile all that comes after."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def entry(part: str, name: str) -> Any:
