@@ -35,7 +35,16 @@ OTHER_CACHES = frozenset(
     {
         *("axk2", "bailing_hybrid", "bamba", "deepseek_v32", "deepseek_v4", "dots3_note_text", "falcon_h1"),
         *("glm_moe_dsa", "granitemoehybrid", "hy_v4", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
-        *("lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
+        *(
+            "lfm3",
+            "nemotron_h",
+            "nemotron_h_experts",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "qwen4_exp_text",
+        ),
         *("zamba", "zamba2"),
     }
 )

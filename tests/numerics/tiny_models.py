@@ -148,6 +148,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "layers_block_type": ["mamba", "attention", "mlp", "attention"],
     },
+    "nemotron_h_experts": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    },
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
         "indexer_n_heads": 2,
@@ -171,6 +176,7 @@ VARIANTS = {
     "falcon_alibi": "falcon",
     "gemma3n_shared_kv": "gemma3n_text",
     "gemma4_shared_kv": "gemma4_text",
+    "nemotron_h_experts": "nemotron_h",
 }
 """Second configs of an architecture → its model type."""
 

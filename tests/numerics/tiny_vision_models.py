@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.numerics import tiny_models
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -56,12 +57,12 @@ TOWER: dict[str, Any] = {
 }
 FOR_MORE_BLOCKS = (
     *("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers", "rope_parameters", "per_layer_config"),
-    *("layers_block_type", "hybrid_override_pattern"),
+    *("layers_block_type", "hybrid_override_pattern", "number_of_conv_states"),
 )
 """What a default config says of each of its many blocks, or of larger heads."""
 MARKS_OF_TEXT = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MARKS = {
-    **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN),
+    **dict.fromkeys(("image_token_id", "image_token_index", "image_patch_id"), IMAGE_TOKEN),
     **dict.fromkeys(("video_token_id", "video_token_index"), 151),
     **dict.fromkeys(("vision_start_token_id", "boi_token_index", "boi_token_id", "image_start_token_id"), 152),
     **dict.fromkeys(("vision_end_token_id", "eoi_token_index", "eoi_token_id", "image_end_token_id"), 153),
@@ -77,6 +78,27 @@ def _rope(*sections: int, **more: Any) -> dict[str, Any]:
 
 _THREE_AXES = {"text_config": _rope(2, 3, 3)}
 _TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+_SMALL = {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_SAM = {
+    **_SMALL,
+    "output_channels": 16,
+    "mlp_dim": 48,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+    "downsample_channels": [24, 32],
+}
+_MUSE = {
+    "out_hidden_size": 128,
+    "projector_hidden_size": 32,
+    "text_config": {"layer_types": tiny_models.SLIDING_AND_FULL, "layer_rope_theta": [1e4, 0.0] * 2},
+}
 SPECIFIC: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl"), _THREE_AXES),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILES),
@@ -102,17 +124,121 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "vision_start_token_id": 152,
         "vision_end_token_id": 153,
     },
-    "granite4_vision": {"deepstack_layer_map": [[-1, 0], [-2, 2]], "image_grid_pinpoints": [[32, 64], [64, 64]]},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 128},
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [1, 3],
+        "deepstack_layer_map": [[-1, 0], [-2, 2]],
+        "image_grid_pinpoints": [[32, 64], [64, 64]],
+    },
     "mistral4": {"num_key_value_heads": 4},
-    "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "janus": {
+        "vision_config": {"projection_dim": 64},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
+    },
+    "glm5_next": {
+        "text_config": {
+            **dict.fromkeys(("num_key_value_heads", "linear_num_heads", "index_n_heads"), 4),
+            **dict.fromkeys(("linear_head_dim", "index_head_dim"), 16),
+            "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "index_topk": 8,
+            "index_kpool": 2,
+            **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 0),
+        },
+        "vision_config": {"projection_intermediate_size": 48},
+    },
     "llama4": {
+        "text_config": tiny_models.SPECIFIC["llama4_text"],
         "vision_config": {
             "intermediate_size": 128,
             **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
-        }
+        },
     },
     "vipllava": {"vision_feature_layers": [-1, -2]},
+    "chameleon": {
+        "vocabulary_map": {"<image>": IMAGE_TOKEN, **{f"IMGIMG{'ABCDEFGHIJ'[i]}Z": 110 + i for i in range(8)}},
+        "image_token_id": IMAGE_TOKEN,
+        "vq_config": {
+            **dict.fromkeys(("embed_dim", "latent_channels", "base_channels", "resolution"), 32),
+            "num_embeddings": 8,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+        },
+    },
+    "cohere_compass": {
+        "text_config": {
+            "layer_types": tiny_models.SLIDING_AND_FULL,
+            "rope_parameters": dict.fromkeys(
+                ("sliding_attention", "full_attention"), _rope(2, 3, 3)["rope_parameters"]
+            ),
+        }
+    },
+    "deepseek_ocr2": {
+        "vision_config": {"sam_config": _SAM, "encoder_config": {**_SMALL, "vocab_size": 32}},
+        "text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_experts_per_tok": 2},
+    },
+    "unlimited_ocr": {"vision_config": {"sam_config": _SAM, "encoder_config": _SMALL}},
+    "hunyuan_vl": {
+        "text_config": {"head_dim": 16, **_rope(2, 3, 3)},
+        "vision_config": {"text_hidden_size": 64, "temporal_patch_size": 1, "num_key_value_heads": 2},
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 64, "posemb_grid_size": 4, "projection_hidden_dim": 32}},
+    "inkling_mm_model": {
+        "vision_config": {"text_hidden_size": 64, "n_layers": 3, "patch_size": 4},
+        "audio_config": {"text_hidden_size": 64},
+        "text_config": tiny_models.SPECIFIC["inkling_text"],
+    },
+    "kimi_k25": {"projection_hidden_size": 32, "text_config": {"head_dim": 8, "num_key_value_heads": 4}},
+    "instructblip": {"image_token_index": IMAGE_TOKEN, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": IMAGE_TOKEN, "num_query_tokens": 4},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {**_SAM, "downsample_channels": None}},
+    "nemotron_h_omni": {
+        "image_token_id": IMAGE_TOKEN,
+        "vision_config": {"patch_dim": 192, "max_img_size": 32},
+        "text_config": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        "projector_hidden_size": 64,
+        "vision_hidden_size": 32,
+    },
+    "mistral_large4": {
+        "text_config": {
+            "kv_source_layers": [0, 1, 2, 3],
+            "num_key_value_heads": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "index_topk": 4,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        },
+        "vision_config": {"head_dim": 16},
+    },
+    "molmo2": {
+        "video_token_id": IMAGE_TOKEN,
+        "vision_config": {"head_dim": 16, "num_key_value_heads": 2, "num_position_embeddings": 16},
+        "adapter_config": {
+            "vision_feature_layer": [1, 0],
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "text_hidden_size": 64,
+        },
+        "text_config": {"rope_scaling_layers": [], "additional_vocab_size": 8},
+    },
+    "muse_glimmer": _MUSE,
+    "muse_spark": {
+        **_MUSE,
+        "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "out_hidden_size": 64},
+    },
+    "qwen4_exp": {
+        "text_config": {**tiny_models.SPECIFIC["qwen4_exp_text"], "hc_lowrank": 8, "ple_layer_ids": []},
+    },
+    "step3p7": {
+        "text_config": {
+            "sliding_window": 8,
+            "layer_types": tiny_models.SLIDING_AND_FULL,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta}
+                for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e5))
+            },
+        }
+    },
 }
 
 
@@ -189,7 +315,7 @@ def _pictures(config: PreTrainedConfig, seed: int) -> Iterator[dict[str, Tensor]
         _first(getattr(tower, name, None) or usual) for name, usual in (("patch_size", 8), ("image_size", 32))
     )
     channels = getattr(tower, "num_channels", None) or getattr(tower, "in_channels", None) or 3
-    frames = getattr(tower, "temporal_patch_size", 1) or 1
+    frames = getattr(tower, "temporal_patch_size", None) or getattr(tower, "patch_temporal", 1)
 
     def pixels(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random)
@@ -209,6 +335,18 @@ def _pictures(config: PreTrainedConfig, seed: int) -> Iterator[dict[str, Tensor]
     yield {"pixel_values": [pixels(channels, patch, 16 * patch)], **rows}
     merged = torch.tensor([1])
     yield {"pixel_values": flat[0], "image_grid_thw": grid, "image_merge_sizes": merged}
+    yield {"pixel_values": flat[0], "image_grid_thw": grid}
+    yield {"pixel_values": pixels(1, 1, channels, size, size), "pixel_attention_mask": torch.ones(1, 1).bool()}
+    yield {"pixel_values": flat[0], "image_grid_hw": grid[:, 1:]}
+    yield {"pixel_values": pixels(4, 2 * patch, 2 * patch, channels), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    yield {"pixel_values": pixels(4, frames, patch, patch, channels)}
+    instruction = torch.randint(3, 20, (1, 4), generator=random)
+    yield {"pixel_values": pixels(1, channels, size, size), "qformer_input_ids": instruction}
+    yield {"pixel_values": pixels(1, 2, channels, size, size), "qformer_input_ids": instruction}
+    fine = getattr(getattr(config, "high_res_vision_config", None), "image_size", size)
+    yield {"pixel_values": pixels(1, channels, size, size), "high_res_pixel_values": pixels(1, channels, fine, fine)}
+    pooled = torch.arange(16).reshape(4, 4)
+    yield {"pixel_values": flat, "image_token_pooling": pooled, "image_grids": torch.tensor([[2, 1, 1, 2]])}
 
 
 def _with_text(model: PreTrainedModel, picture: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -216,13 +354,19 @@ def _with_text(model: PreTrainedModel, picture: dict[str, Tensor], seed: int) ->
     if not picture:
         ids = torch.arange(3, 15)[None]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    features = model.get_image_features if hasattr(model, "get_image_features") else model.model.get_image_features
+    inner = getattr(model, "model", model)
+    features = next(
+        getattr(part, name)
+        for name in ("get_image_features", "get_video_features")
+        for part in (model, inner)
+        if hasattr(part, name)
+    )
     taken = inspect.signature(features).parameters
     if not picture.keys() <= {*parameters, *taken}:
         raise ValueError("this model has no such arguments")
     with torch.no_grad():
         found = features(**{key: value for key, value in picture.items() if key in taken or "kwargs" in taken})
-    count = _num_rows(getattr(found, "pooler_output", None) if hasattr(found, "pooler_output") else found)
+    count = _num_rows(found)
     random = torch.Generator().manual_seed(seed)
     before, after = (torch.randint(3, 100, (length,), generator=random).tolist() for length in (5, 4))
     start, end = (
@@ -244,5 +388,8 @@ def _first(size: Any) -> int:
 
 
 def _num_rows(found: Any) -> int:
+    if hasattr(found, "last_hidden_state"):
+        usual = found.last_hidden_state if found.pooler_output is None else found.pooler_output
+        found = found.deepstack_features[0][1] if usual is None else usual
     parts = found if isinstance(found, list | tuple) else [found]
     return sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)

@@ -80,7 +80,7 @@ def find_shared(search: Search) -> list[dict[str, Any]]:
     """Repositories of the hub, the most downloaded first: `id`, `method`, `task`, `downloads`, `fingerprint`.
 
     Raises:
-        SwarmError: the hub can't be reached.
+        SwarmError: the hub can't be reached, or refuses.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
@@ -94,7 +94,9 @@ def find_shared(search: Search) -> list[dict[str, Any]]:
     except OfflineModeIsEnabled as error:
         raise ConfigurationError("HF_HUB_OFFLINE is set, so the hub can't be asked: unset it") from error
     except (HTTPError, OSError) as error:
-        raise SwarmError(f"the hub can't be reached: {error}") from error
+        done = "reached" if getattr(error, "response", None) is None else "asked"
+        reason, _, _ = str(error).partition("\n")
+        raise SwarmError(f"the hub can't be {done}: {reason}") from error
     return [_described(model.id, model.tags or [], model.downloads) for model in found]
 
 

@@ -79,7 +79,9 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
     "hrm_text": "its blocks run several times in nested loops",
-    "inkling2_text": "its blocks and its head read the outputs of several earlier blocks",
+    **dict.fromkeys(
+        ("inkling2", "inkling2_text"), "its blocks and its head read the outputs of several earlier blocks"
+    ),
     "longcat_flash": "each of its blocks counts as two layers of the cache",
     "bigbird_pegasus": (
         "it changes its way of attention for good at the first short text, so servers would differ, unless "
@@ -95,6 +97,7 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
     "recurrent_gemma": "its recurrent states live inside its modules instead of a cache",
     "reformer": "its blocks are reversible and its states live in a cache class of its own",
     "rwkv": "its recurrent states live outside of transformers' caches",
+    "unlimited_ocr": "its blocks attend to all that came first at once, so a text that comes in pieces is another",
     "xlnet": "it predicts in permuted order, without a causal KV cache",
     "zaya": "the router of each block reads the state of the router before",
     "xlstm": "its recurrent states live in a cache class of its own",

@@ -130,6 +130,12 @@ def _check_forward(module: Any, package: str, where: str) -> None:
 def _lora(module: Any, name: str, _begins: bool, where: str) -> Iterator[Change]:
     if name not in module.lora_A:
         return
+    variant = type(module.lora_variant.get(name)).__name__
+    if name in module.lora_variant and variant != "DoraLinearVariant":
+        raise ConfigurationError(
+            f"{where}: {variant.removesuffix('LinearVariant')}, a variant of LoRA, isn't known to servers: use plain "
+            "LoRA or DoRA"
+        )
     down, up = module.lora_A[name], module.lora_B[name]
     for part in (down, up):
         _check_forward(part, "torch.nn.modules.linear", where)
@@ -140,14 +146,8 @@ def _lora(module: Any, name: str, _begins: bool, where: str) -> Iterator[Change]
     if isinstance(module.scaling[name], Tensor) and module.scaling[name].requires_grad:
         raise ConfigurationError(f"{where}: the scale of a LoRA can't be trained: make it a number, or use DoRA")
     values, scale, dropout = [down.weight, up.weight], float(module.scaling[name]), module.lora_dropout[name]
-    variant = type(module.lora_variant.get(name)).__name__
-    if variant == "DoraLinearVariant":
+    if name in module.lora_variant:
         yield Change("dora", scale, [*values, module.lora_magnitude_vector[name].weight], dropout)
-    elif name in module.lora_variant:
-        raise ConfigurationError(
-            f"{where}: {variant.removesuffix('LinearVariant')}, a variant of LoRA, isn't known to servers: use plain "
-            "LoRA or DoRA"
-        )
     else:
         yield Change("lora", scale, values if up.bias is None else [*values, up.bias], dropout)
 

@@ -22,6 +22,9 @@ STRICT = 1e-3
 LENIENT = 0.25
 """The same for short floats, and where transformers' own steps and whole prompts differ a little (bamba)."""
 
+NOTHING = 2e-6
+"""Errors relative to the output up to which nothing is there: 5e-7 was measured of a block of experts in float32."""
+
 
 class CacheProbe:
     """Blocks that can be cut off on both sides, run on the given inputs."""
@@ -76,14 +79,17 @@ class CacheProbe:
         return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
 
     def _agrees(self, got: Tensor, position: int, limit: float) -> bool:
-        """Whether `got` is right up to rounding, and clearly not what comes out when cached positions are ignored."""
+        """Whether `got` is right up to rounding, and clearly not what comes out when cached positions are ignored.
+
+        Where these change nothing (experts without attention), both differ by how products of other rows add up.
+        """
         axis = self.span.traits.batch_axis + 1
         at_once = self._step(self.span.new_cache(self.part), 0, self.inputs.seq_len)
         want = at_once.narrow(axis, position, self.inputs.seq_len - position)
         error = rms(got - want)
         ignoring = rms(self._step(self.span.new_cache(self.part), position, self.inputs.seq_len) - want)
         rounding = 4 * torch.finfo(got.dtype).eps * rms(want)
-        return error <= limit * ignoring or error <= rounding
+        return error <= max(limit * ignoring, rounding) or max(error, ignoring) <= NOTHING * rms(want)
 
     def _step(self, cache: SpanCache, start: int, end: int) -> Tensor:
         inputs = self.inputs.columns(start, end, start, self.span.traits)
