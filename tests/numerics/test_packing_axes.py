@@ -16,7 +16,17 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packed_forward import Packing, SessionCall
 
 SEVERAL_AXES = (
-    *("cosmos3_edge", "ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl"),
+    *(
+        "cohere_compass",
+        "cosmos3_edge",
+        "ernie4_5_vl_moe",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "paddleocr_vl",
+        "qwen2_5_vl",
+    ),
     *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 )
 ROWS = (1, 2, 1, 1, 1, 1, 2)
