@@ -36,14 +36,12 @@ class RemoteCall(torch.autograd.Function):
         *more: Tensor | None,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
-        outputs, stages = runner.forward(inputs.detached(), span, keep=keep)
+        # The backward is of this forward, whatever becomes of the tensors until then; adapters are copies already.
+        outputs, stages = runner.forward(inputs.copied() if keep else inputs.detached(), span, keep=keep)
         if keep:
             ctx.runner, ctx.stages = runner, stages
             ctx.like = [(t.shape, t.device, t.dtype) for t in more[len(BESIDE) :] if t is not None]
             ctx.may_overflow = _scales_losses()
-            # Saved by autograd itself, they would be computed anew under gradient checkpointing: through the swarm.
-            floats = [t for t in (hidden_states, *more) if t is not None and t.is_floating_point()]
-            ctx.versions = [(t, t._version) for t in floats if not t.is_inference()]
         return outputs
 
     @staticmethod
@@ -57,11 +55,6 @@ class RemoteCall(torch.autograd.Function):
             raise ConfigurationError(
                 "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
                 "lower the learning rate"
-            )
-        if any(tensor._version != version for tensor, version in ctx.versions):
-            raise ConfigurationError(
-                "parameters or hidden states were changed in place after the forward, so the blocks would answer "
-                "gradients of something else: call backward() before optimizer.step() and other changes"
             )
         grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
         _, _, _, _, hidden, *more = ctx.needs_input_grad

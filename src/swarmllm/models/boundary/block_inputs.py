@@ -156,6 +156,11 @@ class BlockInputs:
         )
         return replace(detached, adapter=self.adapter, inner=self.inner, whole=self.whole)
 
+    def copied(self) -> Self:
+        """The same, with tensors of its own: what callers change in place later changes nothing here."""
+        detached = self.detached()
+        return detached.with_tensors({name: tensor.clone() for name, tensor in detached.tensors().items()})
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same call on another device, with floating-point tensors in another dtype (masks keep theirs)."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
