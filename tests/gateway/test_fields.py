@@ -149,7 +149,7 @@ def test_over_http(gateway: RunningGateway) -> None:
     ("more", "words"),
     [
         ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user', 'assistant' or 'tool'"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio' can't be read"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "if it is of type image_url"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both say"),
         ({"guided_regex": "("}, "guided_regex: the regular expression can't be used"),

@@ -104,7 +104,7 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         (
             "/v1/messages",
             {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "reads text only",
+            "blocks of type 'document' can't be read here",
         ),
         ("/v1/responses", {"messages": None, "input": SAID, "background": True}, "background can only be False"),
         ("/v1/responses", {"messages": None, "input": SAID, "tools": [{"type": "web_search"}]}, "tools"),

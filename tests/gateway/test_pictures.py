@@ -1,6 +1,7 @@
 """Pictures in chats: the answer is what the local model writes, whatever API asks; what is no picture is refused."""
 
 import base64
+import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from transformers import AutoProcessor
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS
+from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO
 
 TOKENS = 8
 
@@ -118,6 +119,53 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
     assert written("What is it?", red).startswith(answer["output"][0]["content"][0]["text"])
 
 
+CALL = {"id": "c1", "name": "look"}
+TEXT = {"type": "text", "text": "Here."}
+
+
+def test_pictures_that_tools_have_found(seeing: RunningGateway) -> None:
+    """As screenshots come: in each API they cost tokens, as in a message of the user."""
+    url, name = as_url(picture("red")), seeing.gateway.models.named(None).name
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+
+    def tokens_of_messages(found: list[Any], **more: Any) -> int:
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": found, **more}
+        called = {"role": "assistant", "content": [{"type": "tool_use", "input": {}, **CALL}]}
+        told = [{"role": "user", "content": "Look."}, called, {"role": "user", "content": [result]}]
+        body = {"model": name, "max_tokens": 1, "messages": told}
+        return int(seeing.http.post("/v1/messages", json=body).json()["usage"]["input_tokens"])
+
+    def tokens_of_items(found: Any) -> int:
+        call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "c1", "output": found}
+        body = {"model": name, "input": [{"role": "user", "content": "Look."}, call, output], "max_output_tokens": 1}
+        return int(seeing.http.post("/v1/responses", json=body).json()["usage"]["input_tokens"])
+
+    image = {"type": "image", "source": source}
+    for more in ({}, {"is_error": True}):
+        assert tokens_of_messages([TEXT, image], **more) >= tokens_of_messages([TEXT], **more) + 16
+    part = {"type": "input_image", "image_url": url}
+    assert tokens_of_items([{"type": "input_text", "text": "Here."}, part]) >= tokens_of_items("Here.") + 16
+
+
+def test_pictures_where_none_can_be(seeing: RunningGateway) -> None:
+    url = as_url(picture("red"))
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+    body: dict[str, Any] = {"model": seeing.gateway.models.named(None).name, "max_tokens": 1}
+    asked = {**body, "system": [image], "messages": [{"role": "user", "content": "?"}]}
+    refused = seeing.http.post("/v1/messages", json=asked)
+    assert (refused.status_code, "system has blocks of type text only" in refused.text) == (400, True)
+    del body["max_tokens"]
+    said_by = {"role": "assistant", "content": [{"type": "input_image", "image_url": url}]}
+    refused = seeing.http.post("/v1/responses", json={**body, "input": [said_by, {"role": "user", "content": "?"}]})
+    assert (refused.status_code, "put pictures into a message of the user" in refused.text) == (400, True)
+    message = refused.json()["error"]["message"]
+    assert message.startswith("input.0: what the assistant")
+    plain = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
+    refused = seeing.http.post("/v1/chat/completions", json={**body, "messages": [plain]})
+    assert refused.json()["error"]["message"] == "messages.0.content.0.image_url: Input should be an object"
+
+
 def _bomb() -> bytes:
     """A PNG that says it is larger than any memory."""
     header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
@@ -126,6 +174,15 @@ def _bomb() -> bytes:
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _with_bad_exif() -> bytes:
+    """A JPEG that is turned, and of which the width is a text: Pillow fails when it writes that again."""
+    entries = ((0x0100, 2, 4, b"abc\0"), (0x0112, 3, 1, b"\0\6\0\0"))
+    tags = struct.pack(">2sHIH", b"MM", 42, 8, len(entries)) + b"".join(struct.pack(">HHI4s", *one) for one in entries)
+    file = io.BytesIO()
+    picture("red").save(file, "JPEG", exif=b"Exif\0\0" + tags + bytes(4))
+    return file.getvalue()
 
 
 def _url(data: bytes) -> str:
@@ -139,6 +196,10 @@ BAD = {
     _url(b"no picture at all"): "no picture in one of the formats PNG",
     _url(_bomb()): f"too large: {MAX_PIXELS} pixels at most",
     _url(as_png(picture("red"))[:-40]): "damaged",
+    _url(_with_bad_exif()): "damaged",
+    _url(
+        as_png(picture("red", (8000, 1)))
+    ): f"8000 x 1 is too narrow: its longer side may be {MAX_RATIO} times the other",
 }
 
 

@@ -14,11 +14,13 @@ from seeing_model import as_png, as_url, picture, save_seeing_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
+from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.pictures import MAX_PICTURES
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests import remote_pictures
 from swarmllm.gateway.requests.chat_messages import ChatMessage
 from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
+from swarmllm.gateway.settings import GatewayConfig
 
 PNG = as_png(picture("red"))
 
@@ -36,6 +38,8 @@ class Pictures(BaseHTTPRequestHandler):
             "red.png": lambda: self.answer(200, PNG, **{"Content-Type": "image/png; x=y"}),
             "to": lambda: self.answer(302, b"", Location=f"/{more}"),
             "away": lambda: self.answer(307, b"", Location=f"http://127.0.0.1:9/{more}"),
+            "nowhere": lambda: self.answer(302, b""),
+            "badly": lambda: self.answer(302, b"", Location="http://[::1"),
             "round": lambda: self.answer(301, b"", Location="/round"),
             "page": lambda: self.answer(200, b"<p>", **{"Content-Type": "text/html"}),
             "packed": lambda: self.answer(200, PNG, **{"Content-Type": "image/png", "Content-Encoding": "gzip"}),
@@ -130,6 +134,8 @@ def test_what_is_there_takes_the_place_of_the_address(web: Any, path: str) -> No
 
 REFUSED = {
     "round": f"redirected more than {MAX_REDIRECTS} times",
+    "nowhere": "answers 302 instead of the picture",
+    "badly": "redirects to what is no address",
     "away/red.png": "fetches no pictures from 127.0.0.1:9: see --picture_hosts",
     "to//127.0.0.1:9/": "fetches no pictures from 127.0.0.1:9",
     "page": "answers what is no picture: 'text/html'",
@@ -205,6 +211,53 @@ def test_the_address_that_was_looked_at_is_asked(web: Any, monkeypatch: pytest.M
     looked.clear()
     with pytest.raises(ApiError, match=r"pictures\.test has no public address"):
         fetched(["*"], "http://pictures.test/red.png")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "url"),
+    [
+        (["example.org:80"], "http://example.org/a"),
+        (["example.org:443"], "https://example.org/a"),
+        (["Example.org"], "https://EXAMPLE.org/a"),
+        (["b\u00fccher.example"], "https://b\u00fccher.example/a"),
+        (["example.org."], "http://example.org/a"),
+        (["::1"], "http://[::1]/a"),
+        (["[::1]:81"], "http://[::1]:81/a"),
+    ],
+)
+def test_hosts_that_are_named(hosts: list[str], url: str) -> None:
+    assert RemotePictures(hosts)._target(url).is_named
+
+
+def test_a_port_is_meant(web: Any) -> None:
+    for hosts, url in ((["example.org:80"], "https://example.org/a"), (["example.org"], "http://example.org:81/a")):
+        with pytest.raises(ApiError, match="fetches no pictures from"):
+            RemotePictures(hosts)._target(url)
+
+
+@pytest.mark.parametrize("host", ["http://example.org", "example.org/", "", "example.org:http", "me@example.org"])
+def test_what_is_no_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"no host for picture_hosts: give it like example\.org"):
+        GatewayConfig(model=("x",), picture_hosts=(host,))
+
+
+def test_those_who_wait_are_not_told_of_others_hosts(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_pictures, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(remote_pictures, "MAX_FETCHES", 1)
+
+    async def fetch() -> list[str]:
+        pictures = RemotePictures([where(web)])
+        slow = [asyncio.ensure_future(pictures.fetch(said(f"http://{where(web)}/silent"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        messages = said(f"http://{where(web)}/red.png")
+        await pictures.fetch(messages)
+        ended = await asyncio.gather(*slow, return_exceptions=True)
+        assert all("did not come within" in str(error) for error in ended)
+        return messages[0].picture_urls()
+
+    web.released.clear()
+    assert asyncio.run(fetch()) == [as_url(picture("red"))]
+    web.released.set()
 
 
 @pytest.mark.parametrize(

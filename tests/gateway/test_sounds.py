@@ -81,6 +81,7 @@ BAD = {
     "a slow one": (wav(noise(0.01), rate=1), "4000 to 192000 samples per second, not 1"),
     "a fast one": (wav(noise(0.01), rate=4_000_000), "not 4000000"),
     "no numbers": (wav(np.full(100, np.nan, np.float32), bits=32, kind=FLOAT), "samples that are no numbers"),
+    "numbers of no sound": (wav(np.full(100, 1e20, np.float32), bits=32, kind=FLOAT), "or beyond 1e"),
     "a long one": (wav(noise(LONGEST_S + 1, rate=4000), rate=4000), "longer than 20 s"),
     "an odd end": (wav(noise(0.1), data=bytes(1001))[:-301], "damaged"),
 }

@@ -35,6 +35,7 @@ _TYPES = {
 }
 _ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """Anthropic's names, where they are others."""
+_TYPE_NAMES = ("str", "int", "float", "bool")
 
 
 class ApiError(Exception):
@@ -71,10 +72,13 @@ class ApiError(Exception):
         Where a field may be of several types, what is wrong in the one that it has says more than that it has no other.
         """
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), errors[0])
+        of_types = max(errors, key=lambda e: len(e["loc"]))
+        first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)
         param = str(first["loc"][0]) if first["loc"] else None
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(str(part) for part in first["loc"] if not _names_a_type(part))
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] in ("model_type", "dict_type"):
+            message = "Input should be an object"
         return cls(400, f"{where}: {message}" if where else message, param=param, code="invalid_value")
 
     def body(self, path: str = "") -> dict[str, Any]:
@@ -92,6 +96,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(path), self.status, headers)
+
+
+def _names_a_type(part: int | str) -> bool:
+    """Whether this part of where an error is says only which of several types pydantic has tried."""
+    return isinstance(part, str) and ("[" in part or part in _TYPE_NAMES)
 
 
 def _status(error: SwarmError) -> int:

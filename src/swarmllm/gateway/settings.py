@@ -1,7 +1,10 @@
 """What the gateway can be told; `gateway/__main__` makes its flags from these fields."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from swarmllm.config import ClientConfig, ClientModelConfig, require_positive
 from swarmllm.errors import ConfigurationError
@@ -86,6 +89,8 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         super().__post_init__()
         if not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
+        for host in self.picture_hosts:
+            host_and_port(host)
         limits = (one.name for one in fields(GatewayLimits) if one.name not in MAY_BE_0)
         require_positive(self, "requests_per_minute", *limits)
         for name in MAY_BE_0:
@@ -134,3 +139,22 @@ def split_adapter(model: str) -> tuple[str, str | None]:
     """`MODEL:ADAPTER` in two; what is there as a whole is a model."""
     name, colon, adapter = model.rpartition(":")
     return (name, adapter) if colon and name and not Path(model).exists() else (model, None)
+
+
+def host_and_port(text: str) -> tuple[str, int | None]:
+    """A host of `--picture_hosts`, as the hosts of addresses are compared with it; no port: the usual ones.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    with suppress(ValueError):
+        return str(ip_address(text)), None
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = (parts.hostname or "").rstrip("."), parts.port
+        name = host if ":" in host else host.encode("idna").decode()
+    except ValueError:
+        name, port = "", None
+    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigurationError(f"{text!r} is no host for picture_hosts: give it like example.org or 10.0.0.5:8000")
+    return name, port

@@ -50,7 +50,9 @@ class Block(Body):
         if (self.type == "image") != (self.source is not None):
             raise ValueError("a block has a source if it is of type image, and only then")
         if self.type not in ("text", "thinking", "tool_use", "tool_result", "image"):
-            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
+            raise ValueError(f"blocks of type {self.type[:32]!r} can't be read here: leave them out")
+        if not isinstance(self.content, str) and any(one.type not in ("text", "image") for one in self.content):
+            raise ValueError("the content of a tool_result has blocks of the types text and image")
         return self
 
 
@@ -70,9 +72,12 @@ class AnthropicMessage(Body):
         )
         for block in blocks:
             if block.type == "tool_result":
-                found = text_of(block.content)
-                content = f"Error: {found}" if block.is_error else found
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+                found = _seen_and_said(block.content)
+                if block.is_error:
+                    found = (
+                        f"Error: {found}" if isinstance(found, str) else [{"type": "text", "text": "Error: "}, *found]
+                    )
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": found}
         said: dict[str, Any] = {"role": self.role, "content": _seen_and_said(blocks)}
         if calls := [block for block in blocks if block.type == "tool_use"]:
             said["tool_calls"] = [
@@ -139,6 +144,12 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    @model_validator(mode="after")
+    def _system_is_text(self) -> "CountRequest":
+        if isinstance(self.system, list) and any(block.type != "text" for block in self.system):
+            raise ValueError("system has blocks of type text only: put pictures into a message of the user")
+        return self
+
     def as_chat(self, model: LanguageModel) -> ChatRequest:
         """The same as OpenAI's clients would ask it.
 
@@ -204,9 +215,9 @@ class MessagesRequest(CountRequest):
         return {"stop": self.stop_sequences, **{name: getattr(self, name) for name in names}}
 
 
-def _seen_and_said(blocks: list[Block]) -> str | list[dict[str, Any]]:
+def _seen_and_said(blocks: Content) -> str | list[dict[str, Any]]:
     """As OpenAI's clients have it: parts, if there are pictures."""
-    if all(block.source is None for block in blocks):
+    if isinstance(blocks, str) or all(block.source is None for block in blocks):
         return text_of(blocks)
     parts: list[dict[str, Any]] = []
     for block in blocks:

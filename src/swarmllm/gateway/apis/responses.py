@@ -30,7 +30,7 @@ class ItemPart(Body):
         if (self.type == "input_image") != (self.image_url is not None):
             raise ValueError("a part has an image_url if it is of type input_image, and only then")
         if self.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text", "input_image"):
-            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
+            raise ValueError(f"parts of type {self.type[:32]!r} can't be read here: leave them out")
         return self
 
 
@@ -50,10 +50,18 @@ class Item(Body):
     arguments: str = "{}"
     output: str | list[ItemPart] = ""
 
+    @model_validator(mode="after")
+    def _shows_pictures_to_the_model(self) -> "Item":
+        written = self.content if self.role == "assistant" or self.type == "reasoning" else None
+        parts = [part for some in (written, self.summary) if isinstance(some, list) for part in some]
+        if any(part.image_url is not None for part in parts):
+            raise ValueError("what the assistant has written is text: put pictures into a message of the user")
+        return self
+
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """As chats have it: thoughts, text and calls of one turn are one message there."""
         if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _seen_and_said(self.output)})
             return
         if self.type == "message" and self.role != "assistant":
             messages.append({"role": self.role, "content": _seen_and_said(self.content)})

@@ -27,6 +27,9 @@ MAX_PICTURES = 16
 """In one request. Assumed."""
 MAX_PIXELS = 1 << 25
 """Of one picture: 33 megapixels, 100 MB when unpacked; phones take 12 to 50. A file of some kilobytes can be larger."""
+MAX_RATIO = 50
+"""Of its longer side to its shorter one: many processors scale the shorter one to some hundred pixels, and a strip of
+8000 x 1 took 9 GB then (measured with CLIP's). Assumed: pages of a web site, photographed as a whole, have up to 20."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
@@ -63,22 +66,30 @@ def read_picture(url: str) -> "Image":
             "gateway with --picture_hosts"
         )
     try:
-        data = base64.b64decode(url[found.end() :], validate=True)
+        data = base64.b64decode("".join(url[found.end() :].split()), validate=True)
     except (binascii.Error, ValueError):
         raise bad_picture("image_url is not valid base64") from None
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise bad_picture(
-                    f"a picture of {picture.width} x {picture.height} is too large: {MAX_PIXELS} pixels at most"
-                )
+            _check_size(picture.width, picture.height)
             return ImageOps.exif_transpose(picture).convert("RGB")
+    except ApiError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise bad_picture(f"the picture is too large: {MAX_PIXELS} pixels at most") from None
     except UnidentifiedImageError:
         raise bad_picture(f"image_url is no picture in one of the formats {', '.join(FORMATS)}") from None
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:  # Pillow's, of damaged files
+    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
         raise bad_picture(f"the picture is damaged: {error}") from None
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise bad_picture(f"a picture of {width} x {height} is too large: {MAX_PIXELS} pixels at most")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise bad_picture(
+            f"a picture of {width} x {height} is too narrow: its longer side may be {MAX_RATIO} times the other"
+        )
 
 
 class Eyes:
@@ -121,6 +132,8 @@ class Eyes:
         try:
             text = processor.apply_chat_template(messages, tokenize=False, **options)
             encoded = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+        except MemoryError:
+            raise bad_picture("the pictures need more memory than there is: send smaller or fewer ones") from None
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigurationError(f"the model's processor can't take these messages: {error}") from None
         seen = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}

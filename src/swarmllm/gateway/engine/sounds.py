@@ -26,6 +26,8 @@ them to the model's rate depends on it."""
 FORMATS = ("wav", "mp3", "flac", "ogg", "mov", "matroska", "aac", "mpeg")
 """ffmpeg's names of what it may take the file for: OpenAI's list (m4a and mp4 are `mov`, webm is `matroska`). Others,
 as playlists, can name further files."""
+LOUDEST = 1e6
+"""A sample far beyond 1: some programs write 16 bits as floats of up to 32768. Models make no numbers of 1e20."""
 FFMPEG_TIMEOUT_S = 120.0
 """Assumed: an hour of mp3 takes some seconds of one core."""
 
@@ -49,6 +51,10 @@ def read_sound(file: IO[bytes], rate: int, longest_s: float) -> Samples:
         raise _bad("the file holds no sound: it has 0 samples")
     if len(samples) > longest_s * rate:
         raise _too_long(longest_s)
+    if not np.abs(samples).max() <= LOUDEST:
+        raise _bad(
+            f"the file has samples that are no numbers, or beyond {LOUDEST:g}, where those of a sound are below 1"
+        )
     return samples
 
 
@@ -71,8 +77,6 @@ def _read_wav(file: IO[bytes], rate: int, longest_s: float) -> Samples | None:
     samples = _as_floats(data)
     if samples.ndim > 1:
         samples = samples.mean(axis=1)
-    if not np.isfinite(samples).all():
-        raise _bad("the WAV has samples that are no numbers")
     return _resampled(samples, found_rate, rate)
 
 

@@ -48,7 +48,9 @@ class TranscriptionRequest(Body):
     prompt: Annotated[Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None, BeforeValidator(_or_none)] = Field(
         None, description="What was said before, or how words are written."
     )
-    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    response_format: Annotated[
+        Literal["json", "text", "srt", "verbose_json", "vtt"], BeforeValidator(lambda value: value or "json")
+    ] = "json"
     temperature: Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_or_none)] = Field(
         None, description="0: higher where what is written is improbable."
     )

@@ -27,7 +27,7 @@ class ContentPart(Body):
     @model_validator(mode="after")
     def _is_text_or_picture(self) -> "ContentPart":
         if self.type not in ("text", "image_url"):
-            raise ValueError(f"this model reads text only, so leave out what is of type {self.type[:32]!r}")
+            raise ValueError(f"parts of type {self.type[:32]!r} can't be read here: leave them out")
         if (self.type == "image_url") != (self.image_url is not None):
             raise ValueError("a part has an image_url if it is of type image_url, and only then")
         return self

@@ -19,6 +19,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from swarmllm.gateway.engine.pictures import MAX_PICTURES, bad_picture
 from swarmllm.gateway.requests.chat_messages import ChatMessage, ImageUrl
+from swarmllm.gateway.settings import host_and_port
 from swarmllm.version import __version__
 
 ANY_HOST = "*"
@@ -27,8 +28,8 @@ MAX_BYTES = 20 << 20
 TIMEOUT_S = 20.0
 """For all pictures of a request. Assumed."""
 MAX_REDIRECTS = 3
-MAX_FETCHES = 8
-"""Requests whose pictures are fetched at a time."""
+MAX_FETCHES = 32
+"""Requests whose pictures are fetched at a time: 640 MB at worst. With fewer, some slow hosts would hold up all."""
 _HEAD_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443}
 _REMOTE = re.compile(r"https?://", re.IGNORECASE)
@@ -57,7 +58,7 @@ class RemotePictures:
     """Made once per gateway. `hosts` are names, with a port unless it is the usual one; `*`: any public address."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = frozenset(map(host_and_port, hosts))
         self._free = asyncio.Semaphore(MAX_FETCHES)
 
     async def fetch(self, messages: Sequence[ChatMessage]) -> None:
@@ -72,7 +73,7 @@ class RemotePictures:
         if len(places) > MAX_PICTURES:
             raise bad_picture(f"{len(places)} pictures are too many: {MAX_PICTURES} at most")
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._free:
+            async with self._free, asyncio.timeout(TIMEOUT_S):  # those who wait are not told that their host is slow
                 left = MAX_BYTES
                 for place in places:
                     kind, data = await self._found(place.url, left)
@@ -86,8 +87,11 @@ class RemotePictures:
         for _ in range(MAX_REDIRECTS + 1):
             target = self._target(url)
             answer, data = _read(await _asked(target, max_bytes), target, max_bytes)
-            if answer.status in (301, 302, 303, 307, 308):
-                url = urljoin(url, answer.getheader("location", ""))
+            if answer.status in (301, 302, 303, 307, 308) and (location := answer.getheader("location")):
+                try:
+                    url = urljoin(url, location)
+                except ValueError:
+                    raise bad_picture(f"{target.authority} redirects to what is no address") from None
                 continue
             if answer.status != 200:
                 raise bad_picture(f"{target.authority} answers {answer.status} instead of the picture")
@@ -111,10 +115,11 @@ class RemotePictures:
             raise bad_picture("pictures are fetched from http:// and https:// addresses without a user's name")
         port = port or _PORTS[scheme]
         path = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
-        target = _Target(scheme, host, port, path, is_named=False)
-        if target.authority in self._hosts:
-            return _Target(scheme, host, port, path, is_named=True)
-        if ANY_HOST not in self._hosts or port not in _PORTS.values():
+        is_named = (host, port) in self._hosts or ((host, None) in self._hosts and port == _PORTS[scheme])
+        target = _Target(scheme, host, port, path, is_named)
+        if is_named:
+            return target
+        if (ANY_HOST, None) not in self._hosts or port not in _PORTS.values():
             raise bad_picture(f"this gateway fetches no pictures from {target.authority[:128]}: see --picture_hosts")
         return target
 
