@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   swarmllm status --initial_peers MADDR
   swarmllm status --model bigscience/bloom --json
+
+columns, of each server's whole span of blocks:
+  tokens/s  how many it computes of batches, as it measured
+  ms/token  what a token of one text takes there
+  p95 ms    the same for the slowest 5 % of its last steps, waiting included
+  served    tokens of texts since it began
+  failed    requests that failed there since then, whoever's fault it was
+  cache     tokens of texts for which it has room
+  weights   the format that it keeps them in
 """
 
 SECOND_LOOK_S = 1.0
