@@ -111,6 +111,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * NUM_BLOCKS,
         "intermediate_size": [96] * NUM_BLOCKS,
     },
+    **dict.fromkeys(("gemma3_text", "kolibri1"), {"layer_types": SLIDING_AND_FULL}),
     "gemma3n_shared_kv": {
         "layer_types": SLIDING_AND_FULL,
         "activation_sparsity_pattern": [0.0] * NUM_BLOCKS,
@@ -138,6 +139,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {**LATENT_ATTENTION, "layer_types": LINEAR_AND_FULL, "linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": {"layer_types": CONV_AND_FULL},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "sliding_attention"]},
     "lfm2_moe": {"layer_types": CONV_AND_FULL},
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0], "interleave_moe_layer_step": 2, "attention_chunk_size": 5},
     "longcat_flash": LATENT_ATTENTION,
