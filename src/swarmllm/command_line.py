@@ -179,13 +179,17 @@ class Parser(argparse.ArgumentParser):
         except (OSError, tomllib.TOMLDecodeError) as error:
             self.error(f"can't read --config {path}: {error}")
         flags: list[str] = []
+        known = {name for action in self._actions for name in action.option_strings}
         for key, value in table.items():
-            flag = _underscored(f"--{key}")
-            if value is False or flag in given:
+            flag, given_value = _underscored(f"--{key}"), value
+            off = f"--no_{flag[2:]}"
+            if isinstance(value, bool) and off in known:  # a setting that is on without a flag
+                flag, given_value = off, not value
+            if flag in given or (given_value is False and flag in known):
                 continue
             flags.append(flag)
-            if value is not True:
-                flags.extend(str(item) for item in (value if isinstance(value, list) else [value]))
+            if given_value is not True:
+                flags.extend(str(item) for item in (given_value if isinstance(given_value, list) else [given_value]))
         return flags
 
 

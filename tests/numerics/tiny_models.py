@@ -111,7 +111,8 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * NUM_BLOCKS,
         "intermediate_size": [96] * NUM_BLOCKS,
     },
-    **dict.fromkeys(("gemma3_text", "kolibri1"), {"layer_types": SLIDING_AND_FULL}),
+    "gemma3_text": {"layer_types": SLIDING_AND_FULL},
+    "kolibri1": {"layer_types": SLIDING_AND_FULL},
     "gemma3n_shared_kv": {
         "layer_types": SLIDING_AND_FULL,
         "activation_sparsity_pattern": [0.0] * NUM_BLOCKS,

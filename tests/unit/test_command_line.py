@@ -7,7 +7,7 @@ import subprocess
 import sys
 from argparse import SUPPRESS
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -186,8 +186,32 @@ def test_false_in_the_file_is_a_flag_left_out(parser: Parser, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("relay = false", {"relay": False}),
+        ("no_relay = true", {"relay": False}),
+        ("relay = true", {}),
+        ("no_relay = false", {}),
+        ("lan_discovery = false\nrelay = false", {"lan_discovery": False, "relay": False}),
+    ],
+)
+def test_a_file_turns_off_what_is_on_without_a_flag(text: str, wanted: dict[str, bool], tmp_path: Path) -> None:
+    path = tmp_path / "flags.toml"
+    path.write_text(text)
+    given = ["--model", "m", "--new_swarm"]
+    assert parse_config([*given, "--config", str(path)]) == replace(parse_config(given), **wanted)  # type: ignore[arg-type]
+    if wanted:
+        assert parse_config([*given, "--config", str(path)]) != parse_config(given)
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
-    [("num_blocks = ", "can't read --config"), ("no_such_flag = 3", "no_such_flag"), (None, "can't read --config")],
+    [
+        ("num_blocks = ", "can't read --config"),
+        ("no_such_flag = 3", "no_such_flag"),
+        ("no_such_flag = false", "no_such_flag"),
+        (None, "can't read --config"),
+    ],
 )
 def test_a_bad_file_is_one_sentence(
     parser: Parser, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, complaint: str
