@@ -196,13 +196,12 @@ class _DeviceServer:
 
     async def _run_once(self) -> int:
         """Its exit code. Ends it if cancelled."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "swarmllm.server.one_device"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal reaches this process, which ends the others
-        )
+        starting = asyncio.create_task(_start())
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # asyncio would wait there for all that hold its pipes
+            await _end(await starting)
+            raise
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -230,6 +229,16 @@ class _DeviceServer:
     async def _pass_on_log(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "swarmllm.server.one_device"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in the terminal reaches this process, which ends the others
+    )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

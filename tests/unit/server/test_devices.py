@@ -214,19 +214,31 @@ def test_flags() -> None:
     assert parse_config([*ASKED, "--device_map", "cuda:0=12", "cpu=4"]).device_map == ("cuda:0=12", "cpu=4")
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    at_once: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As followers of --tensor_parallel that are still starting when Ctrl-C comes."""
+    """As followers of --tensor_parallel that are still starting when Ctrl-C comes; or it comes while pipes are made."""
     program, holder = tmp_path / "program", tmp_path / "holder"
     program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {holder}.new && mv {holder}.new {holder}\nexec sleep 60\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     running = asyncio.create_task(_DeviceServer("cpu", config(), ()).run())
     monkeypatch.setattr(devices, "STOP_TIMEOUT_S", 0.5)
+    if at_once:
+        connect = asyncio.base_subprocess.BaseSubprocessTransport._connect_pipes
+
+        async def connected(self: Any, waiter: Any) -> None:
+            while not holder.exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await connect(self, waiter)
+
+        monkeypatch.setattr(asyncio.base_subprocess.BaseSubprocessTransport, "_connect_pipes", connected)
     while not holder.exists():  # noqa: ASYNC110 - another process makes it
         await asyncio.sleep(0.01)
-    running.cancel()
+    if not at_once:
+        running.cancel()
     await asyncio.wait({running}, timeout=20)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     still = (await asyncio.wait(left, timeout=10))[1] if left else set()
