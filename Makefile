@@ -35,7 +35,7 @@ help:
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
-	@echo "make bench        all benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
+	@echo "make bench        the main benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
 	@echo "make wheel        dist/*.whl with the compiled kernels, for machines without a compiler"
 	@echo "make audit        known vulnerabilities of what constraints.txt pins"
 	@echo "make hashes       renews hashes/ after a change of constraints.txt; make base-image: the digest in the Dockerfile"

@@ -68,7 +68,8 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     port: int = 8080
     """TCP port to listen on; 0 = any free one."""
     api_keys_file: str | None = None
-    """File with one API key per line. Then /v1 and /ws need one of them. None = no keys."""
+    """File with one API key per line. Then all APIs need one of them; pages, /health, /metrics and /api/swarm don't.
+    None = no keys."""
     lenient: bool = False
     """Ignore fields of requests that the gateway doesn't know, instead of refusing them by name."""
     requests_per_minute: int | None = None

@@ -61,7 +61,7 @@ class ServerMetrics(Collector):
         yield "queued_calls", "Steps and batches that wait or are computed.", self._executor.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
         p95 = self._executor.thread.step_ms_p95
-        yield "step_ms_p95", "What 95 of the last 100 decode steps were ready within.", p95
+        yield "step_ms_p95", "Within which 95 % of the last 512 decode steps were ready.", p95
         yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
         yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
         yield "cache_leased_bytes", "Of it, set aside for sessions.", budget.leased_bytes

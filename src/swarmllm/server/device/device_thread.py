@@ -72,7 +72,7 @@ class DeviceThread:
 
     @property
     def step_ms_p95(self) -> float:
-        """What 95 of the last 100 decode steps were ready within, waiting included."""
+        """Within which 95 % of the last decode steps were ready, waiting included."""
         return self._meter.step_ms_p95()
 
     def put(self, call: Call) -> None:

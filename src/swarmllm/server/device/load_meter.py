@@ -51,7 +51,7 @@ class LoadMeter:
         )
 
     def step_ms_p95(self) -> float:
-        """What 95 of the last 100 decode steps were ready within; 0 if there was none."""
+        """Within which 95 % of the last 512 decode steps were ready; 0 if there was none."""
         last = sorted(self._step_s.copy())  # a copy in one go, since the device thread goes on counting
         return last[int(0.95 * (len(last) - 1))] * 1e3 if last else 0.0
 
