@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from persona import ANSWERS, QUESTIONS, answer
-from runs import StepTimes, default_model, save_loss_curve, settings, swarm_for, tokenizer_of
+from runs import StepTimes, check_resumes, default_model, save_loss_curve, settings, swarm_for, tokenizer_of
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
+    if args.resume:
+        check_resumes(args.output_dir)
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)

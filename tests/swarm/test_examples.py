@@ -92,7 +92,7 @@ def test_a_head_of_ones_own(repo_root: Path, tmp_path: Path) -> None:
     assert float(accuracy) >= 0.8
 
 
-@pytest.mark.parametrize("name", ["classification.py", "persona.py"])
+@pytest.mark.parametrize("name", ["classification.py", "persona.py", "recipe.py"])
 def test_nothing_to_go_on_from(name: str, repo_root: Path, tmp_path: Path) -> None:
     command = [sys.executable, repo_root / "examples" / name, "--resume", "--output_dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True)
