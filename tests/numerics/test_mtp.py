@@ -155,6 +155,22 @@ def test_a_text_sees_its_own_forwards_alone(llama: WithHead) -> None:
         torch.testing.assert_close(torch.stack(drafter._seen), expected)
 
 
+def test_threads_share_a_head(llama: WithHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that one of them moved in place would vanish under the others: Python crashed so."""
+    head = load_mtp_head(llama.model, wanted_mtp_weights(open_checkpoint(str(llama.directory))), torch.float32)
+    tokens, random = text(5), torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, llama.model.config.hidden_size, generator=random)
+    wanted = head.states(tokens, hidden, head.new_cache())
+    with monkeypatch.context() as fixed:
+        fixed.setattr(torch.nn.Module, "to", lambda *_, **__: pytest.fail("weights move"))
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: head.states(tokens, hidden, head.new_cache()), range(100)))
+    assert all(torch.equal(one, wanted) for one in found)
+    parts = head._parts
+    assert head._parts_for(hidden.double()) is not parts
+    assert all(weight.dtype == torch.float32 for weight in parts.parameters()), "those in use stay as they are"
+
+
 def test_without_a_head_nothing_is_guessed() -> None:
     drafter = MtpDrafter(lambda: None)
     drafter._seen = list(torch.randn(3, 8))

@@ -6,6 +6,7 @@ says; its block is run as servers run theirs, by the architecture's own forward.
 
 import copy
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class MtpHead:
         parts = zip(names, (norm, copy.deepcopy(norm), projection, copy.deepcopy(norm)), strict=True)
         self._parts = nn.ModuleList(_with_weight(part, read[name], name) for name, part in parts)
         self._parts.requires_grad_(False)
+        self._moving = threading.Lock()
 
     def new_cache(self) -> SpanCache:
         """An empty cache of pairs, which `states` fills and which can be rolled back."""
@@ -54,13 +56,21 @@ class MtpHead:
         """Feed pairs: hidden states `[seq, hidden]` behind the final norm, of the model or of this head, each with the
         token after it. Returns what the head makes of them, `[seq, hidden]`, for `best` or for its next pair.
         """
-        token_norm, hidden_norm, projection, final_norm = self._parts.to(hidden.device, hidden.dtype)
+        token_norm, hidden_norm, projection, final_norm = self._parts_for(hidden)
         ids = torch.tensor([tokens], device=hidden.device)
         pair = token_norm(self._embed(ids).to(hidden.dtype)), hidden_norm(hidden[None])
         joined = torch.cat(pair[::-1] if self._hidden_first else pair, dim=-1)
         inputs = BlockInputs(hidden_states=projection(joined), batch_size=1, seq_len=len(tokens))
         found: Tensor = final_norm(self._block.forward(inputs, cache=cache))
         return found[0]
+
+    def _parts_for(self, hidden: Tensor) -> nn.ModuleList:
+        """In its dtype and where it is. Never moved in place: other threads may be computing with them."""
+        with self._moving:
+            weight = next(self._parts.parameters())
+            if (weight.device, weight.dtype) != (hidden.device, hidden.dtype):
+                self._parts = copy.deepcopy(self._parts).to(hidden.device, hidden.dtype)
+            return self._parts
 
     @torch.no_grad()
     def best(self, state: Tensor) -> int:
