@@ -47,6 +47,9 @@ ARCHITECTURES = {
 }
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Relative. Rounding to bfloat16 in other places than the reference changes which expert a token goes to."""
+ROUNDS_MORE = {"zamba2": 2}
+"""Times that. Its state spaces add roundings up: 0.106 on a processor with AVX2 alone, where products add up in another
+order, below 0.1 with AVX-512."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,7 +117,7 @@ def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dty
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     full = load_block_span(checkpoint, Span(0, 4), dtype=dtype, progress=False)
-    tolerance = TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype] * ROUNDS_MORE.get(model_type, 1)
     for quant_type in ("int8", "nf4", _one_of_few_bits(model_type)):
         quantization = EVERYTHING[quant_type]
         blocks = load_block_span(checkpoint, Span(0, 4), dtype=dtype, quantization=quantization, progress=False)
