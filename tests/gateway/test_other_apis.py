@@ -17,7 +17,7 @@ from web_gateway import NAME, RunningGateway, running_gateway
 from swarmllm import LocalSwarm
 from swarmllm.gateway.apis.anthropic_messages import MessagesRequest
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
-from swarmllm.gateway.apis.responses import ResponsesRequest
+from swarmllm.gateway.apis.responses import Item, ResponsesRequest
 from swarmllm.gateway.apis.stored_responses import StoredResponses
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
@@ -323,3 +323,12 @@ def test_keys_in_each_apis_own_header(swarm: LocalSwarm, tmp_path: Any) -> None:
         assert gateway.http.post("/v1/messages", json=asked, headers={"x-api-key": "secret"}).status_code == 200
         wrong = gateway.http.post("/v1/messages", json=asked, headers={"x-api-key": "wrong"})
         assert wrong.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("content", [None, [], [{"type": "reasoning_text", "text": "Hm."}]])
+def test_thoughts_of_earlier_answers(content: list[dict[str, str]] | None) -> None:
+    """Whole, or in short where an answer of another service has only that."""
+    short = [{"type": "summary_text", "text": "In short."}]
+    messages: list[dict[str, Any]] = []
+    Item.model_validate({"type": "reasoning", "content": content, "summary": short}).add_to(messages)
+    assert messages[0]["reasoning_content"] == ("Hm." if content else "In short.")

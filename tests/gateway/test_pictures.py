@@ -16,7 +16,8 @@ from transformers import AutoProcessor
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO
+from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes
+from swarmllm.gateway.errors import ApiError
 
 TOKENS = 8
 
@@ -117,6 +118,20 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
     body = {"model": name, "input": [{"role": "user", "content": parts}], "max_output_tokens": TOKENS, "temperature": 0}
     answer = seeing.http.post("/v1/responses", json=body).json()
     assert written("What is it?", red).startswith(answer["output"][0]["content"][0]["text"])
+
+
+def test_lack_of_memory_is_one_requests_own() -> None:
+    class Processor:
+        apply_chat_template = staticmethod(lambda *_, **__: "")
+
+        def __call__(self, **_: Any) -> None:
+            raise MemoryError
+
+    eyes = Eyes("some/model", None)
+    eyes.__dict__["_loaded"] = Processor()
+    with pytest.raises(ApiError, match="need more memory than there is: send smaller or fewer ones") as refused:
+        eyes.encode_chat([], [as_url(picture("red"))], {})
+    assert refused.value.status == 400
 
 
 CALL = {"id": "c1", "name": "look"}

@@ -229,7 +229,7 @@ def test_hosts_that_are_named(hosts: list[str], url: str) -> None:
     assert RemotePictures(hosts)._target(url).is_named
 
 
-def test_a_port_is_meant(web: Any) -> None:
+def test_a_port_is_meant() -> None:
     for hosts, url in ((["example.org:80"], "https://example.org/a"), (["example.org"], "http://example.org:81/a")):
         with pytest.raises(ApiError, match="fetches no pictures from"):
             RemotePictures(hosts)._target(url)

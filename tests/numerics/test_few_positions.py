@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.numerics import tiny_encoder_decoders, tiny_hearing_models
+from tests.numerics.test_encoder_decoders import EXACT
 from tests.selection import sampled
 from tiny_models import tiny_config
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
@@ -13,7 +14,6 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import REFUSED_ARCHITECTURES
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer
@@ -69,11 +69,9 @@ def test_a_server_starts(model_type: str, positions: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("nothing_is_left_out")
-@pytest.mark.parametrize("name", sampled([*tiny_encoder_decoders.names(), "whisper"], 6))
+@pytest.mark.parametrize("name", sampled([*EXACT, "whisper"], 6))
 def test_both_stacks_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
     """With fewer positions for what is written than for what is read, by whatever names, and one that no stack has."""
-    if name in REFUSED_ARCHITECTURES:
-        pytest.skip("refused")
     tiny = tiny_hearing_models if name == "whisper" else tiny_encoder_decoders
     config: Any = tiny.tiny_config(name)
     for field, positions in LENGTHS.items():

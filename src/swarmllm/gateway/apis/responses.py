@@ -72,7 +72,7 @@ class Item(Body):
         if self.type == "message":
             turn["content"] += _text(self.content)
         elif self.type == "reasoning":
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(self.content)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + (_text(self.content) or _text(self.summary))
         else:
             function = {"name": self.name, "arguments": self.arguments}
             turn.setdefault("tool_calls", []).append({"id": self.call_id, "function": function})
