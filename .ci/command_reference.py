@@ -19,8 +19,7 @@ from TOML.
 
 
 def _screen(parser: Parser) -> str:
-    parser._explain(at_length=True)
-    return f"```\n{parser._format_groups(list(parser._action_groups), 0).rstrip()}\n```\n"
+    return f"```\n{parser.format_all(at_length=True).rstrip()}\n```\n"
 
 
 def reference() -> str:

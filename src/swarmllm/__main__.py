@@ -27,7 +27,7 @@ COMMANDS = {
     "server": Command(
         "swarmllm.server.__main__",
         "serve some blocks of a model",
-        "swarmllm server --model M --num_blocks 8 --initial_peers MADDR",
+        "swarmllm server --model M --num_blocks 8 --initial_peers ADDRESS",
     ),
     "dht": Command(
         "swarmllm.commands.dht",
@@ -37,22 +37,22 @@ COMMANDS = {
     "generate": Command(
         "swarmllm.commands.generate",
         "text from a swarm, as it comes",
-        'swarmllm generate --model M --initial_peers MADDR "A tale"',
+        'swarmllm generate --model M --initial_peers ADDRESS "A tale"',
     ),
     "chat": Command(
         "swarmllm.commands.chat",
         "a conversation with a model of the swarm",
-        "swarmllm chat --model M --initial_peers MADDR",
+        "swarmllm chat --model M --initial_peers ADDRESS",
     ),
     "status": Command(
         "swarmllm.commands.status",
         "who serves what, and what is missing",
-        "swarmllm status --initial_peers MADDR",
+        "swarmllm status --initial_peers ADDRESS",
     ),
     "gateway": Command(
         "swarmllm.gateway.__main__",
         "a web API like OpenAI's, a chat page, a picture of the swarm",
-        "swarmllm gateway --model M --initial_peers MADDR",
+        "swarmllm gateway --model M --initial_peers ADDRESS",
     ),
     "adapters": Command(
         "swarmllm.commands.adapters",
@@ -62,7 +62,7 @@ COMMANDS = {
     "doctor": Command(
         "swarmllm.commands.doctor.command",
         "checks this machine and network, and names what to mend",
-        "swarmllm doctor --model M --initial_peers MADDR",
+        "swarmllm doctor --model M --initial_peers ADDRESS",
     ),
     "demo": Command(
         "swarmllm.demo.__main__",
@@ -82,7 +82,13 @@ def help_text() -> str:
     ]
     for name, command in COMMANDS.items():
         lines += [f"  {name:<10}{command.does}", f"  {'':<10}$ {command.example}"]
-    lines += ["", "  --version   the version of swarmllm", "  --help      this screen"]
+    lines += [
+        "",
+        "ADDRESS is what a server prints behind --initial_peers when it starts.",
+        "",
+        "  --version   the version of swarmllm",
+        "  --help      this screen",
+    ]
     return "\n".join(lines)
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import textwrap
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -36,8 +35,10 @@ STDERR = 2
 """The last of the file descriptors that every process should have."""
 
 HELP_COLUMNS = 80
-HELP_LINES = 60
-"""So big a screen `--help` may fill; what doesn't fit is behind `--help_all`."""
+ADDRESS = """
+ADDRESS is what a server prints behind --initial_peers when it starts; a client
+or server on the same local network finds the swarm without it.
+"""
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -54,20 +55,24 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes `--num-blocks` for `--num_blocks`, and only reports the flags that were given."""
+    """An ArgumentParser that takes `--num-blocks` for `--num_blocks`, and only reports the flags that were given.
 
-    def __init__(self, *, prog: str, description: str, epilog: str = "") -> None:
+    `common` names the settings that `--help` shows, in this order; the others are behind `--help_all`. None: all.
+    """
+
+    def __init__(self, *, prog: str, description: str, epilog: str = "", common: Sequence[str] | None = None) -> None:
         super().__init__(
             prog=prog,
             usage=f"{prog} [OPTIONS]",
             description=description,
-            epilog=epilog,
+            epilog=epilog + ADDRESS if "ADDRESS" in epilog else epilog,
             formatter_class=_HelpFormatter,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
         self.add_argument("--config", metavar="FILE", help="TOML file with flags as keys; flags given here win")
         self._settings: list[tuple[argparse.Action, type, Field[Any]]] = []
+        self._common = common
 
     def add_settings(
         self, config_type: type, classes: Sequence[type], *groups: type, without: Sequence[str] = ()
@@ -91,31 +96,38 @@ class Parser(argparse.ArgumentParser):
                 self._settings.append((action, owner, one))
 
     def format_help(self) -> str:
-        """The screen of `--help`: without the last groups of flags if it would be too long with them."""
+        """The screen of `--help`: the common flags only, each with one sentence."""
         self._explain(at_length=False)
-        groups, hidden = list(self._action_groups), 0
-        while len((text := self._format_groups(groups, hidden)).splitlines()) > HELP_LINES and hidden < len(groups) - 2:
-            hidden += 1
-        return text
+        if self._common is None:
+            return self.format_all()
+        of_settings = {action.dest: action for action, _, _ in self._settings}
+        others = [action for action in self._actions if action.dest not in of_settings]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        formatter.add_arguments([*others, *(of_settings[name] for name in self._common)])
+        formatter.end_section()
+        hidden = sum(action.help != argparse.SUPPRESS for action in of_settings.values()) - len(self._common)
+        formatter.add_text(f"{hidden} more flags, and more about these: --help_all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def _explain(self, *, at_length: bool) -> None:
         for action, owner, one in self._settings:
             action.help = flag_help(one, owner, at_length=at_length)
 
-    def _format_groups(self, groups: list[Any], hidden: int) -> str:
-        """The screen without the last `hidden` groups, which are named instead."""
-        shown = groups[: len(groups) - hidden]
+    def format_all(self, *, at_length: bool = False) -> str:
+        """A screen with all flags, in their groups; `at_length`: with all that their docstrings say."""
+        self._explain(at_length=at_length)
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        for group in shown:
+        for group in self._action_groups:
             formatter.start_section(group.title)
             formatter.add_text(group.description)
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
-        if hidden:
-            titles = "; ".join(group.title for group in groups[len(shown) :])
-            formatter.add_text(textwrap.fill(f"further flags, shown by --help_all: {titles}", HELP_COLUMNS))
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
@@ -137,8 +149,7 @@ class Parser(argparse.ArgumentParser):
         for path in _values_of("--config", argv):
             from_file = self._flags_of(path, given)
         if "--help_all" in argv:
-            self._explain(at_length=True)
-            print(self._format_groups(list(self._action_groups), 0), end="")
+            print(self.format_all(at_length=True), end="")
             sys.exit(0)
         flags = [*from_file, *argv]
         self._refuse_unknown(flags[: len(from_file) + end])
@@ -216,10 +227,17 @@ def set_up_logging(default_level: str = "INFO") -> None:
     )
     logging.getLogger("swarmllm").setLevel(name)
     if name == "WARNING" and default_level == "WARNING":
-        # Who waits for seconds wants to know for what, in commands that say nothing else as well.
-        logging.getLogger("swarmllm.network.p2p.discovery").setLevel(logging.INFO)
+        # Commands that say nothing else still say what takes seconds.
+        for waiting in ("swarmllm.network.p2p.discovery", __name__):
+            logging.getLogger(waiting).setLevel(logging.INFO)
     if name != "DEBUG":
         warnings.simplefilter("ignore")  # third parties' warnings mean nothing to whoever runs a command
+
+
+def announce_imports(*, torch: bool = True) -> None:
+    """Say that imports take the next seconds, unless they are done. Call it once the flags are known to be right."""
+    if ("torch" if torch else "hivemind") not in sys.modules:
+        logger.info("importing %s …", "PyTorch and transformers" if torch else "the peer-to-peer library")
 
 
 def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:

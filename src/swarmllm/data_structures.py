@@ -27,7 +27,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
-            raise ValueError(f"a span needs 0 <= start < end, got [{self.start}, {self.end})")
+            raise ValueError(f"a span needs 0 <= start < end, got {self.start}:{self.end}")
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -42,7 +42,8 @@ class Span:
         return isinstance(item, int) and self.start <= item < self.end
 
     def __str__(self) -> str:
-        return f"[{self.start}, {self.end})"
+        """As people write it, and as `--block_indices` takes it."""
+        return f"{self.start}:{self.end}"
 
 
 class ServerState(IntEnum):
@@ -185,7 +186,7 @@ class ServerInfo(PeerModel):
     def _span_is_not_empty(self) -> "ServerInfo":
         for start, end in ((self.start, self.end), self.claim or (0, 1)):
             if start >= end:
-                raise ValueError(f"empty span [{start}, {end})")
+                raise ValueError(f"empty span {start}:{end}")
         return self
 
     @property

@@ -120,7 +120,7 @@ def test_ghosts_alone_are_named_in_the_end(blocks: Blocks) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.2) as swarm:
         swarm.servers[1].listed = False
         swarm.ghosts = [ghost(0, 3), ghost(1, 3)]
-        with pytest.raises(MissingBlocksError, match="blocks 3–5") as caught:
+        with pytest.raises(MissingBlocksError, match="blocks 3:6") as caught:
             blocks.loop.run(new_traits(swarm))
         assert caught.value.block_idxs == (3, 4, 5)
 

@@ -249,7 +249,7 @@ def test_a_server_that_is_announced_and_dead_is_waited_for(blocks: Blocks, num_t
 def test_in_the_end_the_missing_blocks_are_named(blocks: Blocks) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=8, route_timeout_s=0.2) as swarm:
         swarm.kill(swarm.servers[1])
-        with swarm.session() as session, pytest.raises(MissingBlocksError, match="blocks 3–5") as caught:
+        with swarm.session() as session, pytest.raises(MissingBlocksError, match="blocks 3:6") as caught:
             session.step(hidden_states(1, 5))
         assert caught.value.block_idxs == (3, 4, 5)
 

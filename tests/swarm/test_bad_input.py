@@ -257,7 +257,7 @@ def test_blocks_that_nobody_serves(llama: Path, swarm: LocalSwarm) -> None:
     only = [swarm.servers[0].peer_id]
 
     with (
-        pytest.raises(MissingBlocksError, match="blocks 3–7") as caught,
+        pytest.raises(MissingBlocksError, match="blocks 3:8") as caught,
         connected(llama, swarm.initial_peers, allowed_servers=only, route_timeout_s=1),
     ):
         pass
@@ -268,7 +268,7 @@ def test_blocked_servers_are_not_used(llama: Path, swarm: LocalSwarm) -> None:
     blocked = [swarm.servers[1].peer_id]
 
     with (
-        pytest.raises(MissingBlocksError, match="blocks 3–7"),
+        pytest.raises(MissingBlocksError, match="blocks 3:8"),
         connected(llama, swarm.initial_peers, blocked_servers=blocked, route_timeout_s=1),
     ):
         pass

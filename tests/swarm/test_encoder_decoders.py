@@ -112,8 +112,8 @@ def test_lora_in_both_stacks_trains_as_locally(model: Any, directory: Path) -> N
 
 
 def test_slices_of_blocks_are_numbered_through(model: Any) -> None:
-    assert str(model.remote_encoder_blocks.span) == "[0, 4)"
-    assert str(model.remote_blocks.span) == "[4, 7)"
+    assert str(model.remote_encoder_blocks.span) == "0:4"
+    assert str(model.remote_blocks.span) == "4:7"
     hidden = torch.randn(1, 4, 64)
     whole, parts = model.remote_encoder_blocks(hidden), hidden
     for part in (model.remote_encoder_blocks[0:1], model.remote_encoder_blocks[1:4]):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_it_shows_its_swarm(model: Any, swarm: LocalSwarm) -> None:
     lines = repr(model).splitlines()
     first, second = (server.peer_id[-6:] for server in swarm.servers)
     assert lines[0] == "LlamaForCausalLM("
-    assert lines[1] == f"  (swarm): embedded, 8 blocks, 2 servers: [0, 4) by {first}, [4, 8) by {second}"
+    host = socket.gethostname()
+    assert lines[1] == f"  (swarm): embedded, 8 blocks, 2 servers: 0:4 by {host} …{first}, 4:8 by {host} …{second}"
     assert "(0-7): 8 x LlamaDecoderLayer(" in repr(model)
     assert repr(model.swarm) in lines[1]
 

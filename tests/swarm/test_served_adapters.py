@@ -95,7 +95,7 @@ def test_gradients_pass_through_an_adapter_of_servers(llama: Path, shelf: Path, 
 
 
 def test_an_adapter_that_some_blocks_lack_is_named(llama: Path, swarm: LocalSwarm) -> None:
-    sentence = r"nobody serves blocks 0–7 of checkpoint with the adapter nobody-has-it: start servers with --adapters"
+    sentence = r"nobody serves blocks 0:8 of checkpoint with the adapter nobody-has-it: start servers with --adapters"
     with pytest.raises(MissingBlocksError, match=sentence):
         connected(llama, swarm.initial_peers, active_adapter="nobody-has-it", route_timeout_s=0.2).__enter__()
 

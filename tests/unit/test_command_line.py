@@ -65,6 +65,7 @@ def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.Capture
     screen = parser.format_help()
     lines = screen.splitlines()
     assert len(lines) <= 60
+    assert sum(line.startswith("  --") for line in lines) <= 20
     assert max(map(len, lines)) <= 80
     assert "example" in screen
     assert f"swarmllm {name}" in screen
@@ -72,9 +73,39 @@ def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.Capture
         parser.parse_settings(["--help-all"])
     assert stopped.value.code == 0
     everything = capsys.readouterr().out
-    assert "further flags" not in everything
+    assert "more flags" not in everything
     for action in parser._actions:
         assert action.help == SUPPRESS or all(flag in everything for flag in action.option_strings)
+
+
+def test_help_shows_what_a_first_server_needs() -> None:
+    screen = import_module(COMMANDS["server"].module).build_parser().format_help()
+    assert all(f"--{name} " in screen for name in ("port", "max_memory", "nice"))
+    assert not any(f"--{name} " in screen for name in ("balance_quality", "update_period", "relay_mbps"))
+    assert "ADDRESS is what a server prints" in screen
+
+
+STOP_AT_IMPORTS = """
+import os, runpy, sys
+class Heavy:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers", "hivemind"):
+            os._exit(42)  # whatever was said, was said before it
+sys.meta_path.insert(0, Heavy())
+sys.argv[0] = "swarmllm"
+runpy.run_module("swarmllm", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["server", "chat", "generate", "gateway", "status", "dht"])
+def test_imports_that_take_seconds_are_announced(name: str) -> None:
+    model = [] if name in ("status", "dht") else ["--model", "org/model"]
+    peers = ["--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWQHAay4rUrNPWzH1SE8FBHCvfAXpoPKiVvEmsBTKUngUE"]
+    port = {"gateway": ["--port", "0"], "generate": ["--", "Hello"]}.get(name, [])
+    line = [sys.executable, "-c", STOP_AT_IMPORTS, name, *model, *peers, *port]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 42, done.stderr
+    assert "importing" in done.stderr.splitlines()[0]
 
 
 CONFIGS = {

@@ -87,7 +87,7 @@ def test_the_stacks_of_a_model_with_an_encoder() -> None:
     assert "encoder 0:5 is --block_indices 0:5, decoder 0:3 is --block_indices 5:8" in text
     assert "████·│··· …xxxxxa encoder 0:4 online" in text
     assert "···██│██· …xxxxxb encoder 3:5, decoder 0:2 online" in text
-    assert "nobody serves block 7 (decoder 2:3)" in text
+    assert "nobody serves blocks 7:8 (decoder 2:3)" in text
     assert ModelStatus(record, snapshot).as_json()["encoder_blocks"] == 5
 
 
@@ -101,8 +101,8 @@ def test_an_encoder_that_cant_be_is_not_shown() -> None:
 
 def test_public_names_get_a_column() -> None:
     lines = describe_swarm(SwarmSnapshot(8, (server("a", 0, 8, public_name="Ada"),)))
-    assert lines[0].endswith("name")
-    assert lines[1].endswith("Ada")
+    assert lines[0].split()[:3] == ["peer", "name", "blocks"]
+    assert lines[1].split()[1:4] == ["…xxxxxa", "Ada", "0:8"]
 
 
 @pytest.mark.parametrize("width", [40, 58, 78, 98, 118])
@@ -123,13 +123,16 @@ def test_a_narrow_terminal_gets_a_narrow_table(width: int) -> None:
 def test_a_gap_is_drawn_and_named() -> None:
     snapshot = SwarmSnapshot(8, (server("a", 0, 3), server("b", 6, 8), server("c", 3, 6, ServerState.JOINING)))
     assert describe_swarm(snapshot)[-1].split()[0] == "███···██"
-    assert describe_coverage(snapshot) == "missing: nobody serves blocks 3–5"
+    assert describe_coverage(snapshot) == "missing: nobody serves blocks 3:6"
 
 
 def test_missing_memory() -> None:
     snapshot = SwarmSnapshot(8, (server("a", 0, 5),))
     told = RECORD.model_copy(update={"block_bytes": 2_500_000_000})
-    assert "  3 blocks of 2.50 GB are missing: 7.50 GB" in ModelStatus(told, snapshot).as_text()
+    text = ModelStatus(told, snapshot).as_text(None, ["/ip4/1.2.3.4/tcp/5/p2p/12D3"])
+    assert "  3 blocks of 2.50 GB are missing: 7.50 GB" in text
+    serve = "swarmllm server --model some/model --block_indices 5:8 --initial_peers /ip4/1.2.3.4/tcp/5/p2p/12D3"
+    assert f"  to serve them: {serve}" in text.splitlines()
     small = ModelStatus(told.model_copy(update={"block_bytes": 500_000}), snapshot)
     assert "  3 blocks of 0.5 MB are missing: 1.5 MB" in small.as_text()
     for record, servers in ((RECORD, snapshot), (told, SwarmSnapshot(8, (server("a", 0, 8),)))):
@@ -137,7 +140,7 @@ def test_missing_memory() -> None:
 
 
 def test_nobody() -> None:
-    assert describe_coverage(SwarmSnapshot(4)) == "missing: nobody serves blocks 0–3"
+    assert describe_coverage(SwarmSnapshot(4)) == "missing: nobody serves blocks 0:4"
 
 
 def test_the_best_route() -> None:
@@ -145,8 +148,8 @@ def test_the_best_route() -> None:
     lines = describe_coverage(snapshot).splitlines()
     assert lines[0] == "all 8 blocks are served; best route: 2 servers, about 6.0 ms per token"
     assert "network 2.0 ms, queue 0.0 ms, computing 4.0 ms" in lines[1]
-    assert [line.split()[:2] for line in lines[2:4]] == [["[0,", "4)"], ["[4,", "8)"]]
-    assert lines[4].endswith("alone would take about 5.0 ms if it held all 8 blocks (it holds [0, 4))")
+    assert [line.split()[:2] for line in lines[2:4]] == [["0:4", "…xxxxxa:"], ["4:8", "…xxxxxb:"]]
+    assert lines[4].endswith("alone would take about 5.0 ms if it held all 8 blocks (it holds 0:4)")
 
 
 def test_strangers_cannot_steer_the_terminal() -> None:
@@ -224,4 +227,4 @@ def test_adapters_and_where_they_are_missing() -> None:
     snapshot = SwarmSnapshot(
         8, (server("a", 0, 5, adapters=("poet@1", "clerk@2")), server("b", 5, 8, adapters=("poet@1",)))
     )
-    assert describe_adapters(snapshot) == ["adapter clerk@2: not on blocks 5–7", "adapter poet@1: complete"]
+    assert describe_adapters(snapshot) == ["adapter clerk@2: not on blocks 5:8", "adapter poet@1: complete"]

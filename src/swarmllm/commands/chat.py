@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
-from swarmllm.command_line import Parser, one_line, run_program
+from swarmllm.command_line import Parser, announce_imports, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
     ModelConfig,
@@ -40,8 +40,14 @@ EXAMPLES = """while chatting:
   a line that ends with \\ goes on in the next one
 
 example:
-  swarmllm chat --model M --initial_peers MADDR --temperature 0.7
+  swarmllm chat --model M --initial_peers ADDRESS --temperature 0.7
 """
+
+COMMON = (
+    "model", "initial_peers", "max_length", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "dtype",
+    "identity_path", "active_adapter", "local_blocks", "speculation", "fallback_to_local",
+)  # fmt: skip
+"""Flags that `--help` shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +90,8 @@ class CtrlC:
 
 def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
-    parser = Parser(prog="swarmllm chat", description="A conversation with a model of the swarm.", epilog=EXAMPLES)
+    description = "A conversation with a model of the swarm."
+    parser = Parser(prog="swarmllm chat", description=description, epilog=EXAMPLES, common=COMMON)
     parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions)
     return parser
 
@@ -226,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         config = ChatConfig(**build_parser().parse_settings(argv))
         require_addresses(config.initial_peers)
+        announce_imports()
         return chat(config)
 
     return run_program(run, default_log_level="WARNING")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
-from swarmllm.command_line import Parser, run_program
+from swarmllm.command_line import Parser, announce_imports, run_program
 from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
@@ -12,14 +12,21 @@ from swarmllm.invite import is_invite
 
 SHORTEST_PEER_ID = 40
 EXAMPLES = """examples:
-  swarmllm generate --model M --initial_peers MADDR "Once upon a time"
+  swarmllm generate --model M --initial_peers ADDRESS "Once upon a time"
   echo "Once upon a time" | swarmllm generate --model M --seed 1
 """
+
+COMMON = (
+    "model", "initial_peers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "dtype",
+    "identity_path", "active_adapter", "local_blocks", "speculation", "fallback_to_local",
+)  # fmt: skip
+"""Flags that `--help` shows."""
 
 
 def build_parser() -> Parser:
     """A flag for each field of TextConfig, and the prompt."""
-    parser = Parser(prog="swarmllm generate", description="Text from a swarm, as it comes.", epilog=EXAMPLES)
+    description = "Text from a swarm, as it comes."
+    parser = Parser(prog="swarmllm generate", description=description, epilog=EXAMPLES, common=COMMON)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
     parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
     parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions)
@@ -82,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt = sys.stdin.read().rstrip("\n")
         if not prompt.strip():
             raise ConfigurationError("the prompt is empty; give at least one word")
+        announce_imports()
         generate(config, prompt)
 
     return run_program(run, default_log_level="WARNING")

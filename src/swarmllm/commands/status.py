@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.command_line import Parser, run_command
+from swarmllm.command_line import Parser, announce_imports, run_command
 from swarmllm.config import SwarmConfig, address_book_path, require_addresses
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
@@ -23,13 +23,13 @@ from swarmllm.swarm.block_map import (
     terminal_width,
 )
 from swarmllm.swarm.routing import find_route, route_cost_ms
-from swarmllm.swarm.stacks import stack_spans
+from swarmllm.swarm.stacks import command_to_serve, stack_spans
 
 if TYPE_CHECKING:
     from swarmllm.network.p2p.block_directory import BlockDirectory
 
 EXAMPLES = """examples:
-  swarmllm status --initial_peers MADDR
+  swarmllm status --initial_peers ADDRESS
   swarmllm status --model bigscience/bloom --json
 
 columns, of each server's whole span of blocks:
@@ -53,7 +53,7 @@ class ModelStatus:
     record: ModelRecord
     snapshot: SwarmSnapshot
 
-    def as_text(self, width: int | None = None) -> str:
+    def as_text(self, width: int | None = None, initial_peers: Sequence[str] = ()) -> str:
         """A headline, the table of servers in lines of `width`, and what that means for users."""
         return "\n".join(
             [
@@ -62,7 +62,7 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_swarm(self.snapshot, width and width - 2)),
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
-                *self._missing_memory(),
+                *self._missing(initial_peers),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
             ]
@@ -78,13 +78,16 @@ class ModelStatus:
             + ", ".join(f"{name} 0:{len(span)} is --block_indices {span.start}:{span.end}" for name, span in stacks)
         ]
 
-    def _missing_memory(self) -> list[str]:
-        """What those would have to bring who could complete the model."""
-        num_missing, block_bytes = len(self.snapshot.missing_blocks()), self.record.block_bytes
-        if not num_missing or not block_bytes:
+    def _missing(self, initial_peers: Sequence[str]) -> list[str]:
+        """The memory that the missing blocks need, and the command that serves them."""
+        missing, block_bytes = self.snapshot.missing_blocks(), self.record.block_bytes
+        if not missing:
             return []
-        each, together = size_in_words(block_bytes), size_in_words(num_missing * block_bytes)
-        return [f"  {num_missing} blocks of {each} are missing: {together}, and room for caches"]
+        lines = []
+        if block_bytes:
+            each, together = size_in_words(block_bytes), size_in_words(len(missing) * block_bytes)
+            lines.append(f"  {len(missing)} blocks of {each} are missing: {together}, and room for caches")
+        return [*lines, f"  to serve them: {command_to_serve(missing, self.record.name, initial_peers)}"]
 
     def as_json(self) -> dict[str, Any]:
         """What is announced, and `missing_blocks` and `expected_ms_per_token` (null: it can't be used)."""
@@ -165,6 +168,7 @@ async def show_status(config: StatusConfig) -> None:
     """
     if not config.initial_peers and not config.lan_discovery:
         raise ConfigurationError("name peers of the swarm with --initial_peers (or SWARMLLM_INITIAL_PEERS)")
+    announce_imports(torch=False)
     from swarmllm.network.p2p.block_directory import BlockDirectory
     from swarmllm.network.p2p.discovery import find_any_swarm
     from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
@@ -176,7 +180,7 @@ async def show_status(config: StatusConfig) -> None:
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
     else:
-        texts = [status.as_text(terminal_width()) for status in models] + _same_names(models)
+        texts = [status.as_text(terminal_width(), initial_peers) for status in models] + _same_names(models)
         print("\n\n".join(texts) or "This swarm serves no model.")
 
 

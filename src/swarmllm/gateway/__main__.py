@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, run_command, stop_event
+from swarmllm.command_line import Parser, announce_imports, run_command, stop_event
 from swarmllm.config import ClientConfig, SwarmConfig, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.free_ports import require_free_port
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swarmllm.gateway.waiting import Waiting
 
 EXAMPLES = """examples:
-  swarmllm gateway --model M --initial_peers MADDR
+  swarmllm gateway --model M --initial_peers ADDRESS
   curl http://127.0.0.1:8080/v1/chat/completions \\
        -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -34,10 +34,18 @@ EXAMPLES = """examples:
 LINGER_S = 3
 """Seconds that answers under way may take to say that they are cut off, when the gateway is told to stop."""
 
+COMMON = (
+    "model", "served_name", "initial_peers", "host", "port", "api_keys_file", "allowed_hosts", "picture_hosts",
+    "cors_origins", "requests_per_minute", "max_concurrent", "max_length", "lenient", "dtype", "identity_path",
+    "local_blocks", "speculation", "active_adapter",
+)  # fmt: skip
+"""Flags that `--help` shows."""
+
 
 def build_parser() -> Parser:
     """A flag for each field of GatewayConfig."""
-    parser = Parser(prog="swarmllm gateway", description="A web API and pages for models of a swarm.", epilog=EXAMPLES)
+    description = "A web API and pages for models of a swarm."
+    parser = Parser(prog="swarmllm gateway", description=description, epilog=EXAMPLES, common=COMMON)
     parser.add_settings(GatewayConfig, [OfferedModels, SwarmConfig], GatewayConfig, GatewayLimits, ClientConfig)
     return parser
 
@@ -192,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_addresses(config.initial_peers)
         place = f"can't listen on {config.host} port {config.port}"
         require_free_port(config.host, config.port, place, "choose another --port or --host")
+        announce_imports()
         await serve(config)
 
     return run_command(run)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from swarmllm.command_line import Parser, run_command
+from swarmllm.command_line import Parser, announce_imports, run_command
 from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.free_ports import require_free_ports
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
@@ -21,13 +21,20 @@ time, with 32 of them 6 %; at hidden 2048 nothing."""
 EXAMPLES = """examples:
   swarmllm server --model M --num_blocks 8 --new_swarm  # first of a network
   swarmllm server --model M --num_blocks 8              # the others there
-  swarmllm server --model M --block_indices 8:16 --initial_peers MADDR
+  swarmllm server --model M --block_indices 8:16 --initial_peers ADDRESS
 """
+
+COMMON = (
+    "model", "num_blocks", "block_indices", "new_swarm", "initial_peers", "port", "announce_maddrs", "public_name",
+    "identity_path", "device", "quant_type", "dtype", "max_memory", "nice", "attn_cache_tokens", "adapters",
+    "allowed_clients", "metrics_port",
+)  # fmt: skip
+"""Flags that `--help` shows."""
 
 
 def build_parser() -> Parser:
     """A flag for each field of ServerConfig."""
-    parser = Parser(prog="swarmllm server", description="Serve some blocks of a model.", epilog=EXAMPLES)
+    parser = Parser(prog="swarmllm server", description="Serve some blocks of a model.", epilog=EXAMPLES, common=COMMON)
     classes = [ModelConfig, SwarmConfig, ServerConfig, BlocksConfig]
     parser.add_settings(ServerConfig, classes, PeerConfig, ServerLimits)
     return parser
@@ -59,6 +66,7 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)
         if config.initial_peers == (FROM_STDIN,):
             config = replace(config, initial_peers=tuple(sys.stdin.readline().split()))
+        announce_imports()
         from swarmllm.server.devices import all_devices, serve_devices
 
         if not config.machine and len(devices := all_devices(config)) > 1:

@@ -1,5 +1,6 @@
 """What the swarm is told of this server, as of now. `announcer` asks for it, and so do the metrics."""
 
+import socket
 from collections.abc import Sized
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ class OwnRecord:
             dtype=str(self.loader.dtype).removeprefix("torch."),
             quant_type=self.loader.quantization.quant_type,
             version=__version__,
-            public_name=config.public_name,
+            public_name=socket.gethostname()[:64] if config.public_name is None else config.public_name,
             hardware=hardware_name(self.loader.device, config.tensor_parallel),
             memory_left_bytes=max(0, free_bytes(self.loader.device)),
             machine=config.machine,

@@ -7,7 +7,6 @@ is done with blocks is told in `span_life`.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,7 +58,6 @@ async def serve(config: ServerConfig) -> None:
     Raises:
         SwarmError: it can't start, or its peer-to-peer daemon died.
     """
-    started_at = time.monotonic()
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     if config.nice:
         os.nice(LOW_PRIORITY)  # before there are threads and children, which inherit it
@@ -85,7 +83,7 @@ async def serve(config: ServerConfig) -> None:
             model=checkpoint.public_name,
             fingerprint=fingerprint(checkpoint),
         ) as announcement:
-            await Server(config, checkpoint, peer, announcement).run(stop, started_at)
+            await Server(config, checkpoint, peer, announcement).run(stop)
     finally:
         await peer.close()
 
@@ -142,7 +140,7 @@ class Server:
         standing = Standing(config.priority_clients, self._others.verified.__contains__)
         self._access = Access(config.allowed_clients, PeerLimits(standing))
 
-    async def run(self, stop: asyncio.Event, started_at: float) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
         """Return when the server has left."""
         self._peer.prefer_records(self._others.verified.__contains__)
         try:
@@ -154,16 +152,14 @@ class Server:
                 snapshot = await self._others.look()
             span = loader.choose_span(snapshot) if indices is None else Span(*indices)
             async with asyncio.TaskGroup() as tasks:
-                await self._run(tasks, loader, span, stop, started_at)
+                await self._run(tasks, loader, span, stop)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
             await self._others.verified.close()
             await self._executor.close()
 
-    async def _run(
-        self, tasks: asyncio.TaskGroup, loader: SpanLoader, span: Span, stop: asyncio.Event, started_at: float
-    ) -> None:
+    async def _run(self, tasks: asyncio.TaskGroup, loader: SpanLoader, span: Span, stop: asyncio.Event) -> None:
         config, peer, others, checkpoint = self._config, self._peer, self._others, self._checkpoint
         links = Links(Targets(others.announced, others.open_stream).open, tasks)
         successors = Successors(others.look, others.open_stream, config.update_period)
@@ -182,7 +178,7 @@ class Server:
                 StreamHandler(self._access, links, fingerprint=fingerprint(checkpoint), compression=config.compression)
             )
             life = SpanLife(record, self._access, announcer, others, partial(self._tell_online, record))
-            await life.run(stop, started_at)
+            await life.run(stop)
         await at_most(FAREWELL_S, announcer.withdraw())
         await links.close()
 
@@ -212,7 +208,8 @@ class Server:
         )
 
     def _tell_online(self, record: OwnRecord) -> None:
-        print(f"swarmllm: serving blocks {record.span} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
+        blocks = f"[{record.span.start}, {record.span.end})"
+        print(f"swarmllm: serving blocks {blocks} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)
         self._announcement.start()
 

@@ -118,8 +118,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     reachability: str = "auto"
     """Whether others can dial this server: auto, public or private. auto asks some of them; private: they can't, so it
     is reached through relays. `--announce_maddrs` means public."""
-    public_name: str = ""
-    """Name that `status` shows; 64 characters at most."""
+    public_name: str | None = None
+    """Name that `status` and pages show; 64 characters at most. None = the host's name. "" = none."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of those who may use this server; None = any."""
     priority_clients: tuple[str, ...] = ()
@@ -276,7 +276,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             throughput=("throughput", self.throughput or 0.0),
             cache_tokens_left=("attn_cache_tokens", self.attn_cache_tokens),
             max_batch_tokens=("max_batch_tokens", self.max_batch_tokens),
-            public_name=("public_name", self.public_name),
+            public_name=("public_name", self.public_name or ""),
         )
 
     def _require_swarm(self) -> None:

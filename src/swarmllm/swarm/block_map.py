@@ -1,7 +1,7 @@
 """A swarm as plain text: one line per server, and which blocks it holds, drawn.
 
-    ████····  …Xc81p3  0:4  online  …
-    ····████  …p7aQ4z  4:8  online  …
+    ████····  …Xc81p3  desk    0:4  online  …
+    ····████  …p7aQ4z  laptop  4:8  online  …
 
 Used by `swarmllm status` and the demo. Everything that servers announce is shown without control characters.
 """
@@ -22,25 +22,11 @@ MAX_MAP_COLUMNS = 64
 """A map of more blocks than this shows several per column, so that a line fits a terminal."""
 HELD, PARTLY_HELD, NOT_HELD, BETWEEN_STACKS = "█", "▒", "·", "│"
 COLUMNS = (
-    *(
-        "",
-        "peer",
-        "blocks",
-        "state",
-        "tokens/s",
-        "ms/token",
-        "p95 ms",
-        "served",
-        "failed",
-        "cache",
-        "weights",
-        "version",
-    ),
-    "name",
-    "hardware",
-)
-NUM_OPTIONAL = 2
-"""Columns at the end that are left out if no server says anything of it."""
+    "", "peer", "name", "blocks", "state", "tokens/s", "ms/token", "p95 ms", "served", "failed", "cache", "weights",
+    "version", "hardware",
+)  # fmt: skip
+OPTIONAL = ("name", "hardware")
+"""Columns that are left out if no server says anything of it."""
 LEAST_NEEDED = ("version", "hardware", "p95 ms", "cache", "failed", "served", "weights", "ms/token", "name", "tokens/s")
 """Columns that a narrow terminal does without, in this order."""
 
@@ -170,6 +156,7 @@ def _row(server: ServerInfo, snapshot: SwarmSnapshot) -> Sequence[str]:
     return (
         draw_blocks(server.span, snapshot.num_blocks, snapshot.encoder_blocks),
         short_peer_id(server.peer_id),
+        server.public_name,
         describe_span(server.start, server.end, snapshot.encoder_blocks),
         _state(server),
         f"{server.throughput:.0f}" if measured else "-",
@@ -180,15 +167,13 @@ def _row(server: ServerInfo, snapshot: SwarmSnapshot) -> Sequence[str]:
         str(server.cache_tokens_left) if measured else "-",
         server.dtype if server.quant_type == "none" else server.quant_type,
         server.version,
-        server.public_name,
         server.hardware,
     )
 
 
 def _told(columns: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Without those at the end in which nobody says anything."""
-    first = len(COLUMNS) - NUM_OPTIONAL
-    return [column for index, column in enumerate(columns) if index < first or any(column[1:])]
+    """Without optional ones in which no server says anything."""
+    return [column for column in columns if column[0] not in OPTIONAL or any(column[1:])]
 
 
 def _fitting(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[Sequence[str]], list[str]]:

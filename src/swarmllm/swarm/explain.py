@@ -57,7 +57,7 @@ def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float
 
 
 def _blocks_of(hop: RouteHop, snapshot: SwarmSnapshot) -> str:
-    """`[0, 4)`, or of which stack they are."""
+    """`0:4`, or of which stack they are."""
     of_stack = snapshot.encoder_blocks
     return describe_span(hop.span.start, hop.span.end, of_stack) if of_stack else str(hop.span)
 

@@ -27,15 +27,27 @@ def describe_span(start: int, end: int, encoder_blocks: int = 0) -> str:
 
 
 def describe_blocks(blocks: Sequence[int], encoder_blocks: int = 0) -> str:
-    """[3, 4, 5, 9] → 'blocks 3–5, 9'; with 4 of an encoder, [3, 4, 5] → 'blocks 3–5 (encoder 3:4, decoder 0:2)'."""
-    runs: list[list[int]] = []
-    for block in sorted(blocks):
-        if runs and block == runs[-1][1] + 1:
-            runs[-1][1] = block
-        else:
-            runs.append([block, block])
-    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-    text = f"block{'s' if len(blocks) > 1 else ''} {text}"
+    """[3, 4, 5, 9] → 'blocks 3:6, 9:10'; with 4 of an encoder, [3, 4, 5] → 'blocks 3:6 (encoder 3:4, decoder 0:2)'."""
+    runs = _runs(blocks)
+    text = f"blocks {', '.join(f'{start}:{end}' for start, end in runs)}"
     if not encoder_blocks:
         return text
-    return f"{text} ({', '.join(describe_span(a, b + 1, encoder_blocks) for a, b in runs)})"
+    return f"{text} ({', '.join(describe_span(start, end, encoder_blocks) for start, end in runs)})"
+
+
+def command_to_serve(blocks: Sequence[int], model: str, initial_peers: Sequence[str] = ()) -> str:
+    """The command that serves the first run of these blocks: what a message about missing blocks tells to type."""
+    start, end = _runs(blocks)[0]
+    peers = f" --initial_peers {initial_peers[0]}" if initial_peers else ""
+    return f"swarmllm server --model {model} --block_indices {start}:{end}{peers}"
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours taken together: [3, 4, 5, 9] → [(3, 6), (9, 10)]."""
+    runs: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        if runs and block == runs[-1][1]:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs

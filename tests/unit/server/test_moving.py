@@ -90,7 +90,7 @@ async def test_it_goes_back_to_its_blocks(
     assert asked == [NEW, OLD]
     assert life._record.span == loaded.blocks.span == OLD
     assert life._rebalancer.failed_moves == 1
-    assert [record.message for record in caplog.records if "going back to blocks [0, 2)" in record.message]
+    assert [record.message for record in caplog.records if "going back to blocks 0:2" in record.message]
 
 
 async def test_it_looks_whether_the_files_are_there_and_whole(executor: Executor, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ def test_hops_add_up_to_the_step() -> None:
     assert list(route) == ROUTE
     total, left, right, *alone = str(route).splitlines()
     assert f"{route.expected_ms:.1f} ms per token" in total
-    assert left.startswith("  [0, 4) …llllll: network 6.0 ms, queue 3.0 ms, computing 8.0 ms")
-    assert right.startswith("  [4, 8) …rrrrrr: network 31.0 ms, queue 0.0 ms, computing 4.0 ms")
+    assert left.startswith("  0:4 …llllll: network 6.0 ms, queue 3.0 ms, computing 8.0 ms")
+    assert right.startswith("  4:8 …rrrrrr: network 31.0 ms, queue 0.0 ms, computing 4.0 ms")
     assert len(alone) == 1
     assert "llllll alone" in alone[0]
-    assert "it holds [0, 4)" in alone[0]
+    assert "it holds 0:4" in alone[0]
 
 
 def test_announced_distance_between_servers_counts() -> None:

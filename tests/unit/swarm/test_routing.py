@@ -36,61 +36,61 @@ def spans(*servers: ServerInfo, span: Span | None = None, num_blocks: int = NUM_
 
 
 def test_fewer_hops_are_cheaper() -> None:
-    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5)) == ["c[0, 5)"]
+    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5)) == ["c0:5"]
 
 
 def test_a_fast_pair_beats_a_slow_single_server() -> None:
-    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5, ms=2)) == ["a[0, 2)", "b[2, 5)"]
+    assert spans(server("a", 0, 2), server("b", 2, 5), server("c", 0, 5, ms=2)) == ["a0:2", "b2:5"]
 
 
 def test_the_faster_of_two_overlapping_servers_runs_what_both_hold() -> None:
-    assert spans(server("a", 0, 4, ms=9), server("b", 2, 5)) == ["a[0, 2)", "b[2, 5)"]
+    assert spans(server("a", 0, 4, ms=9), server("b", 2, 5)) == ["a0:2", "b2:5"]
 
 
 def test_a_part_of_the_model() -> None:
-    assert spans(server("a", 0, 4), server("b", 3, 5), span=Span(1, 3)) == ["a[1, 3)"]
+    assert spans(server("a", 0, 4), server("b", 3, 5), span=Span(1, 3)) == ["a1:3"]
 
 
 def test_avoided_and_leaving_and_joining_servers_are_not_used() -> None:
     good = server("z", 0, 5, ms=50)
     bad = server("a", 0, 5)
     others = [server(name, 0, 5, state=state) for name, state in (("b", 0), ("c", 2), ("d", 77))]
-    assert spans(good, bad, *others, avoid={bad.peer_id}) == ["z[0, 5)"]
+    assert spans(good, bad, *others, avoid={bad.peer_id}) == ["z0:5"]
 
 
 def test_where_all_are_to_be_avoided_the_one_with_the_least_time_left_is_taken() -> None:
     fast, slow, late = server("a", 0, 5, ms=0.1), server("b", 0, 3, ms=50), server("c", 3, 5)
     left_s = {fast.peer_id: 9.0, slow.peer_id: 8.9}
-    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s)) == ["b[0, 3)", "c[3, 5)"]
-    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s | {late.peer_id: 0.2})) == ["a[0, 5)"]
+    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s)) == ["b0:3", "c3:5"]
+    assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s | {late.peer_id: 0.2})) == ["a0:5"]
 
 
 def test_among_equals_those_behind_relays_are_neither_first_nor_last() -> None:
     relayed = {"addrs": ("/ip4/203.0.113.7/tcp/1/p2p/R/p2p-circuit",)}
     hidden = [server(name, 0, 5).model_copy(update=relayed) for name in "ab"]
-    assert spans(*hidden, server("z", 0, 5)) == ["z[0, 5)"]
-    assert spans(*hidden) == ["a[0, 5)"]
+    assert spans(*hidden, server("z", 0, 5)) == ["z0:5"]
+    assert spans(*hidden) == ["a0:5"]
     ends = [server("y", 0, 2), server("z", 3, 5)]
     middle = [server("m", 2, 3).model_copy(update=relayed)]
-    assert spans(*ends, *middle) == ["y[0, 2)", "m[2, 3)", "z[3, 5)"]
+    assert spans(*ends, *middle) == ["y0:2", "m2:3", "z3:5"]
     nearer = {one.peer_id: 5.0 for one in hidden}
     assert spans(*hidden, server("z", 0, 5), costs=RouteCosts(round_trips_ms={"z".ljust(46, "x"): 20.0} | nearer)) == [
-        "a[0, 5)"
+        "a0:5"
     ]
 
 
 def test_no_cut_where_blocks_belong_together() -> None:
-    assert spans(server("a", 0, 3, cuts=(2,)), server("b", 2, 5, cuts=(2,))) == ["a[0, 3)", "b[3, 5)"]
+    assert spans(server("a", 0, 3, cuts=(2,)), server("b", 2, 5, cuts=(2,))) == ["a0:3", "b3:5"]
     with pytest.raises(MissingBlocksError, match="can't be joined") as caught:
         spans(server("a", 0, 3, cuts=(1, 2)), server("b", 2, 5, cuts=(3, 4)), server("c", 3, 5, cuts=(3,)))
     assert caught.value.block_idxs == ()
 
 
 def test_missing_blocks_are_named() -> None:
-    with pytest.raises(MissingBlocksError, match=r"nobody serves blocks 0, 3–4$") as caught:
+    with pytest.raises(MissingBlocksError, match=r"nobody serves blocks 0:1, 3:5$") as caught:
         spans(server("a", 1, 3))
     assert caught.value.block_idxs == (0, 3, 4)
-    assert describe_blocks([7]) == "block 7"
+    assert describe_blocks([7]) == "blocks 7:8"
 
 
 def throughputs(*servers: tuple[str, int, int, float]) -> SwarmSnapshot:
@@ -264,15 +264,15 @@ def test_in_a_large_swarm_the_beam_misses_nothing_much(seed: int) -> None:
 def test_a_near_server_beats_a_faster_one_far_away() -> None:
     near, far = server("near", 0, 5, ms=3), server("far", 0, 5, ms=1)
     costs = RouteCosts(round_trips_ms={near.peer_id: 1.0, far.peer_id: 80.0})
-    assert spans(near, far, costs=costs) == ["near[0, 5)"]
-    assert spans(near, far) == ["far[0, 5)"]
+    assert spans(near, far, costs=costs) == ["near0:5"]
+    assert spans(near, far) == ["far0:5"]
 
 
 def test_two_servers_beside_each_other_beat_one_step_back_and_forth() -> None:
     a, b, c = server("a", 0, 3), server("b", 3, 5), server("c", 3, 5)
     beside = a.model_copy(update={"round_trips": ((c.peer_id, 1.0),)})
     costs = RouteCosts(round_trips_ms={s.peer_id: 100.0 for s in (a, b, c)})
-    assert spans(beside, b, c, costs=costs) == ["a[0, 3)", "c[3, 5)"]
+    assert spans(beside, b, c, costs=costs) == ["a0:3", "c3:5"]
 
 
 def test_queue_context_batch_and_cache_count() -> None:
@@ -281,13 +281,13 @@ def test_queue_context_batch_and_cache_count() -> None:
     def chosen(costs: RouteCosts | None = None, **values: object) -> list[str]:
         return spans(quick.model_copy(update=values), slow, costs=costs)
 
-    assert chosen() == ["quick[0, 5)"]
-    assert chosen(queue_ms=6.0) == ["slow[0, 5)"]
-    assert chosen(RouteCosts(context_tokens=4000), context_ms_per_block_per_1k=0.5) == ["slow[0, 5)"]
-    assert chosen(RouteCosts(batch_size=8), decode_ms_per_block_batch8=3.0) == ["slow[0, 5)"]
+    assert chosen() == ["quick0:5"]
+    assert chosen(queue_ms=6.0) == ["slow0:5"]
+    assert chosen(RouteCosts(context_tokens=4000), context_ms_per_block_per_1k=0.5) == ["slow0:5"]
+    assert chosen(RouteCosts(batch_size=8), decode_ms_per_block_batch8=3.0) == ["slow0:5"]
     room = {"throughput": 1.0, "cache_tokens_left": 1000}
-    assert chosen(RouteCosts(cache_tokens=500), **room) == ["quick[0, 5)"]
-    assert chosen(RouteCosts(cache_tokens=900), **room) == ["slow[0, 5)"]
+    assert chosen(RouteCosts(cache_tokens=500), **room) == ["quick0:5"]
+    assert chosen(RouteCosts(cache_tokens=900), **room) == ["slow0:5"]
 
 
 def test_work_is_shared_in_proportion_to_throughput() -> None:
@@ -297,5 +297,5 @@ def test_work_is_shared_in_proportion_to_throughput() -> None:
     ]
     costs = RouteCosts(forward_tokens=100)
     shares = find_parallel_routes(SwarmSnapshot(5, tuple(swarm)), Span(0, 5), costs=costs, max_routes=4)
-    assert [[str(hop.span) for hop in route] for route, _ in shares] == [["[0, 5)"], ["[0, 3)", "[3, 5)"]]
+    assert [[str(hop.span) for hop in route] for route, _ in shares] == [["0:5"], ["0:3", "3:5"]]
     assert [share for _, share in shares] == pytest.approx([0.75, 0.25])

@@ -7,7 +7,7 @@ from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
 
 def test_blocks_of_one_stack_have_no_name() -> None:
     assert describe_span(4, 8) == "4:8"
-    assert describe_blocks([3, 4, 5, 9]) == "blocks 3–5, 9"
+    assert describe_blocks([3, 4, 5, 9]) == "blocks 3:6, 9:10"
     assert stack_spans(8, 0) == [("", Span(0, 8))]
 
 
@@ -15,8 +15,8 @@ def test_each_stack_counts_from_0() -> None:
     assert describe_span(0, 6, 6) == "encoder 0:6"
     assert describe_span(6, 18, 6) == "decoder 0:12"
     assert describe_span(4, 8, 6) == "encoder 4:6, decoder 0:2"
-    assert describe_blocks([5], 6) == "block 5 (encoder 5:6)"
-    assert describe_blocks([5, 6, 9], 6) == "blocks 5–6, 9 (encoder 5:6, decoder 0:1, decoder 3:4)"
+    assert describe_blocks([5], 6) == "blocks 5:6 (encoder 5:6)"
+    assert describe_blocks([5, 6, 9], 6) == "blocks 5:7, 9:10 (encoder 5:6, decoder 0:1, decoder 3:4)"
 
 
 @given(st.integers(1, 30), st.integers(0, 40), st.data())

@@ -54,7 +54,7 @@ def test_a_part_may_differ() -> None:
 def test_who_differs_is_told() -> None:
     snapshot = SwarmSnapshot(4, (server("a", 0, "xxxx"), server("b", 0, "xyyx"), server("c", 1, "xx")))
     (line,) = describe_different_weights(snapshot)
-    assert line.startswith("weights differ: …bbbbbb made blocks 1–2 of other files")
+    assert line.startswith("weights differ: …bbbbbb made blocks 1:3 of other files")
     assert describe_different_weights(SwarmSnapshot(4, snapshot.servers[::2])) == []
 
 

@@ -17,6 +17,7 @@ from swarmllm.network.p2p.discovery import find_swarm
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
+from swarmllm.swarm.stacks import command_to_serve
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class LookUps:
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         return MissingBlocksError(
-            f"{error} of {self.name}: start a server with --block_indices for them, "
-            f"or wait for one (waited {self.config.route_timeout_s:.0f} s)",
+            f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s): start a server of them, "
+            f"{command_to_serve(error.block_idxs, self.name, self.config.initial_peers)}",
             error.block_idxs,
         )
 

@@ -12,7 +12,7 @@ from swarmllm.server.settings import BlocksConfig
 EXAMPLES = """examples:
   swarmllm doctor                         # this machine, and the local network
   swarmllm doctor --model M --port 31337              # as a server would start
-  swarmllm doctor --initial_peers MADDR   # whether a swarm can be reached
+  swarmllm doctor --initial_peers ADDRESS   # whether a swarm can be reached
 """
 
 

@@ -132,7 +132,7 @@ def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
 
 def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> None:
     if span.end > checkpoint.num_blocks:
-        raise ConfigurationError(f"{checkpoint.name} has blocks [0, {checkpoint.num_blocks}), which lack {span}")
+        raise ConfigurationError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, which lack {span}")
     if not num_offloaded:
         return
     if len(span) == 1:

@@ -170,7 +170,7 @@ class VerifiedPeers:
                 raise BlocksNotServedError(f"the server {server.peer_id} refuses: {error}", server.peer_id) from None
             stream.abort()
         if served is None or not served.confirms(server):
-            says = "none at the moment" if served is None else f"[{served.start}, {served.end})"
+            says = "none at the moment" if served is None else f"{served.start}:{served.end}"
             raise BlocksNotServedError(
                 f"the server {server.peer_id} announces blocks {server.span}, but serves {says}", server.peer_id
             )

@@ -55,4 +55,4 @@ class StackParts:
         for part in self.parts:
             if start < end and Span(start, end) in part.blocks.span:
                 return part
-        raise BlocksNotServedError(f"this server holds blocks {self.span}, not [{start}, {end}) within one stack")
+        raise BlocksNotServedError(f"this server holds blocks {self.span}, not {start}:{end} within one stack")
