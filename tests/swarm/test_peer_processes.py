@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +16,8 @@ import uvloop
 from echo_peers import FINGERPRINT, MODEL, greeted, info, polite_echo
 from tests import forked
 
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType
@@ -73,6 +77,48 @@ def test_any_event_loop_in_any_thread(loop_factory: Callable[[], asyncio.Abstrac
     else:
         run()
     assert results == [1 << 20]
+
+
+def reap(*_: object) -> None:
+    """As programs with children of their own do: whoever has ended is theirs."""
+    with suppress(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("signum", "handler"),
+    [
+        (signal.SIGCHLD, ignore),
+        (signal.SIGCHLD, reap),
+        (signal.SIGCHLD, signal.SIG_IGN),
+        (signal.SIGTERM, ignore),
+        (signal.SIGTERM, signal.SIG_IGN),
+        (signal.SIGINT, signal.SIG_IGN),
+    ],
+)
+def test_whoever_handles_signals_a_daemon_ends_and_its_end_is_noticed(signum: int, handler: Any) -> None:
+    """uvloop learns of a child's end by SIGCHLD, until somebody else handles that: torch's DataLoader does."""
+    loop = EventLoop()
+    killed, closed = (loop.run(Peer.create()) for _ in range(2))
+    before = signal.signal(signum, handler)
+    try:
+        started_later = loop.run(Peer.create())
+        os.kill(os.getpid(), signum)
+        daemons = [psutil.Process(peer.daemon_pid) for peer in (closed, started_later)]
+        os.kill(killed.daemon_pid, signal.SIGKILL)
+        loop.run(asyncio.wait_for(killed.daemon_exited(), 120))
+        with pytest.raises(PeerUnreachableError, match="has exited"):
+            loop.run(killed.open_stream(closed.peer_id))
+        for peer in (closed, started_later, killed):
+            loop.run(asyncio.wait_for(peer.close(), 120))
+        assert not any(daemon.is_running() for daemon in daemons)
+    finally:
+        signal.signal(signum, before)
+        loop.close()
 
 
 IMPORTS = """

@@ -1,6 +1,5 @@
 """A checkpoint, loaded without its blocks into a swarm that is joined for it. Called by `distributed_model`."""
 
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,9 +27,6 @@ from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.loading import load_client_shell
 
-_connecting = threading.Lock()
-"""uvloop can't start two child processes (here: p2p daemons) from two threads at once."""
-
 
 def open_in_swarm(
     checkpoint: Checkpoint, task: Task, mixin: type, config: ClientConfig, dtype: str | torch.dtype, **options: Any
@@ -45,8 +41,7 @@ def open_in_swarm(
         spans = [stack.span for stack in stacks(checkpoint.config)]
         view, everything = _view_of(checkpoint, config, dtype, loop, spans), spans[-1]
         wanted = wanted_spans(config, checkpoint.num_blocks)
-        with _connecting:
-            loop.run(view.connect())
+        loop.run(view.connect())
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
         view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
         traits = loop.run(view.traits([here.traits for here in local.spans]))

@@ -5,10 +5,12 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
 
+from swarmllm.client.view import event_loop
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.errors import PeerError, SessionClosedError
 
@@ -242,3 +244,53 @@ def test_what_is_to_be_cleaned_up_is_cleaned_up(loop: EventLoop) -> None:
     loop.run(spawn())
     loop.close()
     assert done == ["cancelled", "cleaned"]
+
+
+@pytest.mark.parametrize("is_task", [True, False])
+def test_what_does_not_end_keeps_nobody_from_closing(
+    loop: EventLoop, is_task: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for limit in ("TASKS_END_S", "CLEAN_UP_S", "CLOSE_S"):
+        monkeypatch.setattr(event_loop, limit, 0.02)
+    may_end, cleaned = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+
+    async def clean_up() -> None:
+        cleaned.set()
+
+    async def spawn() -> None:
+        loop.spawn(stubborn())
+
+    if is_task:
+        loop.run(spawn())
+    else:
+        loop.on_close.append(stubborn)
+    loop.on_close.append(clean_up)
+    loop.close()
+    assert "did not end within 0.02 s" in caplog.text
+    may_end.set()
+    assert cleaned.wait(120)
+    loop._thread.join(120)
+
+
+def test_a_forked_process_closes_nothing_whoever_held_the_lock(loop: EventLoop) -> None:
+    with loop._lock:
+        holder = threading.Thread(target=fork_and_close, args=[loop])
+        holder.start()
+        holder.join(120)
+        assert not holder.is_alive()
+    assert loop.run(answer()) == 42
+
+
+def fork_and_close(loop: EventLoop) -> None:
+    """In a thread that doesn't hold the lock, as in the worker processes of a DataLoader."""
+    pid = os.fork()
+    if not pid:
+        loop.call_soon(answer())
+        loop.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import suppress
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -24,8 +25,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLS_END_S = 2.0
-"""Longest time that calls which `close()` cancels may take to clean up. Assumed: nothing that they do then waits."""
+CALLS_END_S = TASKS_END_S = 2.0
+"""Longest time that calls or tasks which `close()` cancels may take to clean up. Assumed: nothing that they do then
+waits."""
+CLEAN_UP_S = 15.0
+"""Longest time for one entry of `on_close`. A peer takes less than 10 s even if its p2pd is frozen."""
+CLOSE_S = 30.0
+"""Longest time that `close()` takes. Only what blocks the thread takes so long; it ends with the process."""
 
 
 class EventLoop:
@@ -67,6 +73,9 @@ class EventLoop:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("called from the client's own event loop, which would wait for itself")
+        if not self._is_ours:
+            coroutine.close()
+            raise self._is_closed()
         with self._lock:  # what is handed over before `close()` is run or cancelled, never forgotten
             if self._closed or not self._thread.is_alive():
                 coroutine.close()
@@ -81,8 +90,13 @@ class EventLoop:
             future.cancel()
             raise
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this process made the loop. In a forked one the lock may be held by a thread that isn't there."""
+        return os.getpid() == self._pid
+
     def _is_closed(self) -> SessionClosedError:
-        if os.getpid() != self._pid:
+        if not self._is_ours:
             return SessionClosedError(
                 "the model belongs to the process that this one was forked from: load it here anew"
             )
@@ -100,6 +114,9 @@ class EventLoop:
 
     def call_soon(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine some time soon, without waiting; safe in finalizers, also in the loop's own thread."""
+        if not self._is_ours:
+            coroutine.close()
+            return
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 coroutine.close()
@@ -124,13 +141,17 @@ class EventLoop:
             logger.log(level, "%s failed; everything else goes on", task.get_name(), exc_info=error)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread; harmless when done twice, and in finalizers."""
+        """Cancel what runs and end the thread; harmless when done twice, in finalizers, and in forked processes."""
+        if not self._is_ours:
+            return
         with self._lock:
             if not self._closed and self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._closing.set)
             self._closed = True
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("the client's event loop did not end within %g s; this process goes on without", CLOSE_S)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -143,9 +164,17 @@ class EventLoop:
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls, timeout=CALLS_END_S)
-        while self._tasks:  # some begin others while they end
-            for task in tuple(self._tasks):
-                task.cancel()
-            await asyncio.wait(tuple(self._tasks))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TASKS_END_S):
+                while self._tasks:  # some begin others while they end
+                    for task in tuple(self._tasks):
+                        task.cancel()
+                    await asyncio.wait(tuple(self._tasks))
         for cleanup in self.on_close:
-            await cleanup()
+            try:
+                async with asyncio.timeout(CLEAN_UP_S):
+                    await cleanup()
+            except TimeoutError:
+                logger.warning(
+                    "closing the model took longer than %g s; what is left ends with this process", CLEAN_UP_S
+                )

@@ -4,6 +4,9 @@ It is started here, and hivemind attaches itself to it with one connection for t
 peer is a connection of its own. It has a session of its own, so that what a terminal sends to its foreground processes
 (Ctrl-C, Ctrl-\\, a hang-up) ends this process in its own way, and not the daemon under its feet. And it dies with this
 process, however that ends, because hivemind's connection ends then: measured, within 1 ms of a SIGKILL.
+
+A thread waits for its end. Event loops learn of it by SIGCHLD, and only as long as nobody else in the process handles
+that signal: torch's DataLoader does, from its first worker on.
 """
 
 import asyncio
@@ -13,10 +16,13 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, PeerUnreachableError
 from swarmllm.network.p2p._hivemind import (
@@ -62,14 +68,20 @@ BACKOFF = "dial backoff"
 class Daemon:
     """One p2pd. Make it with `Daemon.start`, end it with `end()`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
         self.p2p: Any = None
         """hivemind's P2P, for its DHT."""
         self.directory = directory
         """Private to this user, removed by `end`."""
         self._process = process
         self._socket = directory / "p2pd.sock"
+        self._output = asyncio.StreamReader(limit=LINE_BYTES)
+        self._pipe: asyncio.ReadTransport | None = None
         self._logging: asyncio.Task[None] | None = None
+        self._exited = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._waiter = threading.Thread(target=self._wait, args=[loop], name=f"end of p2pd {process.pid}", daemon=True)
+        self._waiter.start()
 
     @classmethod
     async def start(
@@ -93,8 +105,7 @@ class Daemon:
         try:
             identity.write(identity_file)
             options = _options(host_maddrs, announce_maddrs or (), listen, hidden)
-            process = await _spawn(directory, identity_file, options)
-            daemon = cls(process, directory)
+            daemon = cls(_spawn(directory, identity_file, options), directory)
             async with asyncio.timeout(STARTUP_TIMEOUT_S):
                 await daemon._attach()
         except BaseException as error:
@@ -111,7 +122,9 @@ class Daemon:
     async def _attach(self) -> None:
         """Wait until the daemon is ready, and let hivemind connect to it."""
         last_words = ""
-        async for line in self._output():
+        protocol = asyncio.StreamReaderProtocol(self._output)
+        self._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.stdout)
+        async for line in self._lines():
             if line.startswith(READY):
                 break
             last_words = line
@@ -124,13 +137,18 @@ class Daemon:
             raise PeerUnreachableError(f"p2pd died while it started: {error}") from None
         self.p2p._client.control.persistent_conn_max_msg_size = CALL_BYTES
 
-    async def _output(self) -> AsyncIterator[str]:
-        output = cast(asyncio.StreamReader, self._process.stdout)
-        while line := await output.readline():
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run by a thread."""
+        self._process.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._exited.set)
+
+    async def _lines(self) -> AsyncIterator[str]:
+        while line := await self._output.readline():
             yield line.decode(errors="replace").strip()
 
     async def _log(self) -> None:
-        async for line in self._output():
+        async for line in self._lines():
             logger.log(logging.WARNING if _is_error(line) else logging.DEBUG, "p2pd: %s", line)
 
     @property
@@ -148,7 +166,7 @@ class Daemon:
 
     async def exited(self) -> None:
         """Return when the process has exited."""
-        await self._process.wait()
+        await self._exited.wait()
 
     async def connect(self, peer: bytes, addrs: Sequence[bytes]) -> None:
         """Dial a peer at these addresses; nothing happens if there is a connection already.
@@ -241,16 +259,22 @@ class Daemon:
         ending = [task for task in tasks if task is not None]
         for task in ending:
             task.cancel()
-        if not self.has_exited:
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(EXIT_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        await asyncio.gather(*ending, return_exceptions=True)
+        if not await self._ends_by(self._process.terminate) and not await self._ends_by(self._process.kill):
+            logger.warning("p2pd (process %d) does not end, although it was killed", self.pid)
+        if ending:
+            await asyncio.wait(ending, timeout=EXIT_TIMEOUT_S)
+        for pipe in (self._pipe, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def _ends_by(self, end: Callable[[], None]) -> bool:
+        end()  # nothing happens to one that has exited
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self._exited.wait()
+            self._waiter.join()
+        return self._exited.is_set()
 
 
 def _options(host_maddrs: Sequence[str], announce_maddrs: Sequence[str], listen: bool, hidden: bool) -> tuple[str, ...]:
@@ -264,9 +288,8 @@ def _options(host_maddrs: Sequence[str], announce_maddrs: Sequence[str], listen:
     )
 
 
-async def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        p2pd_path(),
+def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -> subprocess.Popen[bytes]:
+    arguments = (
         f"-id={identity_file}",
         f"-listen=/unix{directory / 'p2pd.sock'}",
         *options,
@@ -276,10 +299,13 @@ async def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -
         f"-connLo={_max_connections() * 3 // 4}",
         f"-idleTimeout={ATTACH_TIMEOUT_S}s",
         f"-persistentConnMaxMsgSize={CALL_BYTES}",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        limit=LINE_BYTES,
+    )
+    return subprocess.Popen(
+        [p2pd_path(), *arguments],
+        bufsize=0,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env={"GOLOG_LOG_LEVEL": "error", **os.environ, "GOLOG_LOG_FMT": "json"},
         start_new_session=True,
     )

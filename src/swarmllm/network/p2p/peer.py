@@ -35,6 +35,8 @@ STREAM_PROTOCOL = "/swarmllm/stream/1"
 STREAM_SOCKET = "streams.sock"
 """Where p2pd hands us the streams that others open."""
 CONNECT_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
+"""Longest wait for tasks and streams when a peer is closed. Assumed: they are cancelled, and end in milliseconds."""
 
 StreamHandler = Callable[[FrameStream], Awaitable[None]]
 
@@ -328,6 +330,16 @@ class Peer:
 
     async def _end(self) -> None:
         """End what `_begin` began."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._end_traffic()
+        except TimeoutError:
+            logger.warning("what still ran on p2pd did not end within %g s; it is ended all the same", END_TIMEOUT_S)
+        finally:
+            if self._daemon is not None:
+                await self._daemon.end()
+
+    async def _end_traffic(self) -> None:
         if self._reachability is not None:
             await self._reachability.close()
         await asyncio.gather(*(incoming.close() for incoming in self._incoming))
@@ -335,5 +347,3 @@ class Peer:
         self._incoming.clear()
         if self._dht is not None:
             await self._dht.close()
-        if self._daemon is not None:
-            await self._daemon.end()
