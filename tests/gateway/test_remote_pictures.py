@@ -181,6 +181,9 @@ def test_bounds(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["*"], "http://[::1]/red.png", "has no public address"),
         (["*"], "http://[::ffff:127.0.0.1]/red.png", "has no public address"),
         (["*"], "http://169.254.169.254/latest", "has no public address"),
+        (["*"], "http://[::127.0.0.1]/red.png", "has no public address"),
+        (["*"], "http://[64:ff9b:1::7f00:1]/red.png", "has no public address"),
+        (["*"], "http://[::ffff:0:127.0.0.1]/red.png", "has no public address"),
         (["example.org"], "http://{here}/red.png", "fetches no pictures from 127.0.0.1:"),
         (["127.0.0.1"], "http://{here}/red.png", "fetches no pictures from 127.0.0.1:"),
         (["{here}"], "http://me@{here}/red.png", "without a user's name"),
@@ -260,35 +263,66 @@ def test_those_who_wait_are_not_told_of_others_hosts(web: Any, monkeypatch: pyte
     web.released.set()
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("93.184.216.34", True),
-        ("2606:2800:220:1::1", True),
-        ("::ffff:93.184.216.34", True),
-        ("64:ff9b::5db8:d822", True),
-        ("127.0.0.1", False),
-        ("0.0.0.0", False),
-        ("10.1.2.3", False),
-        ("100.64.0.1", False),
-        ("169.254.169.254", False),
-        ("192.168.1.1", False),
-        ("224.0.0.1", False),
-        ("255.255.255.255", False),
-        ("::", False),
-        ("::1", False),
-        ("fe80::1%eth0", False),
-        ("fd00::1", False),
-        ("ff02::1", False),
-        ("::ffff:10.0.0.1", False),
-        ("64:ff9b::a00:1", False),
-        ("2002:7f00:1::", False),
-        ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
-    ],
+SPECIAL_IPV4 = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.0.0/29 192.0.0.8/32
+192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24 192.88.99.0/24
+192.88.99.2/32 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 240.0.0.0/4
+255.255.255.255/32 224.0.0.0/4"""
+"""IANA's registry of special-purpose IPv4 addresses, and multicast, which has one of its own."""
+SPECIAL_IPV6 = """
+::1/128 ::/128 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001::/32 2001:1::1/128 2001:1::2/128 2001:1::3/128
+2001:2::/48 2001:3::/32 2001:4:112::/48 2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 2002::/16
+2620:4f:8000::/48 3fff::/20 5f00::/16 fc00::/7 fe80::/10 ff00::/8 fec0::/10 ::/96 ::ffff:0:0:0/96 4000::/3 8000::/1"""
+"""The same of IPv6, without the two blocks of `HELD`; with what is deprecated or was never given out."""
+HELD = ("::ffff:{}", "64:ff9b::{}")
+"""Addresses that are as public as the IPv4 address in them."""
+HIDDEN = (
+    "::{}",
+    "::ffff:0:{}",
+    "64:ff9b:1::{}",
+    "64:ff9b:1:ffff::{}",
+    "fec0::{}",
+    "fd00::{}",
+    "fe80::5efe:{}",
+    "5f00::{}",
 )
-def test_public_addresses(address: str, expected: bool) -> None:
-    ipaddress.ip_address(address.partition("%")[0])
-    assert is_public(address) is expected
+"""Addresses that are never public, whatever they hold."""
+
+
+def ends(block: str) -> list[Any]:
+    network = ipaddress.ip_network(block)
+    return [network[0], network[network.num_addresses // 2], network[-1]]
+
+
+@pytest.mark.parametrize("block", (SPECIAL_IPV4 + SPECIAL_IPV6).split())
+def test_special_addresses_are_not_public(block: str) -> None:
+    for address in ends(block):
+        assert not is_public(str(address)), address
+        for form in HELD if address.version == 4 else ():
+            assert not is_public(form.format(address)), form.format(address)
+
+
+@pytest.mark.parametrize("block", ["1.0.0.0/8", "93.184.216.34/32", "172.32.0.0/11", "192.0.1.0/24", "223.0.0.0/8"])
+def test_public_ipv4_addresses(block: str) -> None:
+    for address in ends(block):
+        assert is_public(str(address))
+        for form in HELD:
+            assert is_public(form.format(address)), form.format(address)
+        for form in HIDDEN:
+            assert not is_public(form.format(address)), form.format(address)
+        assert not is_public(str(ipaddress.IPv6Address(int(ipaddress.ip_address("2002::")) + (int(address) << 80))))
+
+
+@pytest.mark.parametrize("block", ["2001:200::/23", "2003::/18", "2400::/12", "2600::/12", "2606:2800:220:1::1/128"])
+def test_public_ipv6_addresses(block: str) -> None:
+    assert all(is_public(str(address)) for address in ends(block))
+
+
+@pytest.mark.parametrize(
+    "address", ["192.0.0.192", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fe80::1%eth0"]
+)
+def test_addresses_at_which_machines_in_a_cloud_are_told_secrets(address: str) -> None:
+    assert not is_public(address)
 
 
 @pytest.fixture(scope="module")

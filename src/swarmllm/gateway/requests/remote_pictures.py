@@ -33,7 +33,27 @@ MAX_FETCHES = 32
 _HEAD_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443}
 _REMOTE = re.compile(r"https?://", re.IGNORECASE)
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that IANA has given out of IPv6 for the internet (RFC 4291). What else there is reaches one's own network, or
+holds an IPv4 address that some machines unpack."""
+_HOLD_IPV4 = tuple(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96")))
+"""IPv6 addresses that stand for the IPv4 address in their last bits: on this machine, and behind a NAT64."""
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+            *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24"),
+            *("192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+            *(
+                "224.0.0.0/3",
+                "168.63.129.16/32",
+            ),  # multicast and reserved; what Azure's machines ask for their settings
+            *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+        ),
+    )
+)
+"""IANA's registries of special-purpose addresses, whether these are routed or not: no pictures are there."""
 _SAFE = "%/:=&?~+!$,;'@()*[]"
 
 
@@ -189,15 +209,11 @@ async def _addresses(target: _Target) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet, also if it stands for another one."""
     known = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(known, ipaddress.IPv6Address):
-        if known in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)))
-        inner = known.ipv4_mapped
-        if inner is not None:
-            return is_public(str(inner))
-        if known.sixtofour is not None or known.teredo is not None:
-            return False
-    return known.is_global and not known.is_multicast
+    if any(known in network for network in _HOLD_IPV4):
+        known = ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)
+    if known.version == 6 and known not in _UNICAST:
+        return False
+    return not any(known in network for network in _SPECIAL)
 
 
 class _Stored:
