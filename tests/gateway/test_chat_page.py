@@ -39,6 +39,7 @@ def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGate
     expect(body.locator("math")).to_have_count(2)
     expect(body.locator("math[display=block] munderover")).to_have_count(1)
     expect(body.locator("math msup").first).to_have_text("eiπ")
+    expect(body.locator(".katex-html")).to_have_count(2)
     expect(body).to_contain_text("it costs $5 or $6")
     expect(body).to_contain_text(r"$\unknowncommand{x}$")
     expect(body.locator("sub, kbd")).to_have_count(2)
@@ -48,6 +49,40 @@ def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGate
     expect(body.locator("pre code")).to_have_text('def f(x):  # <b>comment</b>\n    return "text" * 3\n')
     expect(body.locator("p").last).to_have_attribute("dir", "auto")
     assert body.locator("p").last.evaluate("one => getComputedStyle(one).direction") == "rtl"
+    assert violations(page) == []
+
+
+LAID_OUT = r"""
+\[\begin{aligned} f(x) &= (x+1)^2 \\ &= x^2 + 2x + 1 \end{aligned}\]
+
+$$\begin{pmatrix} a & b \\ c & d \end{pmatrix}$$
+
+- [x] bread
+- [ ] butter
+
+3. third
+
+| left | middle | right |
+|:-----|:------:|------:|
+| a | b | 1 |
+
+$\href{javascript:alert(1)}{x}$ $\includegraphics{https://example.com/x}$ <input type="text"> <input type="checkbox">
+"""
+
+
+def test_layout_that_models_write(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    """Matrices, aligned formulas, tasks, numbers of lists, columns of tables; nothing that could do harm."""
+    opened(page, gateway.url, {"role": "user", "content": "Hm"}, {"role": "assistant", "content": LAID_OUT})
+    body = page.locator(f"{ANSWERS} .body")
+    expect(body.locator("math[display=block] mtable")).to_have_count(2)
+    assert page.evaluate("document.fonts.check('16px KaTeX_Main')")
+    tasks = body.locator("li.task input")
+    assert [[task.is_checked(), task.is_disabled()] for task in tasks.all()] == [[True, True], [False, True]]
+    expect(body.locator("input")).to_have_count(2)
+    expect(body.locator("ol")).to_have_attribute("start", "3")
+    sides = body.locator("td").evaluate_all("all => all.map((one) => getComputedStyle(one).textAlign)")
+    assert [side.removeprefix("-webkit-") for side in sides] == ["left", "center", "right"]
+    expect(body.locator("a[href], img")).to_have_count(0)
     assert violations(page) == []
 
 
