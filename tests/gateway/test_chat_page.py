@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FilePayload, Page, expect
 from test_pages import ANSWERS, DONE, ITEMS, browser, page, pytestmark, say, settings, violations  # noqa: F401
 from web_gateway import RunningGateway
 
@@ -39,6 +39,7 @@ def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGate
     expect(body.locator("math")).to_have_count(2)
     expect(body.locator("math[display=block] munderover")).to_have_count(1)
     expect(body.locator("math msup").first).to_have_text("eiπ")
+    expect(body.locator(".katex-html")).to_have_count(2)
     expect(body).to_contain_text("it costs $5 or $6")
     expect(body).to_contain_text(r"$\unknowncommand{x}$")
     expect(body.locator("sub, kbd")).to_have_count(2)
@@ -48,6 +49,40 @@ def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGate
     expect(body.locator("pre code")).to_have_text('def f(x):  # <b>comment</b>\n    return "text" * 3\n')
     expect(body.locator("p").last).to_have_attribute("dir", "auto")
     assert body.locator("p").last.evaluate("one => getComputedStyle(one).direction") == "rtl"
+    assert violations(page) == []
+
+
+LAID_OUT = r"""
+\[\begin{aligned} f(x) &= (x+1)^2 \\ &= x^2 + 2x + 1 \end{aligned}\]
+
+$$\begin{pmatrix} a & b \\ c & d \end{pmatrix}$$
+
+- [x] bread
+- [ ] butter
+
+3. third
+
+| left | middle | right |
+|:-----|:------:|------:|
+| a | b | 1 |
+
+$\href{javascript:alert(1)}{x}$ $\includegraphics{https://example.com/x}$ <input type="text"> <input type="checkbox">
+"""
+
+
+def test_layout_that_models_write(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    """Matrices, aligned formulas, tasks, numbers of lists, columns of tables; nothing that could do harm."""
+    opened(page, gateway.url, {"role": "user", "content": "Hm"}, {"role": "assistant", "content": LAID_OUT})
+    body = page.locator(f"{ANSWERS} .body")
+    expect(body.locator("math[display=block] mtable")).to_have_count(2)
+    assert page.evaluate("document.fonts.check('16px KaTeX_Main')")
+    tasks = body.locator("li.task input")
+    assert [[task.is_checked(), task.is_disabled()] for task in tasks.all()] == [[True, True], [False, True]]
+    expect(body.locator("input")).to_have_count(2)
+    expect(body.locator("ol")).to_have_attribute("start", "3")
+    sides = body.locator("td").evaluate_all("all => all.map((one) => getComputedStyle(one).textAlign)")
+    assert [side.removeprefix("-webkit-") for side in sides] == ["left", "center", "right"]
+    expect(body.locator("a[href], img")).to_have_count(0)
     assert violations(page) == []
 
 
@@ -96,7 +131,7 @@ def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_
     expect(page.locator(".message.user .body")).to_have_text("What is the sun?")
 
 
-def test_edit_branches_and_a_broken_answer_goes_on(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_an_edit_that_is_given_up_and_a_broken_answer_that_goes_on(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="0", Longest_answer="8")
     say(page, "Tell me a story about a fox.")
@@ -112,17 +147,153 @@ def test_edit_branches_and_a_broken_answer_goes_on(page: Page, gateway: RunningG
     expect(page.locator(DONE)).to_have_count(1)
     assert page.locator(f"{ANSWERS} .body").inner_text().startswith(first)
     page.get_by_role("button", name="Edit", exact=True).click()
-    expect(page.get_by_text("begins a conversation of its own")).to_be_visible()
+    expect(page.get_by_text("stays as another version")).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.get_by_text("begins a conversation of its own")).to_be_hidden()
+    expect(page.get_by_text("stays as another version")).to_be_hidden()
     expect(page.get_by_label("Message")).to_have_value("")
-    page.get_by_role("button", name="Edit", exact=True).click()
+
+
+SAID = ".message.user"
+
+
+def test_regenerate_and_edit_keep_versions(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="1", Longest_answer="8")
+    say(page, "Tell me a story about a fox.")
+    expect(page.locator(DONE)).to_have_count(1)
+    first = page.locator(f"{ANSWERS} .body").inner_text()
+    expect(page.locator(".versions")).to_have_count(0)
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(f"{DONE} .versions")).to_contain_text("2/2")
+    second = page.locator(f"{ANSWERS} .body").inner_text()
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(f"{DONE} .versions")).to_contain_text("1/2")
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(first)
+    expect(page.get_by_role("button", name="Previous version")).to_be_disabled()
+    expect(page.get_by_role("button", name="Next version")).to_be_focused()
+    say(page, "And then?")
+    expect(page.locator(DONE)).to_have_count(2)
+
+    page.locator(SAID).first.get_by_role("button", name="Edit", exact=True).click()
     assert violations(page) == []
     expect(page.get_by_label("Message")).to_have_value("Tell me a story about a fox.")
-    say(page, "Tell me a story about a hen.")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Tell me a story about a hen.")
+    assert len((asked.value.post_data_json or {})["messages"]) == 1
     expect(page.locator(DONE)).to_have_count(1)
-    expect(page.locator(ITEMS)).to_have_count(2)
-    expect(page.locator(".message.user .body")).to_have_text("Tell me a story about a hen.")
+    expect(page.locator(f"{SAID} .body")).to_have_text("Tell me a story about a hen.")
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("Tell me a story about a hen.")
+    expect(page).to_have_title("Tell me a story about a hen. · swarmllm")
+    expect(page.locator(f"{SAID} .versions")).to_contain_text("2/2")
+    page.reload()
+    page.locator(SAID).get_by_role("button", name="Previous version").click()
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("Tell me a story about a fox.")
+    expect(page.locator(f"{SAID} .body")).to_have_text(["Tell me a story about a fox.", "And then?"])
+    expect(page.locator(f"{ANSWERS} .versions")).to_have_count(1)
+    page.locator(ANSWERS).get_by_role("button", name="Next version").click()
+    expect(page.locator(f"{ANSWERS} .body")).to_have_text(second)
+    assert violations(page) == []
+
+
+def test_a_chosen_title_stays(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})  # title: First
+    settings(page, Longest_answer="4")
+    page.get_by_role("button", name="Edit", exact=True).click()
+    say(page, "c")
+    expect(page.locator(f"{DONE} .rate")).to_be_visible()
+    expect(page.locator(f"{ITEMS} .title")).to_have_text("First")
+
+
+def test_a_reload_during_an_answer_says_what_is_true(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="2", Seed="1")
+    say(page, "Tell me a very long story.")
+    expect(page.locator(f"{ANSWERS} .body")).not_to_be_empty()
+    page.reload()
+    expect(page.locator(".notices")).to_have_text("The page was left, so the answer ends here.")
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
+    page.reload()
+    expect(page.locator(".notices li")).to_have_count(1)
+
+
+def test_an_answer_that_another_page_writes_or_wrote(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    """It is busy as long as that page lives, and cut if that page was lost without a word."""
+    page.goto(f"{gateway.url}/")
+    settings(page, Temperature="2", Seed="1")
+    say(page, "Tell me a very long story.")
+    expect(page.locator(f"{ANSWERS} .body")).not_to_be_empty()
+    with page.context.expect_page() as opening:
+        page.evaluate("url => void open(url)", page.url)
+    other = opening.value
+    expect(other.locator(f"{ANSWERS}[aria-busy=true]")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(other.locator(DONE)).to_have_count(1)
+    expect(other.locator(".notices")).to_have_text("Stopped.")
+    other.close()
+    lost = {"role": "assistant", "content": "Once", "writing": True}
+    page.goto(f"{gateway.url}/static/icon.svg")
+    opened(page, gateway.url, {"role": "user", "content": "a"}, lost)
+    expect(page.locator(".notices")).to_have_text("The page was left, so the answer ends here.")
+    expect(page.locator(DONE)).to_have_count(1)
+
+
+def test_what_is_too_long_is_said_before_it_is_sent(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Longest_answer="4")
+    expect(page.locator("#about")).to_contain_text(
+        "parameters in 8 blocks, on 2 servers now. It reads up to 2K tokens."
+    )
+    text = "dog " * 3000
+    page.get_by_label("Message").fill(text)
+    expect(page.locator("#long")).to_have_text(
+        re.compile(r"This message has 3,0\d\d tokens; embedded takes 2,048 with its answer. Shorten it.")
+    )
+    assert violations(page) == []
+    page.keyboard.press("Enter")
+    page.get_by_label("Message").fill("cat " * 3000)
+    page.keyboard.press("Enter")  # at once: it is counted first
+    expect(page.locator("#long")).not_to_be_empty()
+    expect(page.locator(".message")).to_have_count(0)
+    say(page, "dog " * 600)  # more bytes than tokens are left, but not more tokens
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator("#long")).to_be_hidden()
+    page.get_by_label("Message").fill("dog " * 1900)
+    expect(page.locator("#long")).to_contain_text("With the conversation so far, this message has")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#long")).to_be_hidden()
+
+
+def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{gateway.url}/")
+    settings(page, Longest_answer="4")
+    chosen: list[FilePayload] = [
+        {"name": "windows.txt", "mimeType": "text/plain", "buffer": "é\r\nb\r\n".encode("utf-16")},
+        {"name": "code.md", "mimeType": "", "buffer": b"```\nx\n```\n"},
+        {"name": "gone.txt", "mimeType": "text/plain", "buffer": b"gone"},
+    ]
+    page.locator("#file").set_input_files(chosen)
+    files = page.locator("#attached .files summary")
+    expect(files).to_have_text(["windows.txt", "code.md", "gone.txt"])
+    page.get_by_role("button", name="Remove gone.txt").click()
+    expect(files).to_have_text(["windows.txt", "code.md"])
+    page.locator("#file").set_input_files(
+        [{"name": "a.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7\n\xff\x00"}]
+    )
+    expect(page.locator("#unseen")).to_contain_text("a.pdf is no text file. Save it as text in UTF-8")
+    assert violations(page) == []
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Read.")
+    content = (asked.value.post_data_json or {})["messages"][-1]["content"]
+    assert content == "windows.txt:\n```\né\nb\n```\n\ncode.md:\n````\n```\nx\n```\n````\n\nRead."
+    expect(page.locator(DONE)).to_have_count(1)
+    expect(page.locator("#attached .files")).to_have_count(0)
+    page.reload()
+    page.locator(f"{SAID} .files summary", has_text="code.md").click()
+    expect(page.locator(f"{SAID} .files details[open] pre")).to_have_text("```\nx\n```\n")
+    assert violations(page) == []
+    page.locator(SAID).get_by_role("button", name="Edit", exact=True).click()
+    expect(files).to_have_text(["windows.txt", "code.md"])
 
 
 def test_a_broken_answer_can_be_gone_on_with_after_a_reload(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
@@ -149,7 +320,7 @@ def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:  
 def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
     opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, system="Old")
     page.get_by_role("button", name="Settings").click()
-    own = page.get_by_label("in this conversation")
+    own = page.get_by_label("System prompt of this conversation")
     expect(own).to_have_value("Old")
     own.fill("Be short.")
     page.get_by_label("Longest answer").fill("4")

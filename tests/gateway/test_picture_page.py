@@ -19,7 +19,7 @@ GIVE = """([kind, data, type]) => {
         : new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
     return text.dispatchEvent(event);
 }"""
-THUMBNAILS = "#pictures img"
+THUMBNAILS = "#attached img"
 
 
 def give(page: Page, kind: str, data: bytes, media_type: str = "image/png") -> None:  # noqa: F811
@@ -35,7 +35,7 @@ def test_a_picture_is_pasted_dropped_removed_and_sent(
 ) -> None:
     red, blue = picture("red"), picture("blue")
     page.goto(f"{seeing.url}/")
-    expect(page.get_by_role("button", name="Attach a picture")).to_be_visible()
+    expect(page.get_by_role("button", name="Attach a picture or a text file")).to_be_visible()
     settings(page, Temperature="0", Longest_answer="8")
     give(page, "paste", as_png(red))
     expect(page.locator(THUMBNAILS)).to_have_count(1)
@@ -78,7 +78,7 @@ def test_an_edited_message_keeps_its_picture(page: Page, seeing: RunningGateway)
 
 def test_large_pictures_are_made_smaller(page: Page, seeing: RunningGateway) -> None:  # noqa: F811
     page.goto(f"{seeing.url}/")
-    expect(page.get_by_role("button", name="Attach a picture")).to_be_visible()
+    expect(page.get_by_role("button", name="Attach a picture or a text file")).to_be_visible()
     give(page, "paste", as_png(picture("red", (3000, 1000))))
     expect(page.locator(THUMBNAILS)).to_have_count(1)
     size = page.locator(THUMBNAILS).evaluate("one => one.decode().then(() => [one.naturalWidth, one.naturalHeight])")
@@ -88,7 +88,7 @@ def test_large_pictures_are_made_smaller(page: Page, seeing: RunningGateway) -> 
 def test_a_model_that_reads_text_only_says_so(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
     page.goto(f"{gateway.url}/")
     expect(page.locator("#model")).not_to_have_text("…")
-    expect(page.get_by_role("button", name="Attach a picture")).to_be_hidden()
+    expect(page.get_by_role("button", name="Attach a text file")).to_be_visible()
     give(page, "paste", as_png(picture("red")))
     expect(page.locator("#unseen")).to_contain_text("reads text only")
     expect(page.locator(THUMBNAILS)).to_have_count(0)

@@ -60,9 +60,9 @@ def test_vendored_files_are_those_that_are_listed(repo_root: Path) -> None:
     rows = [match for line in (vendor / "README.md").read_text().splitlines() if (match := ROW.match(line))]
     listed = {match[1]: match[3] for match in rows}
     found = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in vendor.iterdir()
-        if path.name != "README.md"
+        path.relative_to(vendor).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in vendor.rglob("*")
+        if path.is_file() and path.name != "README.md"
     }
     assert found == listed
 

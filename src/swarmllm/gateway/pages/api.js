@@ -39,8 +39,17 @@ export async function swarm(model) {
   return response.json();
 }
 
+// How many tokens `messages` are, and how many the model takes.
+export async function count(model, messages, system) {
+  const told = system ? [{ role: "system", content: system }, ...messages] : messages;
+  const body = model.chat ? { messages: told } : { prompt: told.map((message) => message.content).join("\n") };
+  const response = await fetch("/tokenize", { method: "POST", headers: headers(), body: JSON.stringify({ model: model.id, ...body }) });
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
 // Yields the chunks of an answer as they come.
-// `goOn`: the last message is the model's own, to be gone on with. `system`: what the model should know first.
+// `goOn`: the last message is the model's own, to be gone on with. `system`: the system prompt.
 export async function* answer(model, messages, signal, { system, goOn }) {
   const asked = { model: model.id, stream: true, swarm_events: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) {

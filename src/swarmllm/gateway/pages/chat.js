@@ -1,22 +1,24 @@
 // The chat page: conversations on the left, the one that is open in the middle, the message box below.
 
 import * as api from "/static/api.js";
-import { asSaid, putPictures, showAttach, takePictures } from "/static/attached.js";
+import { asSaid, attached, onAttached, putAttached, showAttach, takeAttached, textOf } from "/static/attached.js";
 import { drawList, exportOne } from "/static/conversations.js";
 import { begin, health, model, onModel } from "/static/head.js";
 import { receiver } from "/static/incoming.js";
+import { isTooLong, measureSoon } from "/static/length.js";
 import { renderMessage } from "/static/message.js";
 import { morph } from "/static/morph.js";
 import { isAtEnd, toEnd } from "/static/scrolling.js";
 import { settingsOf, showSettings } from "/static/settings.js";
 import * as store from "/static/store.js";
+import { replaceFrom, showVersion } from "/static/versions.js";
 
 const byId = (id) => document.getElementById(id);
 const text = byId("text");
 const IDEAS = ["Tell me a story about a fox.", "What is the capital of France?", "What sound does a frog make?"];
 
 let open = null; // the conversation that is shown
-let editing = null; // the place of the message that is said anew, in a branch of its own
+let editing = null; // the place of the message that is said anew
 let answering = null; // {conversation, message, abort} while an answer comes
 let early = false; // whether the text in the box was sent before the page knew the model: it goes as soon as it does
 
@@ -29,6 +31,7 @@ function show(conversation) {
   if (location.hash.slice(1) !== hash) location.hash = hash;
   byId("export").hidden = !conversation?.messages.length;
   showContext();
+  measureSoon(draft);
   drawAll();
   closeSide();
   toEnd();
@@ -76,7 +79,7 @@ store.onChange((conversation, what) => {
 // ---------------------------------------------------------------- messages
 
 function element(message) {
-  const busy = answering?.message === message;
+  const busy = Boolean(message.writing); // by this tab or another
   const isLast = open?.messages.at(-1) === message;
   const mayAct = !busy && !answering;
   const isOwn = isLast && mayAct && message.role === "assistant";
@@ -86,6 +89,7 @@ function element(message) {
     onRegenerate: isOwn ? regenerate : null,
     onContinue: isOwn && isBroken ? goOn : null,
     onEdit: message.role === "user" && mayAct ? () => edit(message) : null,
+    onVersion: mayAct ? (version, label) => turnTo(open.messages.indexOf(message), version, label) : null,
   });
 }
 
@@ -112,11 +116,11 @@ function grow(old, now) {
   old.append(...now.querySelectorAll(":scope > .notices, :scope > .foot"));
 }
 
-// Another text in place of that message: what came after it stays, in the conversation that it was.
+// Another text in place of that message: what was said from there on stays as another version.
 function edit(message) {
   editing = open.messages.indexOf(message);
   text.value = message.content;
-  putPictures(message.pictures);
+  putAttached(message);
   byId("edits").hidden = false;
   fit();
   text.focus();
@@ -127,49 +131,67 @@ function dontEdit() {
   byId("edits").hidden = true;
 }
 
-function branch() {
-  const conversation = store.create();
-  conversation.title = open.title;
-  conversation.system = open.system;
-  conversation.messages = structuredClone(open.messages.slice(0, editing));
-  return conversation;
+// Another version of a message, with all that came after it.
+function turnTo(index, version, label) {
+  withTitle(open, () => showVersion(open.messages, index, version));
+  keep(open);
+  drawAll();
+  showContext();
+  const buttons = [...byId("messages").children[index].querySelectorAll(".versions button:enabled")];
+  (buttons.find((one) => one.ariaLabel === label) ?? buttons[0])?.focus();
 }
 
+const titleOf = (message) => (message?.content.trim() || message?.files?.[0].name || "").split("\n")[0].slice(0, 80);
+
+// A title that nobody has chosen is what was said first, also after `change`.
+function withTitle(conversation, change) {
+  const isChosen = conversation.title && conversation.title !== titleOf(conversation.messages[0]);
+  change();
+  if (!isChosen) conversation.title = titleOf(conversation.messages[0]);
+}
+
+const blank = () => ({ role: "assistant", content: "", notices: [], route: [], tokens: 0 });
+
 async function send(said) {
-  const conversation = editing !== null && open ? branch() : open ?? store.create();
+  const conversation = open ?? store.create();
   conversation.system ??= store.settings.system ?? "";
-  conversation.title ||= said.trim().split("\n")[0].slice(0, 80);
-  conversation.messages.push({ role: "user", content: said, ...takePictures() });
+  const message = { role: "user", content: said, ...takeAttached() };
+  withTitle(conversation, () => {
+    if (editing === null) conversation.messages.push(message);
+    else replaceFrom(conversation.messages, editing, message);
+  });
   show(conversation);
-  await reply(conversation);
+  const answer = blank();
+  conversation.messages.push(answer);
+  await reply(conversation, answer);
 }
 
 async function regenerate() {
   if (answering || open?.messages.at(-1)?.role !== "assistant") return;
-  open.messages.pop();
-  show(open);
-  await reply(open);
+  const answer = blank();
+  replaceFrom(open.messages, open.messages.length - 1, answer);
+  await reply(open, answer);
 }
 
 // From where a broken answer ends.
 async function goOn() {
   if (answering || open?.messages.at(-1)?.role !== "assistant") return;
-  const message = open.messages.pop();
+  const message = open.messages.at(-1);
   Object.assign(message, { notices: [], finish: null });
-  await reply(open, message);
+  await reply(open, message, true);
 }
 
-async function reply(conversation, broken) {
-  const asked = [...conversation.messages, ...(broken ? [broken] : [])].map(asSaid);
-  const message = broken ?? { role: "assistant", content: "", notices: [], route: [], tokens: 0 };
-  const options = { system: conversation.system ?? store.settings.system, goOn: Boolean(broken) };
+// `message`, the last of the conversation, is answered into; `goOn`: it has a beginning.
+async function reply(conversation, message, goOn = false) {
+  const asked = conversation.messages.slice(0, goOn ? undefined : -1).map(asSaid);
+  const options = { system: systemOf(conversation), goOn };
   const abort = new AbortController();
   answering = { conversation, message, abort };
+  message.writing = true;
   store.writing.add(conversation);
   keep(conversation);
-  conversation.messages.push(message);
   busy(true);
-  const receive = receiver(message, conversation);
+  const receive = receiver(message);
   let drawn = false;
   let saved = performance.now();
   const draw = () => {
@@ -193,13 +215,14 @@ async function reply(conversation, broken) {
     }
   } catch (error) {
     if (abort.signal.aborted) {
-      message.notices.push({ kind: "", text: "Stopped.", cut: true });
+      if (message.writing) store.breakOff(message, "Stopped."); // else the page is left
     } else {
       const reason = error instanceof api.ApiError ? error.message : "the gateway can’t be reached";
       message.notices.push({ kind: "bad", cut: true, text: `No more came: ${reason}` });
       if (error.status === 401) byId("settings").showModal();
     }
   } finally {
+    delete message.writing;
     redraw(message);
     answering = null;
     busy(false);
@@ -213,8 +236,17 @@ async function reply(conversation, broken) {
 }
 
 function showContext() {
-  const left = model?.max_model_len - open?.used;
+  const left = model?.max_model_len - open?.messages.findLast((message) => message.used)?.used;
   byId("context").textContent = left >= 0 ? `${left} of ${model.max_model_len} tokens left. ` : "";
+}
+
+const systemOf = (conversation) => conversation?.system ?? store.settings.system;
+
+// What would be sent now, as texts, and the system prompt.
+function draft() {
+  const before = (open?.messages ?? []).slice(0, editing ?? undefined);
+  const messages = [...before, { role: "user", content: text.value, ...attached() }];
+  return [messages.map((message) => ({ role: message.role, content: textOf(message) })), systemOf(open)];
 }
 
 function stop() {
@@ -246,17 +278,21 @@ function fit() {
   text.style.height = `${text.scrollHeight}px`;
 }
 
-byId("composer").addEventListener("submit", (event) => {
+byId("composer").addEventListener("submit", async (event) => {
   event.preventDefault();
   const said = text.value.trim();
-  if (!said || answering) return;
+  if ((!said && !attached().files) || answering) return;
   early = !model;
-  if (early) return;
+  if (early || (await isTooLong(...draft())) || text.value.trim() !== said || answering) return;
   text.value = "";
   fit();
   send(said);
 });
-text.addEventListener("input", fit);
+text.addEventListener("input", () => {
+  fit();
+  measureSoon(draft);
+});
+onAttached(() => measureSoon(draft));
 text.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -271,7 +307,7 @@ document.addEventListener("keydown", (event) => {
 });
 function giveUpEdit() {
   dontEdit();
-  putPictures([]);
+  putAttached({});
   text.value = "";
   fit();
   text.focus();
@@ -292,6 +328,7 @@ settingsOf(() => open, keep);
 onModel(() => {
   showAttach();
   showContext();
+  measureSoon(draft);
   if (!answering) drawAll(); // whether an answer can be gone on with, the model says
   if (early) byId("composer").requestSubmit();
 });
@@ -313,7 +350,12 @@ byId("ideas").replaceChildren(
     return button;
   }),
 );
-addEventListener("pagehide", () => answering && store.save(answering.conversation));
+addEventListener("pagehide", () => {
+  if (!answering) return;
+  store.breakOff(answering.message, store.PAGE_LEFT);
+  store.save(answering.conversation);
+  stop();
+});
 
 showSettings();
 show(store.find(location.hash.slice(1)) ?? null);

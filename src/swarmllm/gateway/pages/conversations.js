@@ -1,5 +1,7 @@
 // The list of conversations: search, rename, export, delete with undo.
 
+import { textOf } from "/static/attached.js";
+import { model } from "/static/head.js";
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
@@ -72,6 +74,7 @@ export function drawList(open, { onOpen, onDelete }) {
     naming.skipped = true;
     return;
   }
+  document.title = `${open?.title || model?.id || "chat"} · swarmllm`;
   const wanted = byId("search").value.trim().toLowerCase();
   const all = store.all().filter((one) => one.messages.length);
   byId("search").hidden = all.length < 2 && !wanted;
@@ -118,7 +121,7 @@ function offerUndo(conversation, onOpen) {
 export function exportOne(conversation) {
   const who = { user: "You", assistant: "Model" };
   const system = conversation.system ? `> ${conversation.system.replaceAll("\n", "\n> ")}\n\n` : "";
-  const said = conversation.messages.map(({ role, content }) => `## ${who[role]}\n\n${content}\n`).join("\n");
+  const said = conversation.messages.map((message) => `## ${who[message.role]}\n\n${textOf(message)}\n`).join("\n");
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([`# ${conversation.title}\n\n${system}${said}`], { type: "text/markdown" }));
   link.download = `${conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "conversation"}.md`;

@@ -6,6 +6,7 @@ import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
 
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 let models = [];
 let changed = () => {};
 export let model = null; // the one that is asked; null before the gateway has named any
@@ -27,15 +28,22 @@ export async function health() {
     }
     if (!model) await begin();
     const usable = swarm.servers.filter((server) => server.state === "online").length;
+    const servers = `${usable} server${usable === 1 ? "" : "s"}`;
     const missing = swarm.missing_blocks.length;
     pill.dataset.state = missing ? "bad" : "good";
-    byId("health-text").textContent = missing
-      ? `${missing} of ${swarm.num_blocks} blocks missing`
-      : `${usable} server${usable === 1 ? "" : "s"}`;
+    byId("health-text").textContent = missing ? `${missing} of ${swarm.num_blocks} blocks missing` : servers;
+    byId("about").textContent = describe(swarm, servers);
   } catch {
     pill.dataset.state = "bad";
     byId("health-text").textContent = "no gateway";
   }
+}
+
+// The model, its size, and what it runs on.
+function describe({ about, model: name, num_blocks: blocks }, servers) {
+  if (!about) return "";
+  const size = `${compact.format(about.parameters)} parameters`;
+  return `${name} has ${size} in ${blocks} blocks, on ${servers} now. It reads up to ${compact.format(about.context_tokens)} tokens.`;
 }
 
 export async function begin() {
@@ -53,7 +61,6 @@ export async function begin() {
 function choose(id) {
   model = models.find((one) => one.id === id) ?? models[0];
   byId("model").textContent = model.id;
-  document.title = `${model.id} · swarmllm`;
   byId("health").href = models.length > 1 ? `/swarm?model=${encodeURIComponent(model.id)}` : "/swarm";
   showChoice(models.map((one) => one.id), model.id);
   changed();

@@ -2,14 +2,14 @@
 
 import { endOfId, noticeOf } from "/static/message.js";
 
-// Takes chunks of one answer into its message, and says of the conversation how many tokens it has.
-export function receiver(message, conversation) {
+// Takes chunks of one answer into its message.
+export function receiver(message) {
   let began = 0;
   return (chunk) => {
     if (chunk.swarm) take(message, chunk.swarm);
     if (chunk.usage) {
       message.tokens = chunk.usage.completion_tokens;
-      conversation.used = chunk.usage.total_tokens;
+      message.used = chunk.usage.total_tokens; // with the conversation before it
     }
     const choice = chunk.choices[0];
     const piece = choice?.delta ? choice.delta.content : choice?.text;

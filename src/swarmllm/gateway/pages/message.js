@@ -1,6 +1,6 @@
 // One message as an element: text, what happened on the way, and how fast and by which route it came.
 
-import { pictureRow } from "/static/attached.js";
+import { fileRow, pictureRow } from "/static/attached.js";
 import { dressCode } from "/static/code.js";
 import { markdown } from "/static/markdown.js";
 
@@ -62,10 +62,27 @@ function copyButton(textOf) {
   return element;
 }
 
-function foot(message, busy, { onRegenerate, onContinue }) {
+// ‹ 1/2 ›, if something was said or answered in its place before; null if not.
+function versions(message, onVersion) {
+  if (!onVersion || !(message.versions?.length > 1)) return null;
+  const line = make("span", "versions");
+  const step = (sign, label, to) => {
+    const one = button(sign, () => onVersion(to, label));
+    one.setAttribute("aria-label", label);
+    one.disabled = !(to in message.versions);
+    return one;
+  };
+  const count = make("span", "", `${message.version + 1}/${message.versions.length}`);
+  count.prepend(make("span", "only-read", "Version "));
+  line.append(step("‹", "Previous version", message.version - 1), count, step("›", "Next version", message.version + 1));
+  return line;
+}
+
+function foot(message, busy, { onRegenerate, onContinue, onVersion }) {
   const line = make("div", "foot");
   if (!busy) {
     const acts = make("span", "acts");
+    acts.append(...[versions(message, onVersion)].filter(Boolean));
     if (message.content) acts.append(copyButton(() => message.content));
     if (onContinue) acts.append(button("Continue", onContinue));
     if (onRegenerate) acts.append(button("Regenerate", onRegenerate));
@@ -107,7 +124,7 @@ function thoughts(message, busy) {
   return details;
 }
 
-export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit }) {
+export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit, onVersion }) {
   const article = make("article", `message ${message.role}`);
   article.setAttribute("aria-label", message.role === "user" ? "You" : "Model");
   const body = make("div", "body");
@@ -115,9 +132,9 @@ export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit 
   article.append(body);
   if (message.role === "user") {
     body.textContent = message.content;
-    const seen = pictureRow(message.pictures);
-    if (seen) body.prepend(seen);
+    body.prepend(...[pictureRow(message.pictures), fileRow(message.files)].filter(Boolean));
     if (onEdit) article.prepend(button("Edit", onEdit));
+    article.prepend(...[versions(message, onVersion)].filter(Boolean));
     return article;
   }
   article.setAttribute("aria-busy", String(busy));
@@ -134,6 +151,6 @@ export function renderMessage(message, { busy, onRegenerate, onContinue, onEdit 
     list.append(...message.notices.map((notice) => make("li", notice.kind, notice.text)));
     article.append(list);
   }
-  article.append(foot(message, busy, { onRegenerate, onContinue }));
+  article.append(foot(message, busy, { onRegenerate, onContinue, onVersion }));
   return article;
 }

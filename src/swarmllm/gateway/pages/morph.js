@@ -15,7 +15,7 @@ function change(known, node) {
   if (known.nodeType === Node.TEXT_NODE && node.nodeType === Node.TEXT_NODE) {
     if (node.data.startsWith(known.data)) known.appendData(node.data.slice(known.data.length));
     else known.data = node.data;
-  } else if (known.nodeType === Node.ELEMENT_NODE && known.nodeName === node.nodeName && known.className === node.className) {
+  } else if (known.nodeType === Node.ELEMENT_NODE && known.cloneNode().isEqualNode(node.cloneNode())) {
     morph(known, node);
   } else {
     known.replaceWith(node);

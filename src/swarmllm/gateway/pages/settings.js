@@ -1,4 +1,4 @@
-// The dialog with the settings: those of all conversations, and what the model should know first in this one.
+// The dialog with the settings: those of all conversations, and the system prompt of this one.
 
 import * as store from "/static/store.js";
 

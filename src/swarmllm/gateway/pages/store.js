@@ -2,10 +2,14 @@
 //
 // Each conversation has a key of its own, so that tabs don't overwrite each other's; tabs are told of what others write
 // (`onChange`). One that two tabs go on with at the same time becomes two: nothing that was said is lost.
+//
+// An answer has `writing` until it is complete. If its page is lost meanwhile, the next page says so (`breakOff`).
 
 const ALL_IN_ONE = "swarmllm.conversations"; // of older pages: one array
 const CONVERSATION = "swarmllm.conversation.";
 const SETTINGS = "swarmllm.settings";
+
+const ASK_MS = 1000; // for other tabs to answer
 
 const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
 const isConversation = (one) => typeof one?.id === "string" && Array.isArray(one.messages);
@@ -68,6 +72,31 @@ export const writing = new Set();
 export function onChange(listener) {
   tell = listener;
 }
+
+// No more will come of this answer.
+export function breakOff(message, text) {
+  delete message.writing;
+  message.notices = [...(message.notices ?? []), { kind: "", cut: true, text }];
+}
+
+export const PAGE_LEFT = "The page was left, so the answer ends here.";
+const tabs = new BroadcastChannel("swarmllm");
+const lost = new Set(all().filter((one) => one.messages.at(-1)?.writing)); // unless another tab says that it writes them
+
+tabs.addEventListener("message", ({ data: { ask, writes } }) => {
+  if (ask && [...writing].some((one) => one.id === ask)) tabs.postMessage({ writes: ask });
+  if (writes) lost.delete(find(writes));
+});
+for (const one of lost) tabs.postMessage({ ask: one.id });
+setTimeout(() => {
+  for (const one of lost) {
+    const message = one.messages.at(-1);
+    if (!message?.writing || writing.has(one)) continue;
+    breakOff(message, PAGE_LEFT);
+    save(one);
+    tell(one, "changed");
+  }
+}, ASK_MS);
 
 export function create() {
   const conversation = { id: newId(), title: "", messages: [] };

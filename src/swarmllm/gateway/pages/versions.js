@@ -1,0 +1,23 @@
+// The versions of a message: what was said or answered in its place before. A conversation shows one of each.
+//
+// `message.versions` has for each version all messages from this one on; null for the one that is shown, `message.version`.
+
+function putAside(messages, index) {
+  const [first, ...after] = messages.splice(index);
+  const { versions = [null], version = 0, ...own } = first;
+  versions[version] = [own, ...after];
+  return versions;
+}
+
+// `message` is shown in place of all messages from `index` on; they stay as another version.
+export function replaceFrom(messages, index, message) {
+  const versions = putAside(messages, index);
+  messages.push(Object.assign(message, { versions: [...versions, null], version: versions.length }));
+}
+
+export function showVersion(messages, index, version) {
+  const versions = putAside(messages, index);
+  const [first, ...after] = versions[version];
+  versions[version] = null;
+  messages.push({ ...first, versions, version }, ...after);
+}
