@@ -135,4 +135,4 @@ $(TRAINERS)/.installed: $(INSTALLED)
 clean:
 	rm -rf $(VENV) $(OLDEST) $(TRAINERS) build dist benchmarks/results src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.so' -exec rm -f {} + -o -name '*.pyc' -exec rm -f {} + -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,15 @@
 They know nothing of Python, so a wheel with them is for every version of it: py3-none, and the platform.
 """
 
+import sys
+
 from setuptools import Extension, setup
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    # pip looks at python_requires too late: it fails before, on a dependency, with a page of version numbers.
+    here = ".".join(map(str, sys.version_info[:2]))
+    sys.exit(f"swarmllm needs Python 3.11 or newer, and this is {here}: /path/to/python3.11 -m pip install .")
+
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 

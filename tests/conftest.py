@@ -8,7 +8,6 @@ a killed server) is found as well.
 import inspect
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -17,9 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swarmllm.private_directory import PrivateDirectory
+
 MARKER = "SWARMLLM_TEST_SESSION"
 SESSION = uuid.uuid4().hex
-CACHE = tempfile.mkdtemp(prefix="swarmllm-tests-")
+PRIVATE = PrivateDirectory()
+CACHE = str(PRIVATE.path / "cache")
+TEMPORARY = PRIVATE.path / "tmp"
+TEMPORARY.mkdir()
+Path(CACHE).mkdir()
 
 # Before torch, transformers and hivemind are imported: they read these once. Servers that tests start inherit them.
 os.environ.update(
@@ -32,8 +37,12 @@ os.environ.update(
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": CACHE,
         "SWARMLLM_CACHE": CACHE,
+        # What tests leave for later, `tmp_path` of those that fail, goes where it always does; all else ends with them.
+        "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(),
+        "TMPDIR": str(TEMPORARY),
     }
 )
+tempfile.tempdir = None  # so that TMPDIR is read again
 for name in ("HF_TOKEN", "SWARMLLM_INITIAL_PEERS", "SWARMLLM_LOG_LEVEL"):
     os.environ.pop(name, None)
 
@@ -107,7 +116,7 @@ def _session_leaves_no_process() -> Iterator[None]:
 
 def pytest_unconfigure() -> None:
     forked.stop_warm_process()
-    shutil.rmtree(CACHE, ignore_errors=True)
+    PRIVATE.remove()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -22,6 +22,7 @@ models/          models, cut into a client's part and blocks
 network/         everything between processes
 swarm/           pure decisions
 config           settings
+private_directory  temporary directories that are removed even if their process is killed
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, above all what a server announces
 errors           every error that a user can meet

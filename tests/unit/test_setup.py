@@ -247,3 +247,29 @@ def test_make_is_silent_for_no_step_of_the_set_up() -> None:
     ]
     assert len(steps) == 3
     assert all("$(TALK)" in step for step in steps)
+
+
+def test_too_old_a_python_is_told_in_one_sentence(repo_root: Path) -> None:
+    """By pip, too, which else fails on a dependency. `make` says the same."""
+    old = "import sys; sys.version_info = (3, 10, 13); exec(compile(open('setup.py').read(), 'setup.py', 'exec'))"
+    done = subprocess.run([sys.executable, "-c", old, "egg_info"], cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.startswith("swarmllm needs Python 3.11 or newer, and this is 3.10")
+    assert done.stderr.count("\n") == 1
+    assert "swarmllm needs Python 3.11 or newer" in (repo_root / "Makefile").read_text()
+
+
+def test_clean_removes_all_that_git_ignores(repo_root: Path, tmp_path: Path) -> None:
+    """That is, what `make` and the tests have made; what is in the checkout stays."""
+    (tmp_path / "Makefile").write_text((repo_root / "Makefile").read_text())
+    kept, made = tmp_path / "src/swarmllm/kernels.c", []
+    for pattern in (repo_root / ".gitignore").read_text().splitlines():
+        at_root = pattern.startswith((".", "/"))  # what tools make there; the rest may be anywhere
+        name = pattern.strip("/").replace("*", "some")
+        made.append(tmp_path / ("." if at_root else "src") / name / ("file" if pattern.endswith("/") else ""))
+    for path in (kept, *made):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    subprocess.run(["make", "-s", "clean"], cwd=tmp_path, check=True)
+    assert kept.exists()
+    assert [path for path in made if path.exists()] == []

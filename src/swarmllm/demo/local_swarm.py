@@ -12,10 +12,8 @@ import itertools
 import os
 import queue
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from typing import Self, cast
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, SwarmError
+from swarmllm.private_directory import PrivateDirectory
 
 START_TIMEOUT_S = 120.0
 """Assumed: importing torch and loading a small model on a machine that is busy with other things."""
@@ -167,7 +166,7 @@ class LocalSwarm:
         if not self._spans:
             raise ConfigurationError("a swarm needs at least one server")
         self._options = server_options
-        self._directory: Path | None = None
+        self._directory: PrivateDirectory | None = None
 
     @property
     def initial_peers(self) -> list[str]:
@@ -185,7 +184,7 @@ class LocalSwarm:
 
     def start(self) -> Self:
         """Start all servers and wait until they are online; `with` does it."""
-        self._directory = Path(tempfile.mkdtemp(prefix="swarmllm-"))
+        self._directory = PrivateDirectory()
         try:
             first = self._start(self._spans[0], [], {})
             # Start them all now, and name the first one's address when it is known: most of a start is importing.
@@ -208,7 +207,7 @@ class LocalSwarm:
             with ThreadPoolExecutor(len(self.servers)) as waiting:
                 list(waiting.map(LocalServer.wait, self.servers))
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -242,7 +241,7 @@ class LocalSwarm:
             if value is not None and value is not False:
                 values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
                 arguments += [f"--{name}", *map(str, values)]
-        log_path = self._directory / f"server-{len(self.servers)}.log"
+        log_path = self._directory.path / f"server-{len(self.servers)}.log"
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)
         return server

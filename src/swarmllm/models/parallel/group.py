@@ -11,7 +11,6 @@ raises it from then on. Used by `shared`.
 import os
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ from swarmllm.models.parallel.exchange import (
 )
 from swarmllm.models.parallel.follower import multiplied
 from swarmllm.models.quantization.packed import Packed
+from swarmllm.private_directory import PrivateDirectory
 
 T = TypeVar("T")
 
@@ -89,14 +89,14 @@ class Group:
         self._together: dict[SharedPart, list[Rows]] = {}
         """What else is wanted of the same inputs, after the matrix that is wanted first."""
         self._followers: list[_Process] = []
-        with tempfile.TemporaryDirectory(prefix="swarmllm-group-") as directory:
+        with PrivateDirectory() as private:
             for rank, device in enumerate(devices[1:], 1):
-                self._followers.append(_Process(rank, self.size, directory, device, num_threads, timeout_s))
+                self._followers.append(_Process(rank, self.size, str(private.path), device, num_threads, timeout_s))
             weakref.finalize(self, _end, list(self._followers))
             with self._failures_translated("didn't start"):
                 for follower in self._followers:
                     follower.reports.recv()
-                self._group = connected(0, self.size, directory, self.device, timeout_s)
+                self._group = connected(0, self.size, str(private.path), self.device, timeout_s)
                 for follower in self._followers:  # which read that directory until they are connected
                     follower.reports.recv()
 

@@ -15,9 +15,7 @@ import logging
 import os
 import re
 import resource
-import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -37,6 +35,7 @@ from swarmllm.network.p2p._hivemind import (
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.relay.addresses import came_from
+from swarmllm.private_directory import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +67,14 @@ BACKOFF = "dial backoff"
 class Daemon:
     """One p2pd. Make it with `Daemon.start`, end it with `end()`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], private: PrivateDirectory) -> None:
         self.p2p: Any = None
         """hivemind's P2P, for its DHT."""
-        self.directory = directory
+        self._private = private
+        self.directory = private.path
         """Private to this user, removed by `end`."""
         self._process = process
-        self._socket = directory / "p2pd.sock"
+        self._socket = self.directory / "p2pd.sock"
         self._output = asyncio.StreamReader(limit=LINE_BYTES)
         self._pipe: asyncio.ReadTransport | None = None
         self._logging: asyncio.Task[None] | None = None
@@ -99,18 +99,18 @@ class Daemon:
             ConfigurationError: p2pd refuses an address.
             PeerTimeoutError: it did not start in time.
         """
-        directory = _private_directory()
-        identity_file = directory / "identity"
+        private = PrivateDirectory(max_path_bytes=UNIX_PATH_LENGTH)
+        identity_file = private.path / "identity"
         daemon: Daemon | None = None
         try:
             identity.write(identity_file)
             options = _options(host_maddrs, announce_maddrs or (), listen, hidden)
-            daemon = cls(_spawn(directory, identity_file, options), directory)
+            daemon = cls(_spawn(private.path, identity_file, options), private)
             async with asyncio.timeout(STARTUP_TIMEOUT_S):
                 await daemon._attach()
         except BaseException as error:
             if daemon is None:
-                shutil.rmtree(directory, ignore_errors=True)
+                private.remove()
             else:
                 await daemon.end()
             if isinstance(error, TimeoutError):
@@ -266,7 +266,7 @@ class Daemon:
         for pipe in (self._pipe, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._private.remove()
 
     async def _ends_by(self, end: Callable[[], None]) -> bool:
         end()  # nothing happens to one that has exited
@@ -315,14 +315,6 @@ def _max_connections() -> int:
     """Connections that this machine lets a process have; a quarter of its files is left for streams and the rest."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Go programs take all that they may have
     return MAX_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, most * 3 // 4))
-
-
-def _private_directory() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="swarmllm-"))
-    if len(os.fsencode(path)) <= UNIX_PATH_LENGTH:
-        return path
-    path.rmdir()
-    return Path(tempfile.mkdtemp(prefix="swarmllm-", dir="/tmp"))
 
 
 def _is_error(line: str) -> bool:
