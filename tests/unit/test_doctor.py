@@ -17,6 +17,7 @@ from swarmllm import embedded_model_path
 from swarmllm.commands.doctor import machine, network
 from swarmllm.commands.doctor.findings import DoctorConfig, Finding, Verdict
 from swarmllm.commands.doctor.packages import check_versions, wrong_versions
+from swarmllm.errors import ConfigurationError
 from swarmllm.network.p2p.identity import Identity
 
 
@@ -173,3 +174,39 @@ def test_a_model_that_is_not_served_is_named(tmp_path: Path) -> None:
     finding = only(machine.check_model(DoctorConfig(model=str(tmp_path), device=("cpu",))))
     assert finding.verdict is Verdict.BAD
     assert "speecht5" in finding.text
+
+
+def test_which_bits_fit() -> None:
+    """Of 80 blocks, as of a 70B model on three cards of 24 GB; then uneven machines, one, and none."""
+    fit = {"none": [11] * 3, "int8": [21] * 3, "int6": [26] * 3, "int5": [30] * 3, "int4": [37] * 3}
+    *short, answer = machine.bits_that_fit(fit, 80, ["24", "24", "24"])
+    assert [finding.text.partition(":")[0] for finding in short] == ["none", "int8", "int6"]
+    assert "24 + 24 + 24 GB hold 63 of 80 blocks, 17 too few" in short[1].text
+    assert answer.text.endswith("all 80 blocks with --quant_type int5 on each, or with int6 on 24, 24 and int5 on 24")
+    *_, uneven = machine.bits_that_fit({"int8": [40, 20, 0], "int6": [50, 26, 5]}, 80, ["48", "24", "8"])
+    assert uneven.text.endswith("--quant_type int6 on each")  # any finer one would be 1 short
+    *_, uneven = machine.bits_that_fit({"int8": [40, 20, 4], "int6": [50, 26, 5]}, 80, ["48", "24", "8"])
+    assert uneven.text.endswith("or with int8 on 8 and int6 on 48, 24")
+    (alone,) = machine.bits_that_fit({"none": [90], "int8": [180]}, 80, ["500"])
+    assert alone.text == "500 GB hold all 80 blocks with --quant_type none"
+    *_, none = machine.bits_that_fit({"int8": [3], "int2": [10]}, 80, ["4"])
+    assert none.verdict is Verdict.BAD
+
+
+def test_a_directory_with_only_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(Path(embedded_model_path(), "config.json").read_bytes())
+    config = DoctorConfig(model=str(tmp_path), memory=("0.001", "0.004"), device=("cpu",))
+    model, here = machine.check_model(config)
+    assert "8 blocks, a config without weights" in model.text
+    assert "8 of 8 blocks fit" in here.text
+    answers = list(machine.check_memory(config))
+    assert answers
+    assert all("0.001 + 0.004 GB" in finding.text for finding in answers)
+
+
+@pytest.mark.parametrize("memory", ["many", "0", "-1", "inf", "1e3"])
+def test_memory_that_is_no_size(memory: str) -> None:
+    with pytest.raises(ConfigurationError, match="memory must be in GB"):
+        DoctorConfig(model="m", memory=(memory,))
+    with pytest.raises(ConfigurationError, match="name it with --model"):
+        DoctorConfig(memory=("24",))

@@ -75,6 +75,7 @@ def open_model(config: ClientModelConfig, *, seed: int | None = None, features: 
         config.model,
         revision=config.revision,
         dtype=config.dtype,
+        device_map=config.device,
         client_config=ClientConfig(**config.client_settings()),
         progress=show_progress,
     )
@@ -160,7 +161,7 @@ class Conversation:
                 f"the conversation has reached its {self._session.max_length} tokens: begin anew"
             )
         options = {**self._options, "max_new_tokens": min(room, self._options["max_new_tokens"]), **options}
-        input_ids = torch.tensor([ids])
+        input_ids = torch.tensor([ids], device=self._model.device)
         output = self._model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=self._tokenizer, **options
         )[0].tolist()

@@ -14,6 +14,7 @@ from swarmllm.client.text_generation import Conversation, TextConfig, open_model
 from swarmllm.command_line import Parser, announce_imports, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
+    ClientModelConfig,
     ModelConfig,
     SwarmConfig,
     address_book_path,
@@ -45,7 +46,7 @@ example:
 
 COMMON = (
     "model", "initial_peers", "max_length", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "dtype",
-    "identity_path", "active_adapter", "local_blocks", "speculation", "fallback_to_local",
+    "device", "identity_path", "active_adapter", "local_blocks", "speculation", "fallback_to_local",
 )  # fmt: skip
 """Flags that `--help` shows."""
 
@@ -92,7 +93,9 @@ def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
     description = "A conversation with a model of the swarm."
     parser = Parser(prog="swarmllm chat", description=description, epilog=EXAMPLES, common=COMMON)
-    parser.add_settings(ChatConfig, [ModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions)
+    parser.add_settings(
+        ChatConfig, [ModelConfig, ClientModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions
+    )
     return parser
 
 

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
 from swarmllm.command_line import Parser, announce_imports, run_program
-from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_addresses, require_model_place
+from swarmllm.config import (
+    ClientConfig,
+    ClientModelConfig,
+    ModelConfig,
+    SwarmConfig,
+    require_addresses,
+    require_model_place,
+)
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
@@ -17,7 +24,7 @@ EXAMPLES = """examples:
 """
 
 COMMON = (
-    "model", "initial_peers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "dtype",
+    "model", "initial_peers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "dtype", "device",
     "identity_path", "active_adapter", "local_blocks", "speculation", "fallback_to_local",
 )  # fmt: skip
 """Flags that `--help` shows."""
@@ -29,7 +36,9 @@ def build_parser() -> Parser:
     parser = Parser(prog="swarmllm generate", description=description, epilog=EXAMPLES, common=COMMON)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
     parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
-    parser.add_settings(TextConfig, [ModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions)
+    parser.add_settings(
+        TextConfig, [ModelConfig, ClientModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions
+    )
     return parser
 
 
@@ -63,7 +72,7 @@ def generate(config: TextConfig, prompt: str) -> None:
 
     model, tokenizer = open_model(config, seed=config.seed)
     with model:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         try:
             model.generate(

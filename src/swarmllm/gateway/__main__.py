@@ -36,8 +36,8 @@ LINGER_S = 3
 
 COMMON = (
     "model", "served_name", "initial_peers", "host", "port", "api_keys_file", "allowed_hosts", "picture_hosts",
-    "cors_origins", "requests_per_minute", "max_concurrent", "max_length", "lenient", "dtype", "identity_path",
-    "local_blocks", "speculation", "active_adapter",
+    "cors_origins", "requests_per_minute", "max_concurrent", "max_length", "lenient", "dtype", "device",
+    "identity_path", "local_blocks", "speculation", "active_adapter",
 )  # fmt: skip
 """Flags that `--help` shows."""
 

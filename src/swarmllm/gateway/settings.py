@@ -26,6 +26,8 @@ class OfferedModels:
     """Branch, tag or commit on the hub, if there is but one model."""
     dtype: str = field(default="auto", metadata={"alias": "torch_dtype"})
     """Type of weights and activations; auto = as in the checkpoint."""
+    device: str = "cpu"
+    """Torch device of the gateway's own part of each model, embeddings and head; auto = a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,9 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         for place, model in enumerate(self.model):
             name, adapter = split_adapter(model)
             settings = self.client_settings() | ({} if adapter is None else {"active_adapter": adapter})
-            config = ClientModelConfig(model=name, revision=self.revision, dtype=self.dtype, **settings)
+            config = ClientModelConfig(
+                model=name, revision=self.revision, dtype=self.dtype, device=self.device, **settings
+            )
             found.append((None if self.served_name is None else self.served_name[place], config))
         return found
 

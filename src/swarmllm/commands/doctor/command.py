@@ -12,6 +12,7 @@ from swarmllm.server.settings import BlocksConfig
 EXAMPLES = """examples:
   swarmllm doctor                         # this machine, and the local network
   swarmllm doctor --model M --port 31337              # as a server would start
+  swarmllm doctor --model M --memory 24 24 16         # which bits fit there
   swarmllm doctor --initial_peers ADDRESS   # whether a swarm can be reached
 """
 
@@ -31,6 +32,7 @@ async def examine(config: DoctorConfig) -> int:
 
     report("device", machine.check_device(config))
     report("model", machine.check_model(config))
+    report("memory", machine.check_memory(config))
     report("disk", machine.check_disk(config))
     report("identity", machine.check_identity(config))
     report("network", await network.check_listening(config))

@@ -7,7 +7,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,9 +17,9 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from swarmllm.command_line import one_line
 from swarmllm.commands.doctor.findings import DoctorConfig, Finding, bad, note, ok
 from swarmllm.config import default_cache_dir
-from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, SwarmError
 from swarmllm.models.architecture import check_supported, stacks
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
@@ -28,6 +28,8 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.device import memory
 from swarmllm.server.device.device import resolve_device
 
+FINEST_FIRST = ("none", "int8", "int6", "int5", "int4", "q3.5", "int3", "int2")
+"""Formats of the weights by their bits."""
 MIN_FREE_DISK_BYTES = 5 << 30
 """Assumed: less than one file of a checkpoint that is worth a swarm."""
 
@@ -72,13 +74,80 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
         return
     of_stacks = ", ".join(f"{one.role} 0:{len(one.span)}" for one in stacks(checkpoint.config) if one.role)
     blocks = f"{checkpoint.num_blocks} blocks" + (f" ({of_stacks})" if of_stacks else "")
-    yield ok(f"{checkpoint.name}: {blocks}, fingerprint {fingerprint(checkpoint)[:12]}")
+    yield ok(f"{checkpoint.name}: {blocks}, {_known_as(checkpoint)}")
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
     try:
         for device in map(resolve_device, config.device):
             yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device), config.offload)
     except ConfigurationError as error:
         yield bad(one_line(error))
+
+
+def _known_as(checkpoint: Checkpoint) -> str:
+    try:
+        return f"fingerprint {fingerprint(checkpoint)[:12]}"
+    except BlockWeightsNotFoundError:
+        return "a config without weights"
+
+
+def check_memory(config: DoctorConfig) -> Iterator[Finding]:
+    """Which formats of the weights fit into the machines of `--memory`."""
+    if not config.memory:
+        return
+    try:
+        checkpoint = open_checkpoint(config.model, revision=config.revision, cache_dir=default_cache_dir())
+        dtype = resolve_dtype(checkpoint, config.dtype)
+        formats = {name: max(block_bytes(checkpoint, dtype, resolve_quantization(name))) for name in FINEST_FIRST}
+    except SwarmError as error:
+        yield bad(one_line(error))
+        return
+    cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
+    fit = {
+        name: [int(float(gb) * 1e9 * memory.FREE_SHARE) // (size + cache_bytes) for gb in config.memory]
+        for name, size in formats.items()
+    }
+    yield from bits_that_fit(fit, checkpoint.num_blocks, config.memory)
+
+
+def bits_that_fit(fit: Mapping[str, Sequence[int]], num_blocks: int, sizes: Sequence[str]) -> Iterator[Finding]:
+    """The finest formats in which machines hold all blocks together.
+
+    Args:
+        fit: format, the finest first → how many blocks fit into each machine.
+        sizes: the machines' memory, for people.
+    """
+    where = f"{' + '.join(sizes)} GB"
+    whole = [name for name, counts in fit.items() if sum(counts) >= num_blocks]
+    for name, counts in fit.items():
+        if name in whole:
+            break
+        short = num_blocks - sum(counts)
+        yield note(f"{name}: {where} hold {sum(counts)} of {num_blocks} blocks, {short} too few")
+    if not whole:
+        yield bad(f"the model fits {where} in no format: add a machine, or choose a smaller model")
+        return
+    answer = f"--quant_type {whole[0]}" + (" on each" if len(sizes) > 1 else "")
+    mixed = _some_finer(list(fit.items()), whole[0], num_blocks, sizes)
+    yield ok(f"{where} hold all {num_blocks} blocks with {answer}{f', or with {mixed}' if mixed else ''}")
+
+
+def _some_finer(
+    fit: Sequence[tuple[str, Sequence[int]]], name: str, num_blocks: int, sizes: Sequence[str]
+) -> str | None:
+    """As many machines as possible with the next finer format than `name`, which all can have; None: no machine can."""
+    place = [one for one, _ in fit].index(name)
+    if place == 0:
+        return None
+    (finer, with_finer), (_, counts) = fit[place - 1], fit[place]
+    spare, chosen = sum(counts) - num_blocks, []
+    for index in sorted(range(len(sizes)), key=lambda index: counts[index] - with_finer[index]):
+        if (costs := counts[index] - with_finer[index]) <= spare and with_finer[index] > 0:
+            spare -= costs
+            chosen.append(index)
+    if not chosen:
+        return None
+    others = [size for index, size in enumerate(sizes) if index not in chosen]
+    return f"{finer} on {', '.join(sizes[index] for index in sorted(chosen))} and {name} on {', '.join(others)}"
 
 
 def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int | None = 0) -> Finding:

@@ -81,6 +81,7 @@ class EmbeddingModel(OfferedModel):
             for number, place in enumerate(places):
                 ids[number, : len(rows[place])] = torch.tensor(rows[place])
                 mask[number, : len(rows[place])] = 1
+            ids, mask = ids.to(self.swarm.device), mask.to(self.swarm.device)
             hidden = self.swarm(input_ids=ids, attention_mask=mask, **self._options).last_hidden_state
             found |= dict(zip(places, self.recipe.embed(hidden, mask, dimensions), strict=True))
         return torch.stack([found[place] for place in range(len(rows))])

@@ -148,7 +148,7 @@ class Generation:
             start=len(self._prompt_ids),
             breakers=self._breakers(),
         )
-        ids = torch.tensor([self._prompt_ids]).repeat(options.n, 1)
+        ids = torch.tensor([self._prompt_ids], device=self._model.swarm.device).repeat(options.n, 1)
         self._writer = writer = _Writer(self, sampler, ids)
         try:
             self._answer_in_swarm(writer)
@@ -213,7 +213,7 @@ class Generation:
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
             **cache,
-            **seen_rows(self._prompt_ids, self._options.n),
+            **{name: rows.to(model.device) for name, rows in seen_rows(self._prompt_ids, self._options.n).items()},
         )
 
     @torch.no_grad()
