@@ -27,11 +27,12 @@ PART :=
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-slow test-oldest test-trainers check format docs bench wheel audit hashes base-image clean
+.PHONY: help demo test test-quick test-slow test-oldest test-trainers check format docs bench wheel audit hashes base-image clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
+	@echo "make test-quick   whether this installation works: unit tests, commands, a failover, training, the gateway"
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
@@ -44,7 +45,15 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -m swarmllm.demo
 
+# Unit tests, and of each kind of real process one file.
+QUICK := tests/unit $(addprefix tests/,swarm/test_commands.py swarm/test_prompt_tuning.py faults/test_failover.py gateway/test_openai.py)
+
+test-quick: $(INSTALLED)
+	@echo "the quick tests: some 2 minutes on two quiet cores"
+	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(QUICK)
+
 test: $(INSTALLED)
+	@echo "the fast tests: about 25 minutes on two quiet cores; make test-quick: about 2"
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-slow: $(INSTALLED)
