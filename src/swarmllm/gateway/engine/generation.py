@@ -18,7 +18,6 @@ from swarmllm.client.local_fallback import SoFar
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.command_line import one_line
 from swarmllm.data_structures import RouteHop
-from swarmllm.decoding.options import DEFAULTS
 from swarmllm.decoding.text_so_far import tokens_with
 from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
 from swarmllm.gateway.engine.language_model import LanguageModel
@@ -205,10 +204,9 @@ class Generation:
                 do_sample=False,
                 num_beams=1,
                 max_new_tokens=left,
-                eos_token_id=sorted(self.ends) or self._model.num_scores,  # no token: None would mean the model's own
+                eos_token_id=sorted(self.ends) or None,
                 pad_token_id=self._model.pad_id,
-                repetition_penalty=1.0,  # what the checkpoint prefers is the sampler's, not to be done twice
-                **DEFAULTS,
+                **self._model.preferred_scores(has_ends=bool(self.ends)),
             ),
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
@@ -243,7 +241,8 @@ class Generation:
 
     def new_row(self) -> TextRow:
         options = self._options
-        return TextRow(self._model.tokenizer, self._prompt_ids, options.stop, options.kept_tokens)
+        stop = (*options.stop, *self._model.preferred_stops)
+        return TextRow(self._model.tokenizer, self._prompt_ids, stop, options.kept_tokens)
 
     @cached_property
     def ends(self) -> frozenset[int]:

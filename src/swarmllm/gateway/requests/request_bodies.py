@@ -84,6 +84,9 @@ class Sampling(DecodingFields):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: all.")
+    top_h: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from tokens that keep this share of the entropy. Nguyen et al. 2025."
+    )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
