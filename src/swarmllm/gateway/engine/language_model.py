@@ -23,7 +23,7 @@ from swarmllm.gateway.output_parsing.call_forms import CallForm, form_of, specia
 from swarmllm.gateway.output_parsing.harmony import EFFORTS, HarmonyForm, speaks_harmony
 from swarmllm.gateway.output_parsing.reasoning import BEGIN, END, ReasoningReader, thinks
 from swarmllm.gateway.tokens.grammar import Grammars
-from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS
+from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS, Spelling
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,11 @@ class LanguageModel(OfferedModel):
     def _preferred(self, names: Iterable[str]) -> dict[str, Any]:
         found = {name: getattr(self.preferences, name, None) for name in names}
         return {name: value for name, value in found.items() if value is not None}
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of its tokens."""
+        return Spelling(self.tokenizer)
 
     @cached_property
     def call_form(self) -> CallForm | HarmonyForm:

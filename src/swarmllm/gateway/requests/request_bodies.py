@@ -66,7 +66,6 @@ class Sampling(DecodingFields):
         **dict.fromkeys(("mm_processor_kwargs", "prompt_logprobs", "structural_tag", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("allowed_token_ids", "guided_whitespace_pattern", "vllm_xargs"), ()),
         **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
-        "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "bad_words": ([],),
@@ -102,6 +101,7 @@ class Sampling(DecodingFields):
     guided_choice: Choices | None = None
     guided_grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log probabilities are of token_id:N.")
     swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:

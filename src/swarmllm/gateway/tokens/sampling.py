@@ -63,6 +63,10 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens there."""
+    spelled: Mapping[int, bytes | None] = field(default_factory=dict)
+    """What each of these tokens adds to the text; None: nothing, as a special token."""
+    offset: int = 0
+    """Where it begins in the text that is returned, or where the character begins that it goes on with."""
 
 
 class Sampler:
