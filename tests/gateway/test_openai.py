@@ -10,6 +10,10 @@ import pytest
 from web_gateway import NAME, RunningGateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm
+from swarmllm.gateway.apis.openai_answers import OpenAIAnswer
+from swarmllm.gateway.engine.generation import GenerationOptions
+from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.tokens.sampling import SamplingOptions, TokenLogprob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
@@ -100,6 +104,54 @@ def test_stop_strings_end_the_text_before_them(gateway: RunningGateway) -> None:
     streamed = list(gateway.openai.completions.create(**asked, stop=middle, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == expected
     assert streamed[-1].choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_have_the_bytes_of_parts_of_characters(gateway: RunningGateway, tokenizer: Any) -> None:
+    fox = tokenizer("\N{FOX FACE}", add_special_tokens=False).input_ids
+    assert len(fox) == 4
+    asked: Any = {"messages": MESSAGES, "max_tokens": 1, "temperature": 0, "logit_bias": {str(fox[0]): 100}}
+    chat = gateway.openai.chat.completions.create(model=NAME, **asked, logprobs=True, top_logprobs=20)
+    (first,) = chat.choices[0].logprobs.content
+    assert (first.token, first.bytes) == (r"\xf0", [0xF0])
+    assert all(bytes(top.bytes).decode(errors="backslashreplace") == top.token for top in first.top_logprobs)
+
+
+def test_offsets_are_those_of_the_text_that_is_returned(gateway: RunningGateway, tokenizer: Any) -> None:
+    prompt = "a\N{FOX FACE}b"
+    asked: Any = {"model": NAME, "prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2, "max_tokens": 6}
+    answer = gateway.openai.completions.create(**asked).choices[0]
+    found = answer.logprobs
+    ids = tokenizer(prompt).input_ids
+    assert found.tokens[0] == "<s>"
+    assert found.tokens[2:6] == [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", r"bytes:\x8a"]
+    assert found.text_offset[: len(ids)] == [0, 0, 1, 1, 1, 1, 2]
+    assert answer.text.startswith(prompt)
+    for offset, token in zip(found.text_offset[len(ids) :], found.tokens[len(ids) :], strict=True):
+        assert answer.text[offset:].startswith(token)
+    chunks = [chunk.choices[0] for chunk in gateway.openai.completions.create(**asked, stream=True)]
+    assert [offset for chunk in chunks if chunk.logprobs for offset in chunk.logprobs.text_offset] == found.text_offset
+    by_id = gateway.openai.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True}).choices[0]
+    assert by_id.logprobs.tokens[: len(ids)] == [f"token_id:{token}" for token in ids]
+    assert all(len(top) == 2 for top in by_id.logprobs.top_logprobs[1:])
+
+
+def test_two_tokens_of_one_name_are_both_there(gateway: RunningGateway, tokenizer: Any) -> None:
+    model = gateway.gateway.models.first
+    request = CompletionRequest.model_validate({"prompt": "x", "logprobs": 3})
+    answer = OpenAIAnswer(request, model, [[1]], GenerationOptions(sampling=SamplingOptions(seed=0), max_tokens=1))
+    same = {5: b"\xf0", 6: b"\xf0", 7: None, 8: "é".encode()}
+    piece = TokenLogprob(5, -0.1, ((5, -0.1), (6, -1.0), (8, -2.0)), same)
+    (top,) = answer._logprobs([piece])["top_logprobs"]
+    assert top == {r"bytes:\xf0": -0.1, "token_id:6": -1.0, "é": -2.0}
+
+
+def test_top_logprobs_go_with_logprobs(gateway: RunningGateway) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 2, "top_logprobs": 2}
+    for more in ({}, {"logprobs": False}):
+        answer = gateway.http.post("/v1/chat/completions", json={**body, **more})
+        assert answer.status_code == 400
+        assert "top_logprobs goes with logprobs" in answer.json()["error"]["message"]
+    assert gateway.http.post("/v1/chat/completions", json={**body, "top_logprobs": 0}).status_code == 200
 
 
 def test_the_end_of_text_ends_the_answer(gateway: RunningGateway) -> None:

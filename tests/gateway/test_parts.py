@@ -10,11 +10,16 @@ from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapsho
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.gateway.swarm.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.tokens.sampling import Sampler, SamplingOptions
-from swarmllm.gateway.tokens.text import TextRow
+from swarmllm.gateway.tokens.text import StopFinder, TextRow
 
 
 class Bytes:
     """A tokenizer whose tokens are bytes."""
+
+    all_special_ids = ()
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(token)
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return bytes(ids).decode(errors="replace")
@@ -40,15 +45,15 @@ def test_text_comes_in_whole_characters(text: str) -> None:
     ],
 )
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
-    row = TextRow(Bytes(), b"", stop)
+    finder = StopFinder(stop)
     found = ""
-    for byte in text.encode():
-        found += row.add(byte)
+    for character in text:
+        found += finder.take(character, last=False)
         assert expected.startswith(found)
-        if row.stopped:
+        if finder.stopped_by is not None:
             break
-    assert found + row.end() == expected
-    assert row.stopped == (expected != text)
+    assert found + finder.take("", last=True) == expected
+    assert (finder.stopped_by is not None) == (expected != text)
 
 
 def choices(options: SamplingOptions, scores: torch.Tensor, steps: int = 200) -> list[int]:

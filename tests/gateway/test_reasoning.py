@@ -5,12 +5,26 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from test_parts import Bytes
 from web_gateway import NAME, RunningGateway
 
+from swarmllm.gateway.engine.generation import _Row
+from swarmllm.gateway.output_parsing.readers import PlainReader
 from swarmllm.gateway.output_parsing.reasoning import ReasoningReader
+from swarmllm.gateway.tokens.text import Spelling, StopFinder
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PLAIN = st.text("ab<\n /t>hink", max_size=20).filter(lambda text: "</think>" not in text and "<think>" not in text)
+
+
+class _Characters:
+    """Text whose tokens are characters."""
+
+    def add(self, token: int) -> str:
+        return chr(token)
+
+    def end(self) -> str:
+        return ""
 
 
 def read(reader: ReasoningReader, text: str, cuts: list[int]) -> tuple[str, str]:
@@ -44,3 +58,34 @@ def test_over_the_api(thinking: RunningGateway) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
     answer = thinking.openai.chat.completions.create(**asked, response_format=schema).choices[0].message
     assert answer.content in ('"a"', '"b"'), "what follows a schema is the answer"
+
+
+def test_stop_does_not_look_into_thoughts(thinking: RunningGateway) -> None:
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 16, "temperature": 0}
+    whole = thinking.openai.chat.completions.create(**asked).choices[0]
+    word = whole.message.reasoning_content.split()[3]
+    for more in ({"stop": word}, {"stop": [word, "</think>"]}):
+        choice = thinking.openai.chat.completions.create(**asked, **more).choices[0]
+        assert choice.message.reasoning_content == whole.message.reasoning_content
+        assert choice.finish_reason == "length"
+
+
+@given(
+    thoughts=PLAIN,
+    said=st.text("ab<\n /t", max_size=12),
+    stop=st.text("abt", min_size=1, max_size=2),
+    begun=st.booleans(),
+)
+def test_it_looks_into_what_is_said(thoughts: str, said: str, stop: str, begun: bool) -> None:
+    text = f"{thoughts}</think>{said}" if begun else f"<think>{thoughts}</think>{said}"
+    row = _Row(_Characters(), StopFinder([stop]), PlainReader(ReasoningReader(begun=begun), None), Spelling(Bytes()))
+    found_thoughts = found = ""
+    for place, character in enumerate(text):
+        more, new, _ = row.take(ord(character), last=place == len(text) - 1)
+        found_thoughts, found = found_thoughts + more, found + new
+        if row.stops.stopped_by is not None:
+            break
+    said = said.lstrip()
+    assert found == said.partition(stop)[0]
+    assert (row.stops.stopped_by is not None) == (stop in said)
+    assert found_thoughts == thoughts.strip()

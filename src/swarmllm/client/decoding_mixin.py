@@ -10,13 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitNormalization
 
-from swarmllm.decoding.options import ADDED, DecodingOptions
+from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.decoding.processors import processors_before, processors_behind
 from swarmllm.decoding.text_so_far import padding_lengths, tokens_with
 from swarmllm.errors import ConfigurationError
-
-TOKENIZER = "decoding_tokenizer"
-"""Under this name `generate()`'s tokenizer comes to where the options are read."""
 
 
 class MoreDecoding(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -25,13 +22,13 @@ class MoreDecoding(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate()`, which also takes the fields of `DecodingOptions`."""
         if kwargs.get("tokenizer") is not None:
-            kwargs[TOKENIZER] = kwargs["tokenizer"]
+            kwargs[DECODING_TOKENIZER] = kwargs["tokenizer"]
         return super().generate(inputs, *args, **kwargs)
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """transformers': the config of this call and what is for the model. Refuses values that won't do."""
         added = {name: kwargs.pop(name) for name in ADDED if name in kwargs}
-        tokenizer = kwargs.pop(TOKENIZER, None)
+        tokenizer = kwargs.pop(DECODING_TOKENIZER, None)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name, value in added.items():
             setattr(config, name, value)

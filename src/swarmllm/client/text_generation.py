@@ -1,13 +1,56 @@
-"""Settings, models with their tokenizer, conversations: for the commands `generate` and `chat` and for the gateway."""
+"""Settings, models with their tokenizer, conversations: for the commands `generate` and `chat` and for the gateway.
 
+Both decide how they call `generate()`. So a checkpoint's generation_config.json doesn't: only the fields that are
+listed here are taken over from it.
+"""
+
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swarmllm.config import ClientConfig, ClientModelConfig, default_cache_dir, hub_token, require_positive
-from swarmllm.decoding.options import DecodingOptions
+from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
+"""The tokens that have a meaning of their own."""
+SCORE_FIELDS = (
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "encoder_repetition_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("min_length", "min_new_tokens", "remove_invalid_values", "renormalize_logits"),
+)
+"""How scores are changed before a token is chosen."""
+CHOICE_FIELDS = (
+    *("do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", *sorted(ADDED)),
+)
+"""How a token is chosen."""
+TEXT_FIELDS = (*TOKEN_FIELDS, *SCORE_FIELDS, *CHOICE_FIELDS, "stop_strings")
+"""The fields of a checkpoint's generation_config.json that are taken over for texts."""
+SPEECH_FIELDS = (
+    *TEXT_FIELDS,
+    *("num_beams", "length_penalty", "early_stopping", "max_length", "max_new_tokens", "forced_eos_token_id"),
+    *("alignment_heads", "is_multilingual", "lang_to_id", "task_to_id", "language", "task", "return_timestamps"),
+    *("no_timestamps_token_id", "prev_sot_token_id", "max_initial_timestamp_index", "prompt_condition_type"),
+    *("condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+)
+"""The same for models that hear: transformers' own pipeline calls `generate()`, and Whisper has fields of its own."""
+CALL_FIELDS = frozenset(
+    (
+        *("max_length", "max_new_tokens", "use_cache", "cache_implementation", "cache_config", "max_cache_len"),
+        *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size", "low_memory"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "is_assistant", "use_mtp"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"),
+        *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
+        *("transformers_version", "_from_model_config"),
+    )
+)
+"""Fields that don't say which text is wanted: how long it may be, how it is computed and what else is returned."""
 
 COLDEST = 1e-6
 """The lowest temperature above 0: divided by less, scores can be infinite, and nothing can be drawn from them."""
@@ -54,11 +97,20 @@ class TextConfig(ClientModelConfig, DecodingOptions):
         }
 
 
-def open_model(config: ClientModelConfig, *, seed: int | None = None, features: bool = False) -> tuple[Any, Any]:
-    """The distributed model, to be closed by the caller, and its tokenizer; `features`: without its head.
+def open_model(
+    config: ClientModelConfig,
+    *,
+    seed: int | None = None,
+    features: bool = False,
+    taken_over: Sequence[str] = TEXT_FIELDS,
+) -> tuple[Any, Any]:
+    """The distributed model, to be closed by the caller, and its tokenizer.
+
+    `features`: the model comes without its head. `taken_over`: fields of its generation_config.json that hold.
 
     Raises:
-        ConfigurationError: the model has no tokenizer; and what `AutoDistributedModel.from_pretrained` raises.
+        ConfigurationError: the model has no tokenizer, or its generation_config.json can't be used; and what
+            `AutoDistributedModel.from_pretrained` raises.
     """
     import torch
     import transformers
@@ -83,14 +135,77 @@ def open_model(config: ClientModelConfig, *, seed: int | None = None, features: 
         tokenizer = load_tokenizer(
             config.model, revision=config.revision, token=hub_token(), cache_dir=default_cache_dir()
         )
+        if not features:
+            take_over_preferences(model, tokenizer, taken_over, name=config.model)
     except ConfigurationError:
         model.close()
         raise
-    if not features and model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     if seed is not None:
         torch.manual_seed(seed)
     return model, tokenizer
+
+
+def take_over_preferences(model: Any, tokenizer: Any, names: Sequence[str], *, name: str) -> None:
+    """Give the model a generation config that holds the fields `names` of its own one, and else transformers' defaults.
+
+    Raises:
+        ConfigurationError: a field holds what can't be used.
+    """
+    from transformers import GenerationConfig
+
+    from swarmllm.models.checkpoint.sources import first_line
+
+    defaults = GenerationConfig._get_default_generation_params()
+    given = {
+        key: value
+        for key, value in model.generation_config.to_dict().items()
+        if value is not None and value != defaults.get(key)
+    }
+    taken = {key: value for key, value in given.items() if key in names}
+    others = [key for key in sorted(given.keys() - taken.keys() - CALL_FIELDS) if hasattr(GenerationConfig(), key)]
+    if others:
+        logger.warning("%s: generation_config.json asks for %s, which is not done here", name, ", ".join(others))
+    if taken.get("temperature") == 0:  # transformers takes no 0, and the likeliest token is what it means
+        del taken["temperature"]
+        taken["do_sample"] = False
+    try:
+        model.generation_config = GenerationConfig(**taken)
+        _settle_padding(model, tokenizer)
+        _try_preferences(model, tokenizer)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ConfigurationError(
+            f"generation_config.json of {name} can't be used: {first_line(error)}: correct the file or delete it"
+        ) from None
+
+
+def _settle_padding(model: Any, tokenizer: Any) -> None:
+    """A token for padding that the model has, which some checkpoints lack."""
+    config, size = model.generation_config, model.get_input_embeddings().weight.shape[0]
+    if not 0 <= (-1 if config.pad_token_id is None else config.pad_token_id) < size:
+        config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+
+
+def _try_preferences(model: Any, tokenizer: Any) -> None:
+    """Run what the generation config asks for once, on scores that mean nothing. Raises what transformers raises."""
+    import torch
+    from transformers import GenerationConfig
+
+    config, _ = model._prepare_generation_config(GenerationConfig(), **{DECODING_TOKENIZER: tokenizer})
+    if not all(isinstance(one, str) and one for one in preferred_stops(config)):
+        raise ConfigurationError("stop_strings must be texts")
+    size = model.get_output_embeddings().weight.shape[0]
+    ids = torch.zeros(1, 4, dtype=torch.long, device=model.device)
+    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=model.device)
+    processors = model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=ids.shape[1], encoder_input_ids=ids, device=model.device
+    )
+    processors(ids, torch.zeros(1, size, device=model.device))
+
+
+def preferred_stops(config: Any) -> tuple[Any, ...]:
+    """The texts that end an answer, as a generation config has it."""
+    stops = config.stop_strings or ()
+    return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 class Conversation:

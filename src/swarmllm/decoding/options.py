@@ -11,6 +11,8 @@ from swarmllm.errors import ConfigurationError
 
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARS = 64
+DECODING_TOKENIZER = "decoding_tokenizer"
+"""Under this name `generate()`'s tokenizer comes to where the options are read."""
 
 
 def _option(default: Any, *, native: bool = False, draws: bool = False, of: str = "", **bounds: float) -> Any:

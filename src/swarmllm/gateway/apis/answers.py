@@ -1,4 +1,4 @@
-"""What the answers of all APIs share: they take note of a generation's events, and keep thoughts and calls apart.
+"""What the answers of all APIs share: they take note of a generation's events.
 
 Each API's own shape is a subclass: `openai_answers`, and those in `other_apis`. `responder` sends them.
 """
@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.output_parsing.readers import Reader
-from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import Sampling
 from swarmllm.gateway.tokens.events import Event, PromptScores, SwarmEvent, TextPiece
 from swarmllm.gateway.tokens.sampling import TokenLogprob
@@ -30,8 +28,6 @@ class CallInAnswer:
 class Choice:
     """One of the answers to a request, as far as it has come."""
 
-    reader: Reader | None = None
-    """None: all is text."""
     text: str = ""
     reasoning: str = ""
     calls: list[CallInAnswer] = field(default_factory=list)
@@ -43,15 +39,13 @@ class Choice:
     """For those who write: whether they have."""
 
     def take(self, event: TextPiece) -> TextPiece:
-        """The same event, with thoughts and calls apart, and without what may become either."""
-        if self.reader is not None:
-            thoughts, said, calls = self.reader.take(event.text, last=event.finish_reason is not None)
-            for piece in calls:
-                if piece.is_new:
-                    self.calls.append(CallInAnswer(piece.id, piece.name))
-                self.calls[piece.place].arguments += piece.arguments
-            reason = "tool_calls" if self.calls and event.finish_reason == "stop" else event.finish_reason
-            event = replace(event, text=said, reasoning=thoughts, calls=tuple(calls), finish_reason=reason)
+        """The same event; an answer that stops with calls has them as its reason."""
+        for piece in event.calls:
+            if piece.is_new:
+                self.calls.append(CallInAnswer(piece.id, piece.name))
+            self.calls[piece.place].arguments += piece.arguments
+        if self.calls and event.finish_reason == "stop":
+            event = replace(event, finish_reason="tool_calls")
         self.text += event.text
         self.reasoning += event.reasoning
         self.logprobs.append(event.logprob)
@@ -70,14 +64,11 @@ class Answer:
     """In a stream, when nothing comes for long."""
 
     def __init__(
-        self, request: Sampling, model: LanguageModel, prompts: Sequence[list[int]], options: GenerationOptions
+        self, _request: Sampling, model: LanguageModel, prompts: Sequence[list[int]], options: GenerationOptions
     ) -> None:
         self._model = model
         self._prompts = prompts
-        self._choices = [
-            Choice(request.reader(model, prompts[0], options) if isinstance(request, ChatRequest) else None)
-            for _ in range(options.n * len(prompts))
-        ]
+        self._choices = [Choice() for _ in range(options.n * len(prompts))]
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._swarm_events: list[dict[str, Any]] = []

@@ -4,12 +4,11 @@ Used by `openai_routes` and `websocket`. What swarms have besides is in one fiel
 for.
 """
 
-import itertools
 import json
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swarmllm.gateway.apis.answers import Answer, CallInAnswer
@@ -22,6 +21,8 @@ from swarmllm.gateway.tokens.events import CallPiece, Event, PromptScores, Swarm
 from swarmllm.gateway.tokens.sampling import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
+BY_ID = "token_id:"
+"""As vLLM writes a token that goes by its id."""
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps would make one each time
 
@@ -53,12 +54,6 @@ class OpenAIAnswer(Answer):
 
     # ------------------------------------------------------------------ whole
 
-    def add(self, event: Event) -> Event:
-        """Take note of an event; returns what of it can be told now."""
-        if isinstance(event, PromptScores):
-            self._choices[event.index].logprobs.append(self._unscored(event.index))
-        return super().add(event)
-
     def whole(self) -> dict[str, Any]:
         """The JSON of the answer, when all has been added."""
         choices = []
@@ -66,7 +61,7 @@ class OpenAIAnswer(Answer):
             text = self._echo(index) + choice.text
             item = {"index": index, "finish_reason": choice.finish_reason or "length", "logprobs": None}
             if self._wants_logprobs:
-                item["logprobs"] = self._logprobs(choice.logprobs)
+                item["logprobs"] = self._logprobs(choice.logprobs, len(text))
             if self._chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
                 if choice.reasoning:
@@ -100,7 +95,7 @@ class OpenAIAnswer(Answer):
             if self._request.swarm_events:
                 yield self._chunk([], swarm=self._swarm_events[-1])
         elif isinstance(event, PromptScores):
-            yield from self._begin(event.index, [self._unscored(event.index), *event.logprobs])
+            yield from self._begin(event.index, event.logprobs)
         elif isinstance(event, TextPiece):
             yield from self._begin(event.index, None)
             if event.text or event.reasoning or event.calls or event.finish_reason or event.logprob is not None:
@@ -118,7 +113,7 @@ class OpenAIAnswer(Answer):
         if self._trace:
             yield self._chunk([], swarm={"event": "trace", "traces": self._traces})
 
-    def _begin(self, index: int, scores: list[TokenLogprob | None] | None) -> Iterator[dict[str, Any]]:
+    def _begin(self, index: int, scores: Sequence[TokenLogprob] | None) -> Iterator[dict[str, Any]]:
         """The first chunk of a choice: its role, or the prompt that is echoed."""
         choice = self._choices[index]
         if choice.begun:
@@ -179,26 +174,48 @@ class OpenAIAnswer(Answer):
         asked = self._request.logprobs
         return bool(asked) if self._chat else asked is not None
 
-    def _unscored(self, index: int) -> TokenLogprob:
-        """The first token of a prompt, which follows nothing."""
-        return TokenLogprob(self._prompts[index // self._n][0], float("nan"), ())
-
-    def _logprobs(self, given: list[TokenLogprob | None]) -> dict[str, Any]:
+    def _logprobs(self, given: Sequence[TokenLogprob | None], num_chars: int | None = None) -> dict[str, Any]:
+        """`num_chars`: of the text, as far as it has not been cut by a stop text."""
         found = [logprob for logprob in given if logprob is not None]
-        text = self._model.token_text
         if self._chat:
-            return {"content": named_logprobs(self._model, found), "refusal": None}
-        tokens = [text(one.token_id) for one in found]
-        offsets = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
+            return {"content": [self._with_likeliest(one) for one in found], "refusal": None}
+        scored = [None if math.isnan(one.logprob) else one for one in found]
         return {
-            "tokens": tokens,
-            "token_logprobs": [None if math.isnan(one.logprob) else _finite(one.logprob) for one in found],
-            "top_logprobs": [
-                None if math.isnan(one.logprob) else {text(token): _finite(logprob) for token, logprob in one.top}
-                for one in found
-            ],
-            "text_offset": offsets,
+            "tokens": [self._name(one, one.token_id) for one in found],
+            "token_logprobs": [one and _finite(one.logprob) for one in scored],
+            "top_logprobs": [one and self._likeliest(one) for one in scored],
+            "text_offset": [one.offset if num_chars is None else min(one.offset, num_chars) for one in found],
         }
+
+    def _likeliest(self, one: TokenLogprob) -> dict[str, float]:
+        """By name; two tokens may have the same one, and then the less likely goes by its id."""
+        found: dict[str, float] = {}
+        for token, logprob in one.top:
+            name = self._name(one, token)
+            found[name if name not in found else f"{BY_ID}{token}"] = _finite(logprob)
+        return found
+
+    def _with_likeliest(self, one: TokenLogprob) -> dict[str, Any]:
+        """In the shape that chats have."""
+        likeliest = [self._named(one, token, logprob) for token, logprob in one.top]
+        return {**self._named(one, one.token_id, one.logprob), "top_logprobs": likeliest}
+
+    def _named(self, among: TokenLogprob, token: int, logprob: float) -> dict[str, Any]:
+        spelled = among.spelled[token]
+        name, in_bytes = self._name(among, token), None if spelled is None else list(spelled)
+        return {"token": name, "logprob": _finite(logprob), "bytes": in_bytes}
+
+    def _name(self, among: TokenLogprob, token: int) -> str:
+        """Its text; of a special token its name; of a part of a character its bytes, as OpenAI writes them."""
+        if self._request.return_tokens_as_token_ids:
+            return f"{BY_ID}{token}"
+        spelled = among.spelled[token]
+        if spelled is None:
+            return self._model.token_text(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return ("" if self._chat else "bytes:") + spelled.decode(errors="backslashreplace")
 
 
 def _called(call: CallInAnswer) -> dict[str, Any]:
@@ -210,22 +227,6 @@ def _delta(piece: CallPiece) -> dict[str, Any]:
     if piece.is_new:
         return {"index": piece.place, **_called(CallInAnswer(piece.id, piece.name, piece.arguments))}
     return {"index": piece.place, "function": {"arguments": piece.arguments}}
-
-
-def named_logprobs(model: LanguageModel, given: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """In the shape that chats have."""
-    text = model.token_text
-    return [
-        {
-            **_named(text(one.token_id), one.logprob),
-            "top_logprobs": [_named(text(token), logprob) for token, logprob in one.top],
-        }
-        for one in given
-    ]
-
-
-def _named(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
 
 
 def _finite(logprob: float) -> float:

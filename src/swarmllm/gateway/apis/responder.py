@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -113,6 +115,8 @@ def _prepare(
 ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
     prompts = [body.prompt(model)] if isinstance(body, ChatRequest) else body.prompts(model)
     options = body.options(model, max(map(len, prompts)), default_max_tokens)
+    if isinstance(body, ChatRequest):
+        options = replace(options, new_reader=partial(body.reader, model, prompts[0], options))
     if options.constraint is not None:
         model.grammars().matcher(options.constraint)  # refused now, not in the middle of an answer
     return model, prompts, options

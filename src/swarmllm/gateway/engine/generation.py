@@ -6,7 +6,7 @@ repaired and there is a local model, that goes on from the last token.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,17 +18,17 @@ from swarmllm.client.local_fallback import SoFar
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.command_line import one_line
 from swarmllm.data_structures import RouteHop
-from swarmllm.decoding.options import DEFAULTS
 from swarmllm.decoding.text_so_far import tokens_with
 from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.pictures import seen_rows
 from swarmllm.gateway.engine.trace import Trace, describe_route
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.tokens.events import Ended, Event, PromptScores, SwarmEvent, TextPiece
+from swarmllm.gateway.output_parsing.readers import Reader
+from swarmllm.gateway.tokens.events import CallPiece, Ended, Event, PromptScores, SwarmEvent, TextPiece
 from swarmllm.gateway.tokens.grammar import Constraint, GrammarMatcher
-from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions, token_logprob
-from swarmllm.gateway.tokens.text import TextRow
+from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions, TokenLogprob, token_logprob
+from swarmllm.gateway.tokens.text import Spelling, StopFinder, TextRow
 from swarmllm.models.shell.remote_cache import RemoteCache
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ class GenerationOptions:
     n: int = 1
     """Answers."""
     stop: tuple[str, ...] = ()
+    """Looked for in what is said: not in thoughts, and not in calls of tools."""
+    new_reader: Callable[[], Reader | None] = lambda: None
+    """Makes what parts the text of one answer into thoughts, what is said, and calls; None: all is said."""
     constraint: Constraint | None = None
     """What the answers must look like."""
     min_tokens: int = 0
@@ -90,6 +93,8 @@ class Generation:
         self._route: list[RouteHop] = []
         self._trace = Trace(metrics)
         self._writer: _Writer | None = None
+        self.num_echoed_chars = 0
+        """Characters of the prompt, if it is scored and so a part of the answer."""
 
     def cancel(self, because: Exception | None = None) -> None:
         """Free the session everywhere, whatever step is under way: because nobody wants it any more, or for a reason
@@ -205,10 +210,9 @@ class Generation:
                 do_sample=False,
                 num_beams=1,
                 max_new_tokens=left,
-                eos_token_id=sorted(self.ends) or self._model.num_scores,  # no token: None would mean the model's own
+                eos_token_id=sorted(self.ends) or None,
                 pad_token_id=self._model.pad_id,
-                repetition_penalty=1.0,  # what the checkpoint prefers is the sampler's, not to be done twice
-                **DEFAULTS,
+                **self._model.preferred_scores(has_ends=bool(self.ends)),
             ),
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
@@ -225,8 +229,14 @@ class Generation:
             end = min(start + chunk_tokens, len(prompt) - 1)
             logits = model(ids[:, start:end], **cache).logits[0]
             found += [token_logprob(row, prompt[start + i + 1], num_top) for i, row in enumerate(logits)]
-        for row in range(self._options.n):
-            self._emit(PromptScores(self._first_index + row, tuple(found)))
+        row, scores = _Row(TextRow(self._model.tokenizer, ()), StopFinder(()), None, self._model.spelling), []
+        for logprob in (TokenLogprob(prompt[0], float("nan"), ()), *found):  # the first token follows nothing
+            scores.append(row.spelled(logprob))
+            row.text.add(logprob.token_id)
+        row.text.end()
+        self.num_echoed_chars = row.text.offset
+        for index in range(self._first_index, self._first_index + self._options.n):
+            self._emit(PromptScores(index, tuple(scores)))
 
     # ------------------------------------------------------------------ what the writer and the session tell
 
@@ -241,9 +251,11 @@ class Generation:
         for piece in pieces:
             self._emit(piece)
 
-    def new_row(self) -> TextRow:
+    def new_row(self) -> "_Row":
         options = self._options
-        return TextRow(self._model.tokenizer, self._prompt_ids, options.stop, options.kept_tokens)
+        text = TextRow(self._model.tokenizer, self._prompt_ids, options.kept_tokens)
+        stops = StopFinder((*options.stop, *self._model.preferred_stops))
+        return _Row(text, stops, options.new_reader(), self._model.spelling, options.kept_tokens)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -289,6 +301,31 @@ class Generation:
         self._emit(SwarmEvent(name, details))
 
 
+@dataclass
+class _Row:
+    """One answer as it is written: its text, parted."""
+
+    text: TextRow
+    stops: StopFinder
+    reader: Reader | None
+    spelling: Spelling
+    kept: frozenset[int] = frozenset()
+
+    def spelled(self, logprob: TokenLogprob, start: int = 0) -> TokenLogprob:
+        """With the bytes of the tokens that may come next, and where: the answer begins at `start`."""
+        tokens = {logprob.token_id, *(token for token, _ in logprob.top)}
+        spelled = self.spelling.of(self.text.before, tokens, self.kept)
+        return replace(logprob, spelled=spelled, offset=start + self.text.offset)
+
+    def take(self, token: int | None, *, last: bool) -> tuple[str, str, list[CallPiece]]:
+        """(thoughts, what is said, what was added to calls) that are certain; None: the text has ended before."""
+        new = "" if token is None else self.text.add(token)
+        new += self.text.end() if last else ""
+        thoughts, said, calls = ("", new, []) if self.reader is None else self.reader.take(new, last=last)
+        said = self.stops.take(said, last=last)
+        return thoughts, said, calls if self.stops.stopped_by is None else []
+
+
 class _Writer:
     """As one of transformers' stopping criteria: takes each step's tokens, says which rows are finished."""
 
@@ -316,16 +353,21 @@ class _Writer:
         return torch.tensor(self.sampler.finished, device=input_ids.device)
 
     def _take(self, row: int, token: int) -> TextPiece:
-        generation, text = self._generation, self._rows[row]
-        reason: str | None = None
-        if token in generation.ends:
-            new, reason = text.end(), "stop"
-        else:
-            new = text.add(token)
-            last = self.num_steps >= generation.options.max_tokens
-            if last:
-                new += text.end()
-            reason = "stop" if text.stopped else "length" if last else None
-        self.sampler.finished[row] = reason is not None
+        generation, answer = self._generation, self._rows[row]
+        has_ended, last = token in generation.ends, self.num_steps >= generation.options.max_tokens
         logprob = self.sampler.logprobs[row]
-        return TextPiece(generation.first_index + row, new, logprob, reason, stopped_by=text.stopped_by)
+        if logprob is not None:
+            logprob = answer.spelled(logprob, generation.num_echoed_chars)
+        thoughts, said, calls = answer.take(None if has_ended else token, last=has_ended or last)
+        stopped_by = answer.stops.stopped_by
+        reason = "stop" if has_ended or stopped_by is not None else "length" if last else None
+        self.sampler.finished[row] = reason is not None
+        return TextPiece(
+            generation.first_index + row,
+            said,
+            logprob,
+            reason,
+            reasoning=thoughts,
+            calls=tuple(calls),
+            stopped_by=stopped_by,
+        )

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from swarmllm.client.text_generation import open_model
+from swarmllm.client.text_generation import SPEECH_FIELDS, open_model
 from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.gateway.engine.offered_model import OfferedModel
@@ -172,7 +172,7 @@ class HearingModel(OfferedModel):
         """
         from transformers import AutoFeatureExtractor
 
-        swarm, tokenizer = open_model(config)
+        swarm, tokenizer = open_model(config, taken_over=SPEECH_FIELDS)
         try:
             where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
             try:

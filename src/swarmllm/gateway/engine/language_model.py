@@ -6,14 +6,15 @@ Made by `model_choice`; `engine` and `generation` use it.
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
+from transformers import GenerationConfig
+
 from swarmllm.client.local_fallback import LocalFallback
-from swarmllm.client.text_generation import open_model
+from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, open_model, preferred_stops
 from swarmllm.config import ClientModelConfig
-from swarmllm.decoding.options import DEFAULTS
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
@@ -22,8 +23,7 @@ from swarmllm.gateway.output_parsing.call_forms import CallForm, form_of, specia
 from swarmllm.gateway.output_parsing.harmony import EFFORTS, HarmonyForm, speaks_harmony
 from swarmllm.gateway.output_parsing.reasoning import BEGIN, END, ReasoningReader, thinks
 from swarmllm.gateway.tokens.grammar import Grammars
-from swarmllm.gateway.tokens.sampling import SAMPLING_NAMES
-from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS
+from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS, Spelling
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,16 @@ class LanguageModel(OfferedModel):
     ) -> None:
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
         super().__init__(swarm, tokenizer, name=name, max_length=min(max_length, positions or max_length))
+        self.preferences: GenerationConfig = swarm.generation_config
+        """The checkpoint's preferences. Requests say how `generate()` is called, so the models themselves ask for
+        nothing: transformers would take over from them what a call leaves open."""
+        for model in (swarm, *([] if local is None else [local.model])):
+            model.generation_config = GenerationConfig()
         self.local = local
         self.eyes = eyes
         """What makes of pictures what the model takes; None: it doesn't see."""
         self.cache_name = cache_argument(decoder_stack(swarm))
-        self.eos_ids = _eos_ids(swarm.generation_config, tokenizer)
+        self.eos_ids = _eos_ids(self.preferences, tokenizer)
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
         self.num_scores = swarm.get_output_embeddings().weight.shape[0]
         self._grammars: Grammars | None = None
@@ -86,9 +91,29 @@ class LanguageModel(OfferedModel):
 
     def preferred_sampling(self) -> dict[str, Any]:
         """What the checkpoint prefers if a request says nothing; OpenAI's defaults if it has no preference."""
-        config = self.swarm.generation_config
-        found = {name: getattr(config, name, None) for name in (*SAMPLING_NAMES, *DEFAULTS)}
-        return {name: value for name, value in found.items() if value is not None and config.do_sample}
+        found = self._preferred(name for name in CHOICE_FIELDS if name != "do_sample")
+        return found if self.preferences.do_sample else {}
+
+    def preferred_scores(self, *, has_ends: bool) -> dict[str, Any]:
+        """How the checkpoint wants scores to be changed, as fields of a GenerationConfig; some need tokens that end a
+        text."""
+        found = self._preferred((*SCORE_FIELDS, *TOKEN_FIELDS))
+        for_ends = () if has_ends else ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
+        return {name: value for name, value in found.items() if name not in (*for_ends, "eos_token_id", "pad_token_id")}
+
+    @property
+    def preferred_stops(self) -> tuple[str, ...]:
+        """Texts that end an answer, as the checkpoint has it."""
+        return preferred_stops(self.preferences)
+
+    def _preferred(self, names: Iterable[str]) -> dict[str, Any]:
+        found = {name: getattr(self.preferences, name, None) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of its tokens."""
+        return Spelling(self.tokenizer)
 
     @cached_property
     def call_form(self) -> CallForm | HarmonyForm:

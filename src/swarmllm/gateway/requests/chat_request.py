@@ -76,6 +76,12 @@ class ChatRequest(Sampling):
         return self
 
     @model_validator(mode="after")
+    def _has_log_probabilities(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: give it as true")
+        return self
+
+    @model_validator(mode="after")
     def _can_continue(self) -> "ChatRequest":
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):

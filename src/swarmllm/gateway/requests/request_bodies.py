@@ -66,7 +66,6 @@ class Sampling(DecodingFields):
         **dict.fromkeys(("mm_processor_kwargs", "prompt_logprobs", "structural_tag", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("allowed_token_ids", "guided_whitespace_pattern", "vllm_xargs"), ()),
         **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
-        "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "bad_words": ([],),
@@ -84,6 +83,9 @@ class Sampling(DecodingFields):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: all.")
+    top_h: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from tokens that keep this share of the entropy. Nguyen et al. 2025."
+    )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
@@ -99,6 +101,7 @@ class Sampling(DecodingFields):
     guided_choice: Choices | None = None
     guided_grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log probabilities are of token_id:N.")
     swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:

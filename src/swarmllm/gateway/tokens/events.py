@@ -40,7 +40,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The log probabilities of a prompt's tokens, the first of which has none; for `echo` with `logprobs`."""
+    """The log probabilities of a prompt's tokens, of the first not a number; for `echo` with `logprobs`."""
 
     index: int
     logprobs: tuple[TokenLogprob, ...]

@@ -19,6 +19,7 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -28,7 +29,7 @@ from swarmllm.decoding.options import DecodingOptions
 from swarmllm.decoding.processors import processors_before, processors_behind
 from swarmllm.gateway.tokens.grammar import GrammarMatcher
 
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "top_h", "repetition_penalty")
 """Options about which checkpoints have preferences, beside those of `DecodingOptions`."""
 
 
@@ -42,6 +43,8 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     """0 = all."""
+    top_h: float | None = None
+    """Share of the distribution's entropy that the tokens keep. Nguyen et al. 2025."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     repetition_penalty: float = 1.0
     """Scores of tokens that the prompt or the answer has are divided by it, or multiplied if they are below 0."""
@@ -60,6 +63,10 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens there."""
+    spelled: Mapping[int, bytes | None] = field(default_factory=dict)
+    """What each of these tokens adds to the text; None: nothing, as a special token."""
+    offset: int = 0
+    """Where it begins in the text that is returned, or where the character begins that it goes on with."""
 
 
 class Sampler:
@@ -208,6 +215,8 @@ def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
     warpers: list[Callable[[Tensor, Tensor], Any]] = []
     if options.temperature not in (0, 1):
         warpers.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_h is not None:
+        warpers.append(TopHLogitsWarper(options.top_h))
     if options.top_k > 0:
         warpers.append(TopKLogitsWarper(options.top_k))
     if options.top_p < 1:

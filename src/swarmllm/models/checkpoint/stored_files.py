@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from swarmllm.errors import BlockWeightsNotFoundError, UnsupportedModelError
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, UnsupportedModelError
 from swarmllm.models.checkpoint import weight_files
-from swarmllm.models.checkpoint.sources import Source
+from swarmllm.models.checkpoint.sources import Source, first_line
 from swarmllm.models.published_formats.logical_view import LogicalView
 from swarmllm.models.published_formats.stored_format import StoredFormat
 
@@ -187,9 +187,14 @@ class ConfigAndWeights(StoredFiles):
         return {"tensors": weight_map, "headers": weight_files.headers(self._file(filename))}
 
     def generation_config(self) -> GenerationConfig | None:
-        """generation_config.json, if there is one."""
+        """generation_config.json, if there is one. Raises: ConfigurationError: it can't be used."""
         path = self._source.path("generation_config.json", required=False)
-        return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
+        try:
+            return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise ConfigurationError(
+                f"{path} can't be used: {first_line(error)}: correct the file or delete it"
+            ) from None
 
     def with_file(self, filename: str) -> StoredFiles | None:
         if self._source.path(filename, required=False) is None:
