@@ -34,6 +34,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_of
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.client_shell import embed, head
+from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.split_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
@@ -126,8 +127,12 @@ class DistributedModelForCausalLM(
         As with transformers, give the whole text so far: the session is rolled back to where it agrees with it.
         """
         session = self.active_cache_session()
-        if session is None:
-            return super().generate(inputs, *args, **kwargs)
+        with rows_of_one_call(self):
+            if session is None:
+                return super().generate(inputs, *args, **kwargs)
+            return self._generate_in(session, inputs, *args, **kwargs)
+
+    def _generate_in(self, session: InferenceSession, inputs: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         if self.tuned_prompts is not None:
             raise ConfigurationError("with tuning_mode, call generate() outside of inference sessions")
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")

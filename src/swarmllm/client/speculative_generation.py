@@ -1,7 +1,8 @@
 """Where `generate()` begins to speculate: a mixin of the distributed model, asked for every greedy or sampled text.
 
 `ClientConfig.speculation` says whether. What can't be speculated on takes transformers' own loop: batches, blocks whose
-caches can't be rolled back, texts given as embeddings; beams and transformers' own assistants never come here.
+caches can't be rolled back, texts given as embeddings, models whose forwards draw random numbers or are watched by
+hooks; beams and transformers' own assistants never come here.
 """
 
 import logging
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from swarmllm.client.local_fallback import open_local_model
 from swarmllm.client.mtp_head import MtpHead, load_mtp_head, small_mtp_weights, wanted_mtp_weights
@@ -22,12 +24,12 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, UnsupportedModelError, WeightsError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
-from swarmllm.models.shell.hollow_adapters import BlockAdapters
+from swarmllm.models.shell.hollow_modules import is_row_hook
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import INNER_OUTPUTS
 from swarmllm.speculation.best_drafter import BestDrafter
 from swarmllm.speculation.drafters import Drafter, ModelDrafter, NGramDrafter, SilentDrafter
-from swarmllm.speculation.mtp_drafter import MtpDrafter
+from swarmllm.speculation.mtp_drafter import MtpDrafter, note_states
 from swarmllm.speculation.planner import Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
@@ -130,11 +132,30 @@ def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> 
     return model
 
 
+def runs_each_position_once(model: nn.Module) -> bool:
+    """Whether the model's forward must see the tokens of the text alone, and each of them once.
+
+    With guesses it sees wrong tokens too, and every token twice. In train mode that would draw other random numbers.
+    Hooks and forwards of the user may draw some as well, or note what passes.
+    """
+    return any(
+        module.training
+        or "forward" in vars(module)
+        or any(_is_of_user(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+        for module in model.modules()
+    )
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Not one of transformers, of ours, or of peft, which notes the adapter of each row."""
+    ours = hook is note_states or is_row_hook(hook)
+    return not ours and getattr(hook, "__module__", None) != output_capturing.__name__
+
+
 class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixed into the distributed model."""
 
     swarm_traits: BlockTraits
-    swarm_adapters: BlockAdapters
     speculator: Speculator | None = None
     """Set when the model has been loaded."""
 
@@ -159,8 +180,7 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
         shows = any(
             getattr(settings, name, None) for settings in (generation_config, self.config) for name in INNER_OUTPUTS
         )
-        hooked = bool(self.swarm_adapters.blocks.hooked())  # they are to see what is in the text, and once
-        plain = shows or hooked or synced_gpus or generation_config.is_assistant or embeds or foreign
+        plain = shows or synced_gpus or generation_config.is_assistant or embeds or foreign
         plain = plain or not model_kwargs.get("use_cache")
         if plain or speculator is None or not self._can_speculate(cache) or speculator.leaves_to_transformers():
             return super()._sample(
@@ -186,4 +206,5 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
             and isinstance(cache, RemoteCache)
             and isinstance(cache.session, InferenceSession)
             and cache.batch_size == 1
+            and not runs_each_position_once(self)
         )

@@ -30,7 +30,8 @@ _following: ContextVar[tuple[Any, list[Tensor]] | None] = ContextVar("swarmllm_f
 """Of the text that this thread or task generates: whose forwards are seen, and where what they show goes."""
 
 
-def _see(stack: Any, _inputs: Any, outputs: Any) -> None:
+def note_states(stack: Any, _inputs: Any, outputs: Any) -> None:
+    """A forward hook of the stack, for the text that this thread generates."""
     followed = _following.get()
     if followed is not None and followed[0] is stack:
         followed[1].extend(outputs[0][0].detach())
@@ -89,8 +90,8 @@ class MtpDrafter:
         """Within, the hidden states of the model's forwards in this thread are seen."""
         stack = decoder_stack(model)
         with _hooking:
-            if _see not in stack._forward_hooks.values():  # for good: other threads may be in its forward now
-                stack.register_forward_hook(_see)
+            if note_states not in stack._forward_hooks.values():  # for good: other threads may be in its forward now
+                stack.register_forward_hook(note_states)
         before = _following.set((stack, self._seen))
         try:
             yield

@@ -265,7 +265,7 @@ class Speculation:
                 CausalLMOutputWithPast(), kwargs, num_new_tokens=guesses.shape[1]
             )
         position = ids.shape[1] - num_tokens
-        forward = SplitForward(self._model, position)
+        forward = SplitForward(self._model, position, self._kwargs[self._cache_name])
         kwargs[self._cache_name] = forward.cache
         model_inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=num_tokens, **kwargs)
         if "logits_to_keep" in model_inputs:

@@ -94,7 +94,8 @@ class SessionText:
         is_same_adapter = (self.adapter and self.adapter.version) == (inputs.adapter and inputs.adapter.version)
         if position and not is_same_adapter:
             raise ConfigurationError(
-                "the adapter has changed since the session began: set its position to 0, or open another one"
+                "the adapter has changed since the session began, or its dropout by train() or eval(): change it back, "
+                "set the session's position to 0, or open another one"
             )
         kept = min(position, self.position)
         if kept and inputs.batch_size != self._log.batch_size:

@@ -20,6 +20,7 @@ from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, detour
 from swarmllm.models.shell.call_cache import note_prepared
 from swarmllm.models.shell.hollow_adapters import BlockAdapters
+from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.shell.training_notices import TrainingNotices
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
@@ -57,6 +58,10 @@ class ClientShell:
     swarm_notices: TrainingNotices
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with rows_of_one_call(self):  # type: ignore[arg-type]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def peft_config(self) -> dict[str, Any]:
@@ -96,6 +101,15 @@ class ClientShell:
     def active_cache_session(self) -> CacheSession | None:
         """The session that `generate()` shall continue, if the user has opened one."""
         return None
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        if found[0].assistant_early_exit is not None:  # transformers would change the config, and not change it back
+            raise ConfigurationError(
+                "assistant_early_exit would run some of the blocks, and servers run all of them: set it to None, and "
+                "give generate() an assistant_model= or prompt_lookup_num_tokens="
+            )
+        return found
 
     def _prepare_cache_for_generation(
         self,

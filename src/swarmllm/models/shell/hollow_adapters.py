@@ -4,7 +4,10 @@ That is: what peft has put there, parameters of the blocks that are trained here
 train mode, and autocast. `stack_forward` asks `BlockAdapters.collect` for all of it at each forward.
 """
 
+import math
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from itertools import count
@@ -32,9 +35,10 @@ class BlockAdapters:
 
     def __init__(self, blocks: HollowBlocks) -> None:
         self.blocks = blocks
-        self.last: BlockAdapter | None = None
-        """The adapter that the last forward used."""
-        self._flat: Tensor | None = None
+        self._last: BlockAdapter | None = None
+        self._known: weakref.WeakKeyDictionary[BlockAdapter, Tensor] = weakref.WeakKeyDictionary()
+        """The values, in one dimension, of adapters that somebody still uses: the last forward, or sessions."""
+        self._finding = threading.Lock()
         self._lora: nn.Module | None = None
         """Any layer of LoRA's, on which peft hangs the names of adapters for rows."""
         self._modules = [
@@ -57,7 +61,7 @@ class BlockAdapters:
     ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
         """The adapter for a forward, and the tensors whose values its own are, in their order, in autograd's graph.
 
-        Equal values get the same version, so that nothing travels twice.
+        Equal values are the same object with the same version: nothing travels twice, and sessions go on.
 
         Args:
             device: the type of that which the caller's part of the model is on.
@@ -68,22 +72,28 @@ class BlockAdapters:
         found = [*deep_prompts, *self._own_parameters(), *self._of_tuners(peft_configs), *self._in_training()]
         found += (cast := self._under_autocast(device))
         if not found:
-            self.last = None
+            self._last = None
             return None, ()
         trained = _of_one_dtype(found, mixed=bool(cast))
         patches = tuple(patch for patch, _ in found)
         flat = torch.cat([torch.empty(0), *(one.detach().flatten().cpu() for one in trained)])
-        last = self.last
-        if last is None or self._flat is None or last.patches != patches or not torch.equal(self._flat, flat):
-            parts = iter(torch.split_with_sizes(flat, [one.numel() for one in trained]))
-            if not bool(flat.isfinite().all()):
-                raise ConfigurationError(
-                    "the adapter's values are NaN or infinite, so its training has diverged: load an earlier one"
-                )
-            values = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
-            self.last = last = BlockAdapter(patches, values, version=next(_versions))
-            self._flat = flat
-        return last, tuple(trained)
+        with self._finding:
+            self._last = self._with_values(patches, flat)
+            return self._last, tuple(trained)
+
+    def _with_values(self, patches: tuple[Patch, ...], flat: Tensor) -> BlockAdapter:
+        for known, values in self._known.items():
+            if known.patches == patches and values.dtype == flat.dtype and torch.equal(values, flat):
+                return known
+        if not bool(flat.isfinite().all()):
+            raise ConfigurationError(
+                "the adapter's values are NaN or infinite, so its training has diverged: load an earlier one"
+            )
+        parts = iter(torch.split_with_sizes(flat, [math.prod(shape) for patch in patches for shape in patch.shapes]))
+        of_patches = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
+        adapter = BlockAdapter(patches, of_patches, version=next(_versions))
+        self._known[adapter] = flat
+        return adapter
 
     def check(self, peft_configs: dict[str, Any]) -> None:
         """Make what peft has just put into the blocks work, or refuse it at once if servers can't compute it.

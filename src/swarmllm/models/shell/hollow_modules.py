@@ -8,6 +8,7 @@ Made by `hollow_blocks`; knows neither adapters nor the network.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never, Self
@@ -156,6 +157,22 @@ class ClosedTable(OrderedDict[Any, Any]):
 def is_row_hook(hook: Any) -> bool:
     """Whether it is peft's, by which a layer gets to know the adapter of each row: servers are told as well."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
+
+
+@contextmanager
+def rows_of_one_call(model: nn.Module) -> Iterator[None]:
+    """Within, one call of the model runs. If it fails, the hooks by which peft has told the adapters of its rows go.
+
+    peft removes them only after calls that work, so later calls would have these adapters too.
+    """
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            for key in [key for key, hook in module._forward_pre_hooks.items() if is_row_hook(hook)]:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        raise
 
 
 def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> ClosedTable:

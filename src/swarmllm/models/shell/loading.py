@@ -90,7 +90,7 @@ def load_client_shell(
         adopt_stack(model, stack)
     if encoder is None:  # otherwise padding is computed anyway
         adopt_head(model)
-    return model
+    return model.train(model.training)  # of what was put in since, too
 
 
 def _put_proxies(of_stacks: Mapping[Stack, tuple[BlocksRunner, BlockTraits]], model: PreTrainedModel) -> None:

@@ -81,8 +81,10 @@ class RemoteCache(PhantomCache):
         """Positions at the begin, if there are any, that nobody but the stack is told of (`shell/tuned_prompts`)."""
         self.num_prefix = 0
         """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prefix`)."""
-        self.begun_with: tuple[BlockAdapter | None] | None = None
-        """The adapter of the session's first forward with this cache; None before that."""
+        self.adapter: BlockAdapter | None = None
+        """The adapter of the last forward that looked for one."""
+        self.begun_in_training: bool | None = None
+        """Whether the model was in train mode then; None: there was no such forward with this cache yet."""
         self.source_mask: Tensor | None = None
         """The mask of what the decoder attends to besides its text, since the session's first forward."""
         self._rows = batch_size
@@ -95,6 +97,17 @@ class RemoteCache(PhantomCache):
     def self_attention_cache(self) -> Self:
         """What decoders with an encoder ask for lengths."""
         return self
+
+    def keeps_adapter(self, training: bool) -> bool:
+        """Whether a step that goes on needn't look for its adapter: to compare its values costs time.
+
+        What peft puts in front of a text, it gives to the first forward alone.
+        """
+        return self.begun_in_training == training or self.num_prefix > 0
+
+    def go_on_with_adapter_of(self, other: "RemoteCache") -> None:
+        """Take over which adapter the last forward had."""
+        self.adapter, self.begun_in_training = other.adapter, other.begun_in_training
 
     @property
     def batch_size(self) -> int:
@@ -164,7 +177,8 @@ class RemoteCache(PhantomCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self)(self.config, self.session.fork(), self._rows)
         memo[id(self)] = twin
-        twin.num_hidden, twin.num_prefix, twin.begun_with = self.num_hidden, self.num_prefix, self.begun_with
+        twin.go_on_with_adapter_of(self)
+        twin.num_hidden, twin.num_prefix = self.num_hidden, self.num_prefix
         twin.has_graph, twin.source_mask = self.has_graph, self.source_mask
         return twin
 

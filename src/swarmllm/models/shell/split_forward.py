@@ -25,10 +25,13 @@ class SplitForward:
     again in the second one, which costs less than to keep a forward suspended.
     """
 
-    def __init__(self, model: PreTrainedModel, position: int) -> None:
+    def __init__(self, model: PreTrainedModel, position: int, of_text: RemoteCache | None = None) -> None:
+        """`of_text`: the cache of the text that the step belongs to, and with whose adapter it goes on."""
         self.position = position
         self.cache = RemoteCache(model.config, self, 1)
         """The cache to give to the model: it says that `position` positions have been seen."""
+        if of_text is not None:
+            self.cache.go_on_with_adapter_of(of_text)
         self._model = model
         self._kwargs: dict[str, Any] = {}
         self._inputs: BlockInputs | None = None

@@ -219,8 +219,9 @@ def _adapter(
 ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
     """The adapter to run the blocks with, and the parameters to be trained."""
     adapters, stack = of_shell.adapters, of_shell.module
-    if cache is not None and cache.session.position:  # a session keeps the adapter that it began with
-        return adapters.last if cache.begun_with is None else cache.begun_with[0], ()
+    goes_on = cache is not None and cache.session.position > 0
+    if cache is not None and goes_on and cache.keeps_adapter(shell.training):
+        return cache.adapter, ()
     if stack.training and (rate := getattr(stack, "layerdrop", 0)):
         raise ConfigurationError(f"layerdrop={rate} would drop all blocks at once: set it to 0, or call model.eval()")
     if shell.training and torch.is_grad_enabled():
@@ -229,5 +230,5 @@ def _adapter(
     prompts = () if in_blocks is None else in_blocks.patches()
     adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, prompts, shell.device.type)
     if cache is not None:
-        cache.begun_with = (adapter,)
-    return adapter, trained
+        cache.adapter, cache.begun_in_training = adapter, shell.training
+    return adapter, () if goes_on else trained
