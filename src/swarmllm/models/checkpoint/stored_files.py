@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from swarmllm.errors import BlockWeightsNotFoundError, UnsupportedModelError
+from swarmllm.models.architecture import as_config_says
 from swarmllm.models.checkpoint import weight_files
 from swarmllm.models.checkpoint.sources import Source
 from swarmllm.models.published_formats.logical_view import LogicalView
@@ -189,7 +190,8 @@ class ConfigAndWeights(StoredFiles):
     def generation_config(self) -> GenerationConfig | None:
         """generation_config.json, if there is one."""
         path = self._source.path("generation_config.json", required=False)
-        return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
+        with as_config_says(self._source.name):
+            return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
 
     def with_file(self, filename: str) -> StoredFiles | None:
         if self._source.path(filename, required=False) is None:

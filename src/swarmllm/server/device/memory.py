@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import is_encoder, text_config
+from swarmllm.models.architecture import as_config_says, is_encoder, text_config
 from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes
 
@@ -68,6 +68,12 @@ def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     if is_encoder(config):
         return 0
     config = text_config(config)
+    blocks = config.per_layer_config if config.is_heterogeneous else (config,)
+    with as_config_says(config.name_or_path):
+        return max(_of_one_block(block, dtype) for block in blocks)
+
+
+def _of_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     if (rank := getattr(config, "qk_rope_head_dim", None)) is not None:  # DeepSeek: keys and values of all heads
         sizes = (rank, getattr(config, "qk_nope_head_dim", 0), getattr(config, "v_head_dim", 0))
