@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.configuration_utils import get_configuration_file
 
 from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
@@ -25,6 +26,7 @@ from swarmllm.models.checkpoint.sources import Source, read_json, read_object
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
 from swarmllm.models.published_formats.choice import stored_format
 
+ADAPTER_CONFIG = "adapter_config.json"
 _MOST = (
     (re.compile(r"(layers?|depths?|blocks|labels|stages|experts|codebooks|levels|modules)$"), MAX_BLOCKS),
     (re.compile(r"vocab"), 1 << 24),
@@ -124,12 +126,13 @@ class Checkpoint:
         return self._files.identity()
 
     def stored_dtype(self) -> torch.dtype:
-        """The dtype that the config declares; float32 if it declares none.
+        """The dtype that the config declares, or else that of the weights: transformers' rule for dtype="auto".
 
         Raises:
-            UnsupportedModelError: no model computes in it.
+            UnsupportedModelError: no model computes in the one that the config declares.
+            WeightsError: it declares none, and the weights can't be read.
         """
-        dtype = getattr(self.config, "dtype", None) or torch.float32
+        dtype = getattr(self.config, "dtype", None) or self._files.dtype() or torch.float32
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise UnsupportedModelError(f"{self.name} is in {dtype}, in which blocks can't compute: give another dtype")
         return dtype
@@ -173,7 +176,7 @@ def open_checkpoint(
     for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or transformers would look for its own quantizers
-    return Checkpoint(source, _supported(config, source.name), ConfigAndWeights(source, form))
+    return Checkpoint(source, _supported(config, source.name), ConfigAndWeights(source, raw, form))
 
 
 def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
@@ -181,6 +184,7 @@ def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
 
     Raises:
         ConfigurationError: there is none, or it is no JSON.
+        UnsupportedModelError: there is an adapter beside it.
     """
     path = source.path(CONFIG, required=False)
     if path is None:
@@ -188,6 +192,14 @@ def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
             f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers, and there is no GGUF file"
         )
     raw = read_object(path)
+    if "configuration_files" in raw:  # one for each of some releases of transformers
+        with as_config_says(source.name):
+            raw = read_object(source.file(get_configuration_file(raw["configuration_files"])))
+    if source.is_local and source.path(ADAPTER_CONFIG, required=False) is not None:
+        raise UnsupportedModelError(
+            f"{source.name} holds an adapter ({ADAPTER_CONFIG}) that transformers would put on the model: move its "
+            "files to another directory, and name that by --adapters or merge it by `swarmllm merge_adapter`"
+        )
     return raw, path
 
 

@@ -81,6 +81,9 @@ class GgufFiles(StoredFiles):
             return self._fields
         return {**self._fields, "gguf_file": f"{self._source.folder}{self._filename}"}
 
+    def dtype(self) -> torch.dtype | None:
+        return None  # the config that is made of the header has it
+
     def identity(self) -> dict[str, Any]:
         """The list of tensors, whatever the file is called."""
         return {"headers": sorted((name, one.kind, one.shape) for name, one in self._tensors.items())}
