@@ -6,6 +6,8 @@ code of its own. Called by the rest of `models/`; knows no checkpoint and no net
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,8 +26,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from swarmllm.data_structures import Span
-from swarmllm.errors import UnsupportedModelError
+from swarmllm.data_structures import MAX_BLOCKS, Span
+from swarmllm.errors import SwarmError, UnsupportedModelError
 from swarmllm.models.refused_architectures import (
     ENCODERS,
     EXACT_WITH,
@@ -101,21 +103,54 @@ class Stack:
     """Its blocks, as they are numbered in the whole model: those of the encoder come first."""
 
 
+@contextmanager
+def as_config_says(path: str) -> Iterator[None]:
+    """Within, transformers does what a stranger's file says: whatever it raises about that becomes one sentence.
+
+    Raises:
+        UnsupportedModelError: it can't be done.
+    """
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:  # transformers checks few fields, so wrong ones fail anywhere in its code
+        said = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"transformers can't do what the config of {path} says, so mend it or use another checkpoint: "
+            f"{type(error).__name__}: {said[:250]}"
+        ) from error
+
+
 _stacks: dict[str, tuple[Stack, ...]] = {}
 
 
 def stacks(config: PreTrainedConfig) -> tuple[Stack, ...]:
-    """The stacks of the model, whose blocks are numbered one stack after the other."""
+    """The stacks of the model, whose blocks are numbered one stack after the other.
+
+    Raises:
+        UnsupportedModelError: it can't be split, or its config describes no model.
+    """
     if not config.is_encoder_decoder:
-        return (Stack("", Span(0, int(text_config(config).num_hidden_layers))),)
-    key = config.to_json_string(use_diff=False)
+        with as_config_says(config.name_or_path):
+            return (Stack("", Span(0, _plausible(text_config(config).num_hidden_layers))),)
+    with as_config_says(config.name_or_path):
+        key = config.to_json_string(use_diff=False)
     if key not in _stacks:
         check_supported(config)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with as_config_says(config.name_or_path), torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = blocks_class(config)(copy.deepcopy(config))
-        counts = [len(_first_list(stack)) for stack in (model.get_encoder(), model.get_decoder())]
+            counts = [len(_first_list(stack)) for stack in (model.get_encoder(), model.get_decoder())]
+        _plausible(sum(counts))
         _stacks[key] = (Stack("encoder", Span(0, counts[0])), Stack("decoder", Span(counts[0], sum(counts))))
     return _stacks[key]
+
+
+def _plausible(num_blocks: object) -> int:
+    """Raises UnsupportedModelError unless it is a number of blocks."""
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 1 <= num_blocks <= MAX_BLOCKS:
+        raise UnsupportedModelError(f"the config says {num_blocks!r} blocks, but a model has 1 to {MAX_BLOCKS}")
+    return num_blocks
 
 
 def stack_of(config: PreTrainedConfig, span: Span) -> Stack:
@@ -247,7 +282,8 @@ def task_of(config: PreTrainedConfig) -> Task:
     """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
     if sees(config) and not config.is_encoder_decoder:
         return Task.IMAGE_TEXT_TO_TEXT
-    name = (config.architectures or [""])[0]
+    with as_config_says(config.name_or_path):
+        name = (config.architectures or [""])[0]
     for task in (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING, Task.MASKED_LM):
         mapping = _MAPPINGS[task]
         if type(config) in mapping and mapping[type(config)].__name__ == name:

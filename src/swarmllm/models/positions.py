@@ -30,7 +30,8 @@ def max_positions(stack: PreTrainedModel) -> int | None:
 def _length_of(stack: PreTrainedModel) -> int | None:
     """Positions of a text, by any of the names that configs have for them: the first of which the stack has a table."""
     config = text_config(stack.config)
-    found = [int(length) for name in _LENGTHS if (length := getattr(config, name, None))]
+    stated = (getattr(config, name, None) for name in _LENGTHS)
+    found = [length for length in stated if isinstance(length, int) and length > 0]
     parts = stack.named_modules() if len(found) > 1 else ()
     tables = [len(part.weight) for name, part in parts if isinstance(part, nn.Embedding) and "pos" in name]
     of_tables = (length for length in found if any(_is_table(rows, length) for rows in tables))

@@ -102,7 +102,7 @@ def test_directory_without_config(tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of-next-year"}')
-    with pytest.raises(UnsupportedModelError, match="can't read"):
+    with pytest.raises(UnsupportedModelError, match="does not recognize this architecture"):
         open_checkpoint(str(tmp_path))
 
 

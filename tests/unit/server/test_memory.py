@@ -1,7 +1,5 @@
 """What a server promises of its memory: never more than blocks leave."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.server.device import memory
 from swarmllm.server.device.memory import LEAST_TOKENS, cache_bytes_per_token, cache_room, num_blocks_that_fit
 from swarmllm.server.settings import ServerConfig, memory_limit_bytes
 
@@ -84,16 +81,3 @@ def test_limits_that_mean_nothing(text: str) -> None:
 def test_a_limit_is_checked_where_it_is_given() -> None:
     with pytest.raises(ConfigurationError, match="max_memory"):
         ServerConfig(model="M", new_swarm=True, max_memory="lots")
-
-
-def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    cpu = torch.device("cpu")
-    whole = memory.total_bytes(cpu)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.total_bytes(cpu) == whole
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert memory.total_bytes(cpu) == 3_000_000
-    assert memory.free_bytes(cpu) == 2_000_000
-    assert memory.usable_bytes(cpu, "50%") == 1_500_000

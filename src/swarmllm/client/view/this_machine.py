@@ -7,8 +7,9 @@ how fast a matrix can be multiplied with a vector, which is measured once per pr
 import time
 from functools import cache
 
-import psutil
 import torch
+
+from swarmllm.machine_memory import available_memory_bytes
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that blocks may take. Assumed: the rest is cache, activations and what else runs here."""
@@ -22,7 +23,7 @@ def decode_ms(num_bytes: int) -> float | None:
 
     Too many for a mixture of experts, which reads only some of its weights.
     """
-    if num_bytes > MEMORY_SHARE * psutil.virtual_memory().available:
+    if num_bytes > MEMORY_SHARE * available_memory_bytes():
         return None
     return 1e3 * num_bytes / _bytes_per_s()
 

@@ -24,7 +24,7 @@ from swarmllm.models.architecture import blocks_class, find_blocks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import on_meta
-from swarmllm.models.checkpoint.sources import Source, find_source
+from swarmllm.models.checkpoint.sources import Source, find_source, read_object
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -123,12 +123,9 @@ def _read_config(source: Source) -> dict[str, Any]:
     if path is None:
         raise ConfigurationError(f"{source.name} is no adapter of peft: it has no {CONFIG}")
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptWeightsError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CorruptWeightsError(f"{path} describes no adapter")
-    return config
+        return read_object(path)
+    except ConfigurationError as error:
+        raise CorruptWeightsError(str(error)) from None
 
 
 def _check_base(source: Source, config: dict[str, Any], checkpoint: Checkpoint) -> None:
@@ -154,7 +151,7 @@ def fingerprint_of_card(source: Source) -> str | None:
     path = source.path(CARD, required=False)
     if path is None:
         return None
-    match = re.search(r"fingerprint:([0-9a-f]{32})", path.read_text(errors="replace"))
+    match = re.search(r"fingerprint:([0-9a-f]{32})", path.read_text(encoding="utf-8", errors="replace"))
     return match[1] if match else None
 
 

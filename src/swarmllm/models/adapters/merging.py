@@ -37,7 +37,7 @@ from swarmllm.models.checkpoint.skeleton import (
     prune_to_span,
     pruned,
 )
-from swarmllm.models.checkpoint.sources import Source, first_line
+from swarmllm.models.checkpoint.sources import Source, first_line, read_object
 from swarmllm.models.checkpoint.tensor_names import parameters_of
 
 TASKS = {
@@ -74,7 +74,7 @@ class SavedAdapter:
             raise BlockWeightsNotFoundError(f"the adapter {source.name} lacks {WEIGHTS}")
         self.fingerprint = fingerprint_of_card(source)
         """The base's, if the adapter's card says it."""
-        self.config: dict[str, Any] = json.loads(path.read_text())
+        self.config = read_object(path)
         if (kind := self.config.get("peft_type")) in NOT_MERGED:
             raise ConfigurationError(f"{source.name} is {kind}, which changes no weights, so it can't be merged")
         self._weights = weights

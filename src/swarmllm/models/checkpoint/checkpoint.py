@@ -6,23 +6,36 @@ Called by `span/loading` and `shell/loading`; knows no network of our own.
 """
 
 import copy
-import json
+import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.configuration_utils import get_configuration_file
 
+from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import check_supported, num_blocks
+from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
 from swarmllm.models.checkpoint.gguf_files import GgufFiles
 from swarmllm.models.checkpoint.gguf_names import locate
 from swarmllm.models.checkpoint.opened_files import OpenedFiles
-from swarmllm.models.checkpoint.sources import Source, first_line
+from swarmllm.models.checkpoint.sources import Source, read_json, read_object
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
 from swarmllm.models.published_formats.choice import stored_format
 
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST = (
+    (re.compile(r"(layers?|depths?|blocks|labels|stages|experts|codebooks|levels|modules)$"), MAX_BLOCKS),
+    (re.compile(r"vocab"), 1 << 24),
+    (re.compile(r"position|length|ctx|chunk|window"), 1 << 27),
+    (re.compile(r"size|dim|heads|embd|d_model|d_ff|rank|inner|width|kernel|channels"), 1 << 20),
+    (re.compile(r""), 1 << 53),
+)
+"""How large numbers of these names may be: some hundred times what models have. Assumed. Modules and tables of that
+many entries are made before the weights, which don't fit them, are looked at."""
 SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model types that aren't transformers' own, although their architectures are."""
 
@@ -44,6 +57,7 @@ class Checkpoint:
         """What the swarm is told: the hub id, or a directory's or file's own name without the path to it."""
         if filename:
             self.public_name = f"{source.public_name}/{source.folder}{filename}" if source.commit else filename
+        config._name_or_path = self.name
         self.num_blocks = num_blocks(config)
         self.opened_files = OpenedFiles(files)
         """The files of weights as they were when they were first seen."""
@@ -112,9 +126,16 @@ class Checkpoint:
         return self._files.identity()
 
     def stored_dtype(self) -> torch.dtype:
-        """The dtype that the config declares; float32 if it declares none (transformers' rule for dtype="auto")."""
-        dtype = getattr(self.config, "dtype", None) or torch.float32
-        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."))
+        """The dtype that the config declares, or else that of the weights: transformers' rule for dtype="auto".
+
+        Raises:
+            UnsupportedModelError: no model computes in the one that the config declares.
+            WeightsError: it declares none, and the weights can't be read.
+        """
+        dtype = getattr(self.config, "dtype", None) or self._files.dtype() or torch.float32
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+            raise UnsupportedModelError(f"{self.name} is in {dtype}, in which blocks can't compute: give another dtype")
+        return dtype
 
     def json_file(self, filename: str) -> Any:
         """What a further file of the directory or repository says; None if it isn't there.
@@ -123,10 +144,7 @@ class Checkpoint:
             ConfigurationError: it is no JSON.
         """
         path = self._source.path(filename, required=False)
-        try:
-            return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
+        return None if path is None else read_json(path)
 
     def raw_config(self) -> dict[str, Any]:
         """config.json as it is written, or what a GGUF file says in its place."""
@@ -150,48 +168,88 @@ def open_checkpoint(
     source, gguf_file = locate(str(name_or_path), revision=revision, token=token, cache_dir=cache_dir)
     if gguf_file is not None:
         files = GgufFiles(source, gguf_file)
-        return _checked(Checkpoint(source, files.config, files, gguf_file))
+        return Checkpoint(source, _supported(files.config, source.name), files, gguf_file)
+    raw, path = _config_file(source)
+    config = _read_config(source.name, raw, path)
+    with as_config_says(source.name):
+        form = stored_format(raw) or stored_format(_described_beside(source))
+    for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # or transformers would look for its own quantizers
+    return Checkpoint(source, _supported(config, source.name), ConfigAndWeights(source, raw, form))
+
+
+def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
+    """What the config file that transformers reads says, and where config.json is.
+
+    Raises:
+        ConfigurationError: there is none, or it is no JSON.
+        UnsupportedModelError: there is an adapter beside it.
+    """
     path = source.path(CONFIG, required=False)
     if path is None:
         raise ConfigurationError(
             f"{source.name} has no {CONFIG}, so it is no checkpoint of transformers, and there is no GGUF file"
         )
-    raw, config = _read_config(source.name, path)
-    form = stored_format(raw) or stored_format(_described_beside(source))
-    for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config  # or transformers would look for its own quantizers
-    return _checked(Checkpoint(source, config, ConfigAndWeights(source, form)))
+    raw = read_object(path)
+    if "configuration_files" in raw:  # one for each of some releases of transformers
+        with as_config_says(source.name):
+            raw = read_object(source.file(get_configuration_file(raw["configuration_files"])))
+    if source.is_local and source.path(ADAPTER_CONFIG, required=False) is not None:
+        raise UnsupportedModelError(
+            f"{source.name} holds an adapter ({ADAPTER_CONFIG}) that transformers would put on the model: move its "
+            "files to another directory, and name that by --adapters or merge it by `swarmllm merge_adapter`"
+        )
+    return raw, path
 
 
 def _described_beside(source: Source) -> dict[str, Any]:
     """What ModelOpt says of its weights; in config.json its earlier releases don't."""
     path = source.path("hf_quant_config.json", required=False)
-    found = {} if path is None else json.loads(path.read_text()).get("quantization") or {}
+    found = {} if path is None else read_object(path).get("quantization") or {}
     return {"quantization_config": {**found, "quant_method": "modelopt"}} if found else {}
 
 
-def _read_config(name: str, path: Path) -> tuple[dict[str, Any], PreTrainedConfig]:
-    """As it is written, and as transformers reads it."""
-    try:
-        raw = json.loads(path.read_text())
-        if (same := SAME_AS.get(raw.get("model_type"))) is None:
+def _read_config(name: str, raw: dict[str, Any], path: Path) -> PreTrainedConfig:
+    """As transformers reads it; how attention and experts are computed is not the checkpoint's to say.
+
+    Raises:
+        UnsupportedModelError: transformers can't, or only with code from the checkpoint.
+    """
+    model_type = str(raw.get("model_type"))
+    if "auto_map" in raw and model_type not in CONFIG_MAPPING and model_type not in SAME_AS:
+        raise UnsupportedModelError(
+            f"{name} brings code of its own, which swarmllm never runs: use a checkpoint of an architecture "
+            "that transformers has"
+        )
+    _check_sizes(raw, path)
+    with as_config_says(name):
+        if (same := SAME_AS.get(model_type)) is None:
             config = AutoConfig.from_pretrained(str(path.parent), trust_remote_code=False)
         else:
             config = AutoConfig.for_model(same, **{key: value for key, value in raw.items() if key != "model_type"})
-        return raw, config
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
-    except (ValueError, KeyError, OSError) as error:  # transformers: unknown or inconsistent config
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"{name} brings code of its own, which swarmllm never runs: use a checkpoint of an architecture "
-                "that transformers has"
-            ) from None
-        raise UnsupportedModelError(f"transformers can't read {path}: {first_line(error)}") from error
+        # These could name a kernel of the hub, whose code would run, or change transformers' classes for all models.
+        config._attn_implementation = config._experts_implementation = None
+        vars(config).pop("fusion_config", None)
+    return config
 
 
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    checkpoint.config._name_or_path = checkpoint.name
-    check_supported(checkpoint.config)
-    return checkpoint
+def _check_sizes(value: dict[str, Any] | list[Any], path: Path, name: str = "") -> None:
+    """Refuse sizes by which transformers would build for hours, or fill the memory.
+
+    Raises:
+        UnsupportedModelError: there is one.
+    """
+    for key, item in value.items() if isinstance(value, dict) else ((name, item) for item in value):
+        if isinstance(item, (dict, list)):
+            _check_sizes(item, path, key)
+        elif isinstance(item, (int, float)):
+            most = next(most for names, most in _MOST if names.search(key))
+            if not abs(item) <= most and not math.isinf(item):
+                raise UnsupportedModelError(f"{path} says {key} = {item:.8g}, but models have at most {most}")
+
+
+def _supported(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    config._name_or_path = name
+    check_supported(config)
+    return config

@@ -47,7 +47,7 @@ class GgufFiles(StoredFiles):
             self.config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
         except (UnsupportedModelError, CorruptWeightsError):
             raise
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # transformers' code on numbers of a stranger
             raise CorruptWeightsError(f"{filename} describes no model ({first_line(error)})") from error
         self._tensors = header.tensors
         self._view = GgufView(architecture_of(header), header.tensors, self.config)
@@ -80,6 +80,9 @@ class GgufFiles(StoredFiles):
         if self._source.commit is None:
             return self._fields
         return {**self._fields, "gguf_file": f"{self._source.folder}{self._filename}"}
+
+    def dtype(self) -> torch.dtype | None:
+        return None  # the config that is made of the header has it
 
     def identity(self) -> dict[str, Any]:
         """The list of tensors, whatever the file is called."""

@@ -27,6 +27,7 @@ from swarmllm.errors import (
 )
 from swarmllm.models.architecture import (
     Stack,
+    as_config_says,
     blocks_class,
     find_blocks,
     hears,
@@ -78,8 +79,12 @@ class _LeftOut(nn.Module):
 
 
 def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The model's modules without storage; `options` are arguments of the class's own."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    """The model's modules without storage; `options` are arguments of the class's own.
+
+    Raises:
+        UnsupportedModelError: the config describes no model.
+    """
+    with as_config_says(config.name_or_path), torch.device("meta"), torch.random.fork_rng(devices=[]):
         return cls(copy.deepcopy(config), **options)
 
 
@@ -143,10 +148,11 @@ def unused_before_blocks(config: PreTrainedConfig, stack: Stack | None = None) -
         if not isinstance(part, GivenEmbeddings) and all(one is not slots for one in part.modules())
     }
     called: set[str] = set()
-    for name, part in parts.items():
-        for tensor in (*part.to_empty(device="cpu").parameters(), *part.buffers()):
-            tensor.data.zero_()
-        part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    with as_config_says(config.name_or_path):  # its sizes may be anything: no weights have been compared with them yet
+        for name, part in parts.items():
+            for tensor in (*part.to_empty(device="cpu").parameters(), *part.buffers()):
+                tensor.data.zero_()
+            part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     embeds = torch.zeros(1, 2, module.get_input_embeddings().weight.shape[1])
     slots.begin_preamble()
     try:

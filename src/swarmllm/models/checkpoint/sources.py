@@ -1,8 +1,9 @@
 """Where the files of a checkpoint or adapter come from: a directory, or the hub.
 
-Errors of huggingface_hub become ours here. Called by `checkpoint`, by `adapters` and by whoever loads what was saved.
+Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` and whatever loads saved files.
 """
 
+import json
 import re
 from http.client import HTTPConnection
 from pathlib import Path
@@ -180,6 +181,47 @@ def _hub_is_there() -> bool:
     except OSError:
         return False
     return True
+
+
+MAX_JSON_BYTES = 64 << 20
+"""Assumed: the largest index of weights that is published has 9 MB."""
+MAX_JSON_DEPTH = 32
+"""Assumed: configs of models made of models have 6 levels. Python's own tools fail at some hundreds."""
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file of a checkpoint says, read as transformers does: UTF-8 without a byte order mark.
+
+    Raises:
+        ConfigurationError: it is anything else, or nested deeper than any such file.
+    """
+    try:
+        if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ConfigurationError(f"{path} has {num_bytes} bytes, so it is no file that describes a model")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path} is not UTF-8: save it as UTF-8 without a byte order mark") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {first_line(error)}") from None
+    level = [found]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [one for one in level if isinstance(one, (dict, list))]
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        raise ConfigurationError(f"{path} is nested deeper than {MAX_JSON_DEPTH} levels, so it describes no model")
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The same of a file that must hold an object.
+
+    Raises:
+        ConfigurationError: it holds anything else.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object, {{…}}, not a {type(found).__name__}")
+    return found
 
 
 def find_source(name_or_path: str, *, revision: str | None, token: str | None, cache_dir: str | None) -> Source:

@@ -1,11 +1,26 @@
 """How a checkpoint's weights lie in files: safetensors or pickles beside a config.json; `gguf_files` has the others.
 
-Used by `Checkpoint`; what it gives are weights of transformers' names, each as one tensor.
+Used by `Checkpoint`; it gives weights by transformers' names, each as one tensor. Where files disagree, the rules are
+those of transformers' `from_pretrained`; `tests/unit/models/test_disagreeing_files` compares each of them:
+
+    which weights     the file that `transformers_weights` of the config names; else model.safetensors, its shards,
+                      pytorch_model.bin, its shards
+    which shard       the last one that has the tensor, whatever the index says
+    which dtype       `dtype` of the config, its `torch_dtype`, that of the index, or that of the first weight in 16 or
+                      more bits of the first file
+    which config      config.json; if it lists `configuration_files`, the one for this release of transformers
+    which encoding    UTF-8 without a byte order mark, for JSON
+    which generation  generation_config.json; if it is missing or no JSON, the fields of config.json
+    refused           pieces that several devices have saved (shard-…-model-…), and an adapter beside a whole model,
+                      both of which transformers would take
+    ignored           how attention is computed: each machine chooses it
 """
 
-import json
+import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +28,31 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, UnsupportedModelError
+from swarmllm.errors import (
+    BlockWeightsNotFoundError,
+    ConfigurationError,
+    CorruptWeightsError,
+    UnsupportedModelError,
+)
+from swarmllm.models.architecture import as_config_says
 from swarmllm.models.checkpoint import weight_files
 from swarmllm.models.checkpoint.sources import Source, first_line
 from swarmllm.models.published_formats.logical_view import LogicalView
 from swarmllm.models.published_formats.stored_format import StoredFormat
 
+logger = logging.getLogger(__name__)
+
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 LAYOUTS = (
-    ("model.safetensors.index.json", True),
     ("model.safetensors", False),
-    ("pytorch_model.bin.index.json", True),
+    ("model.safetensors.index.json", True),
     ("pytorch_model.bin", False),
+    ("pytorch_model.bin.index.json", True),
 )
-"""What weights are looked for, in this order: (file, whether it is an index of shards)."""
+"""What weights are looked for, in transformers' order: (file, whether it is an index of shards)."""
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""Files that transformers prefers to all of these: what several devices have saved, each its own pieces."""
 
 OnRead = Callable[[str, str, torch.Tensor], None]
 """Gets (weight, which of the tensors that it is stored as, that tensor), whenever one has been read."""
@@ -69,6 +95,10 @@ class StoredFiles(ABC):
         """The config as it is written; of a GGUF file, as transformers would write it."""
 
     @abstractmethod
+    def dtype(self) -> torch.dtype | None:
+        """What the weights are in if the config doesn't say it; None: that can't be told."""
+
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What tells local checkpoints of one config apart, for the fingerprint; reads no weights."""
 
@@ -82,11 +112,13 @@ class StoredFiles(ABC):
 
 
 class ConfigAndWeights(StoredFiles):
-    """transformers' own layouts."""
+    """transformers' own layouts. Where files disagree, its rules decide: `tests/unit/models/test_disagreeing_files`."""
 
-    def __init__(self, source: Source, form: StoredFormat | None, beside: str | None = None) -> None:
-        """`beside`: a further file of weights, of which neither index nor other file knows."""
-        self._source, self._form, self._beside = source, form, beside
+    def __init__(
+        self, source: Source, config: Mapping[str, Any], form: StoredFormat | None, beside: str | None = None
+    ) -> None:
+        """`config` as it is written. `beside`: a further file of weights, unknown to index and other files."""
+        self._source, self._config, self._form, self._beside = source, config, form, beside
         self.comes_packed = form is not None
 
     @cached_property
@@ -95,19 +127,58 @@ class ConfigAndWeights(StoredFiles):
 
         Raises:
             BlockWeightsNotFoundError: the checkpoint has no weights in a known format.
-            UnsupportedModelError: they are in pickles that no other program can read.
+            UnsupportedModelError: they are in files that swarmllm doesn't read.
         """
-        for filename, is_index in LAYOUTS:
+        name = self._source.name
+        if self._source.is_local and any(map(_DISTRIBUTED.fullmatch, self._source.filenames(".safetensors"))):
+            raise UnsupportedModelError(
+                f"{name} has files shard-…-model-…, which several devices have saved together: save the model once "
+                "more with save_pretrained() on one"
+            )
+        for filename, is_index in self._named() or LAYOUTS:
             if self._source.path(filename, required=False) is not None:
                 if self._form is not None and self._form.described and ".safetensors" not in filename:
                     raise UnsupportedModelError(
-                        f"the weights of {self._source.name} are pickled objects of {type(self._form).__name__}, which "
+                        f"the weights of {name} are pickled objects of {type(self._form).__name__}, which "
                         "swarmllm doesn't open: use a checkpoint in safetensors, as recent releases save it"
                     )
                 return filename, is_index
-        raise BlockWeightsNotFoundError(
-            f"{self._source.name} has no weights: neither {', '.join(name for name, _ in LAYOUTS)} nor a GGUF file"
-        )
+        looked_for = ", ".join(filename for filename, _ in self._named() or LAYOUTS)
+        raise BlockWeightsNotFoundError(f"{name} has no weights: neither {looked_for} nor a GGUF file")
+
+    def _named(self) -> tuple[tuple[str, bool], ...]:
+        """The one file that config.json names, before which no other counts."""
+        filename = self._config.get("transformers_weights")
+        if filename is None:
+            return ()
+        if not isinstance(filename, str) or Path(filename).name != filename or ".safetensors" not in filename:
+            raise UnsupportedModelError(
+                f"transformers_weights in {CONFIG} of {self._source.name} must name a safetensors file beside it, or "
+                f"an index of such files, not {str(filename)[:80]!r}"
+            )
+        return ((filename, filename.endswith(".index.json")),)
+
+    def dtype(self) -> torch.dtype | None:
+        return self._dtype
+
+    @cached_property
+    def _dtype(self) -> torch.dtype | None:
+        """What the index states, or else of the first file the first tensor that isn't packed.
+
+        Raises:
+            BlockWeightsNotFoundError, CorruptWeightsError: these can't be read.
+            UnsupportedModelError: the index states no dtype of torch.
+        """
+        filename, is_index = self.layout
+        if is_index:
+            index = self._file(filename)
+            if (stated := weight_files.index_dtype(index)) is not None:
+                found = getattr(torch, stated, None)
+                if not isinstance(found, torch.dtype):
+                    raise UnsupportedModelError(f"{index} states dtype {stated[:40]!r}, which torch hasn't")
+                return found
+            filename = min(weight_files.read_index(index).values(), default=filename)
+        return weight_files.first_floating_dtype(self._file(filename))
 
     @cached_property
     def _view(self) -> LogicalView | None:
@@ -125,11 +196,26 @@ class ConfigAndWeights(StoredFiles):
         """Name of each stored tensor → name of its file."""
         filename, is_index = self.layout
         if is_index:
-            found = weight_files.read_index(self._file(filename))
+            found = self._in_shards(weight_files.read_index(self._file(filename)))
         else:
             found = dict.fromkeys(weight_files.tensor_names(self._file(filename)), filename)
         if self._beside is not None:
             found |= dict.fromkeys(weight_files.tensor_names(self._file(self._beside)), self._beside)
+        return found
+
+    def _in_shards(self, index: dict[str, str]) -> dict[str, str]:
+        """Which shard has a tensor: the last of those that have it, whatever the index says, as in transformers.
+
+        Shards that aren't here or are damaged, and pickles that would have to be read whole, are taken at its word.
+        """
+        found = dict(index)
+        if not self._source.is_local:  # a repository's are downloaded one by one, when their blocks are asked for
+            return found
+        for shard in sorted(set(index.values())):
+            path = self._source.local(shard)
+            with suppress(CorruptWeightsError):  # whoever needs it is told
+                if path is not None and weight_files.has_header(path):
+                    found |= dict.fromkeys(weight_files.tensor_names(path), shard)
         return found
 
     def weight_map(self) -> dict[str, str]:
@@ -175,7 +261,7 @@ class ConfigAndWeights(StoredFiles):
         return weight_files.places(self._file(filename))
 
     def raw_config(self) -> dict[str, Any]:
-        return dict(json.loads(self._file(CONFIG).read_text()))
+        return dict(self._config)
 
     def identity(self) -> dict[str, Any]:
         """The index and the size of each shard; of one file, its list of tensors with types and shapes."""
@@ -187,19 +273,29 @@ class ConfigAndWeights(StoredFiles):
         return {"tensors": weight_map, "headers": weight_files.headers(self._file(filename))}
 
     def generation_config(self) -> GenerationConfig | None:
-        """generation_config.json, if there is one. Raises: ConfigurationError: it can't be used."""
-        path = self._source.path("generation_config.json", required=False)
+        """generation_config.json; or else what config.json says of it, as those of older models do.
+
+        Raises:
+            ConfigurationError: the file can't be used.
+            UnsupportedModelError: config.json can't.
+        """
+        path = self._source.path(GENERATION_CONFIG, required=False)
         try:
-            return None if path is None else GenerationConfig.from_pretrained(str(path.parent), path.name)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise ConfigurationError(
-                f"{path} can't be used: {first_line(error)}: correct the file or delete it"
-            ) from None
+            if path is not None:
+                return GenerationConfig.from_pretrained(str(path.parent), path.name)
+        except OSError as error:  # so transformers says that it is no JSON, and goes on
+            logger.warning("%s is not read: %s", path, first_line(error))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            reason = first_line(error)
+            raise ConfigurationError(f"{path} can't be used: {reason}: correct the file or delete it") from None
+        config = self._file(CONFIG)
+        with as_config_says(self._source.name):
+            return GenerationConfig.from_pretrained(str(config.parent), config.name, _from_model_config=True)
 
     def with_file(self, filename: str) -> StoredFiles | None:
         if self._source.path(filename, required=False) is None:
             return None
-        return ConfigAndWeights(self._source, self._form, filename)
+        return ConfigAndWeights(self._source, self._config, self._form, filename)
 
     def _file(self, filename: str) -> Path:
         return self._source.file(filename)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from swarmllm.models.architecture import stored_prefix
+from swarmllm.models.architecture import as_config_says, stored_prefix
 
 
 def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
@@ -20,7 +20,8 @@ def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 def parameters_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Each of the checkpoint's tensors that ends up in `model` → the parameter that it is, or is merged into."""
     wanted = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    with as_config_says(model.config.name_or_path):
+        mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     found = {}

@@ -21,7 +21,7 @@ def load_tokenizer(name_or_path: str, **options: Any) -> Any:
             return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False, **options)
         # Not by AutoTokenizer, which would want the package gguf for the config of most architectures.
         return PreTrainedTokenizerFast.from_pretrained(source.name, gguf_file=gguf_file, **options)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - tokenizers raise bare Exceptions about files of strangers
         raise ConfigurationError(
             f"{name_or_path} has no tokenizer that transformers can load: {first_line(error)}"
         ) from None

@@ -15,10 +15,15 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from swarmllm.errors import BlockWeightsNotFoundError, CorruptWeightsError
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
+from swarmllm.models.checkpoint.sources import read_object
 
 MAX_HEADER_BYTES = 100 << 20
 """As in safetensors itself."""
+
+
+_COMPUTED_IN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types of safetensors but those of 8 and fewer bits, which no model computes in."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,9 +42,9 @@ def read_index(path: Path) -> dict[str, str]:
         CorruptWeightsError: it is no such index, or names files outside the checkpoint.
     """
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = read_object(path)["weight_map"]
         names = {str(name): str(filename) for name, filename in weight_map.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
         raise CorruptWeightsError(f"{path} is not a valid index of weights: {error!r}") from error
     for filename in set(names.values()):
         if Path(filename).name != filename:
@@ -57,6 +62,33 @@ def tensor_names(path: Path) -> list[str]:
         with _safetensors(path) as file:
             return list(file.keys())
     return list(_pickle(path))
+
+
+def has_header(path: Path) -> bool:
+    """Whether the names of its tensors are known without reading all of the file."""
+    return path.suffix == ".safetensors" or zipfile.is_zipfile(path)
+
+
+def index_dtype(path: Path) -> str | None:
+    """The dtype that an index states for all weights; save_pretrained() writes none."""
+    about = read_object(path).get("metadata")
+    stated = about.get("dtype") if isinstance(about, dict) else None
+    return None if stated is None else str(stated)
+
+
+def first_floating_dtype(path: Path) -> torch.dtype | None:
+    """The dtype of the first tensor that a model can compute in, in transformers' order; None: there is no such one.
+
+    Raises:
+        CorruptWeightsError: the file is damaged, or a pickle that would run code.
+    """
+    if path.suffix == ".safetensors":
+        with _safetensors(path) as file:
+            stated = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118 - not a dict
+            found = (_COMPUTED_IN.get(name) for name in stated)
+            return next((dtype for dtype in found if dtype is not None), None)
+    dtypes = (tensor.dtype for tensor in _pickle(path).values() if isinstance(tensor, torch.Tensor))
+    return next((dtype for dtype in dtypes if dtype in _COMPUTED_IN.values()), None)
 
 
 def lazy_tensors(path: Path, names: Iterable[str]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ of streams, which it is handed.
 from collections import Counter
 from typing import Protocol
 
-import psutil
-
+from swarmllm.machine_memory import total_memory_bytes
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 
 MAX_BYTES_PER_PEER = 4 * MAX_MESSAGE_BYTES
@@ -34,7 +33,7 @@ class Intake:
     """
 
     def __init__(self, max_bytes_per_peer: int = MAX_BYTES_PER_PEER, max_bytes: int | None = None) -> None:
-        machine = int(psutil.virtual_memory().total * MEMORY_SHARE)
+        machine = int(total_memory_bytes() * MEMORY_SHARE)
         self._max_bytes_per_peer = max_bytes_per_peer
         self._max_bytes = max(MAX_MESSAGE_BYTES, machine) if max_bytes is None else max_bytes
         self._of_peers: Counter[str] = Counter()

@@ -5,14 +5,13 @@ Used by `span_loader` and by `swarmllm doctor`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import is_encoder, text_config
+from swarmllm.machine_memory import available_memory_bytes, total_memory_bytes
+from swarmllm.models.architecture import as_config_says, is_encoder, text_config
 from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes
 
@@ -27,30 +26,20 @@ PAGES_SHARE = 1 / 8
 """Most of the memory left beside the blocks that prompts kept for others may take."""
 OWN_MEMORY = ("cuda", "xpu")
 """Kinds of devices that have some; others compute in the processor's."""
-CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux says what a container may use; psutil sees the whole machine."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses."""
+    """Memory of the device that nobody uses and this process may."""
     if device.type in OWN_MEMORY:
         return int(getattr(torch, device.type).mem_get_info(device)[0])
-    free, limit = int(psutil.virtual_memory().available), _container_bytes("memory.max")
-    return free if limit is None else min(free, limit - (_container_bytes("memory.current") or 0))
+    return available_memory_bytes()
 
 
 def total_bytes(device: torch.device) -> int:
     """All memory of the device."""
     if device.type in OWN_MEMORY:
         return int(getattr(torch, device.type).mem_get_info(device)[1])
-    return min(int(psutil.virtual_memory().total), _container_bytes("memory.max") or 1 << 62)
-
-
-def _container_bytes(name: str) -> int | None:
-    try:
-        return int((CGROUP / name).read_text())
-    except (OSError, ValueError):  # no container, or "max"
-        return None
+    return total_memory_bytes()
 
 
 def usable_bytes(device: torch.device, max_memory: str | None = None) -> int:
@@ -68,6 +57,12 @@ def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     if is_encoder(config):
         return 0
     config = text_config(config)
+    blocks = config.per_layer_config if config.is_heterogeneous else (config,)
+    with as_config_says(config.name_or_path):
+        return max(_of_one_block(block, dtype) for block in blocks)
+
+
+def _of_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     if (rank := getattr(config, "qk_rope_head_dim", None)) is not None:  # DeepSeek: keys and values of all heads
         sizes = (rank, getattr(config, "qk_nope_head_dim", 0), getattr(config, "v_head_dim", 0))

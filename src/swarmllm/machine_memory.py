@@ -1,0 +1,95 @@
+"""Main memory that this process may use: the machine's, or less where a cgroup limits it.
+
+A container, a systemd unit with `MemoryMax=` and a batch system limit memory by cgroups, of version 1 or 2, and every
+level above the process's own group counts as well. psutil sees the whole machine. Used by all rooms that size something
+by memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROC = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class _Version:
+    """How files of a cgroup are called."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: tuple[str, ...]
+    """Entries of memory.stat: what the kernel drops before it refuses memory."""
+
+
+_VERSIONS = {
+    "cgroup": _Version(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+    ),
+    "cgroup2": _Version(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+}
+"""File system → names. Above `memory.high`, a process is slowed down until it stands still."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A cgroup on the way from the process's own to the top."""
+
+    directory: Path
+    version: _Version
+
+    def limit(self) -> int | None:
+        return min((found for name in self.version.limits if (found := self._number(name)) is not None), default=None)
+
+    def used(self) -> int:
+        """Without the cache of files, which gives way."""
+        try:
+            lines = (line.split() for line in (self.directory / "memory.stat").read_text().splitlines())
+            cached = sum(int(number) for name, number in lines if name in self.version.cache)
+        except (OSError, ValueError):
+            cached = 0
+        return max(0, (self._number(self.version.usage) or 0) - cached)
+
+    def _number(self, name: str) -> int | None:
+        try:
+            return int((self.directory / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            return None
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process can take now without another one having to give it back."""
+    left = (limit - group.used() for group in _groups(PROC) if (limit := group.limit()) is not None)
+    return max(0, min((int(psutil.virtual_memory().available), *left)))
+
+
+def total_memory_bytes() -> int:
+    """Memory that this process could have if nobody else used any."""
+    limits = (limit for group in _groups(PROC) if (limit := group.limit()) is not None)
+    return min((int(psutil.virtual_memory().total), *limits))
+
+
+def _groups(proc: Path) -> Iterator[_Group]:
+    """The process's cgroups that may limit memory, from its own to the top of what it sees."""
+    try:
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+    except OSError:  # not Linux
+        return
+    for mount in mounts:
+        kind, _, options = mount[mount.index("-") + 1 :][:3]
+        if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # https://man7.org/linux/man-pages/man7/cgroups.7.html: version 2 is the line that names no controller
+        wanted = "memory" if kind == "cgroup" else ""
+        path = next((Path(path) for _, controllers, path in own if wanted in controllers.split(",")), Path("/"))
+        root, top = Path(mount[3]), Path(mount[4])
+        # A container may see only its own part of the tree, as the top, although its path is the machine's.
+        below = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else Path()
+        directory = top / below
+        for level in (directory, *directory.parents):
+            yield _Group(level, _VERSIONS[kind])
+            if level == top:
+                break
