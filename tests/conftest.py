@@ -84,7 +84,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if left:
         pytest.fail(f"threads left running: {left}", pytrace=False)
     if starts_processes:
-        fail_for_processes(lambda: [process for process in session_processes() if process not in processes])
+        fail_for_processes(lambda: [one for one in session_processes() if one not in processes and not is_shared(one)])
 
 
 _no_task_left_behind = pytest.fixture(no_task_left_behind)
@@ -161,13 +161,23 @@ def is_resource_tracker(process: psutil.Process) -> bool:
     return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
 
 
+def is_shared(process: psutil.Process) -> bool:
+    """Whether it belongs to a gateway that many tests share, which starts it when it is needed."""
+    try:
+        return any("gateway.engine.chat_templates" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
 def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bool:
     """Whether a test started this thread and should have ended it.
 
     tqdm's monitor and the kernels' threads serve the whole process. Pools of a gateway that many tests share grow when
     they are used; they end with the thread of its web server.
     """
-    shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(("generate_", "kernels_", "uvloop_"))
+    shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(
+        ("generate_", "prepare chats_", "kernels_", "uvloop_")
+    )
     return thread.is_alive() and thread not in before and not shared
 
 

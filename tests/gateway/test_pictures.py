@@ -122,16 +122,30 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
 
 def test_lack_of_memory_is_one_requests_own() -> None:
     class Processor:
-        apply_chat_template = staticmethod(lambda *_, **__: "")
-
         def __call__(self, **_: Any) -> None:
             raise MemoryError
 
     eyes = Eyes("some/model", None)
     eyes.__dict__["_loaded"] = Processor()
     with pytest.raises(ApiError, match="need more memory than there is: send smaller or fewer ones") as refused:
-        eyes.encode_chat([], [as_url(picture("red"))], {})
+        eyes.encode("", [as_url(picture("red"))])
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "return_dict", "processor_kwargs", "images", "load_audio"]
+)
+def test_a_request_brings_no_template_of_its_own(seeing: RunningGateway, name: str) -> None:
+    """Nor anything else that steers the processor; neither with a picture nor without."""
+    options = {name: "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}
+    for messages in (said("?", picture("red")), [{"role": "user", "content": "?"}]):
+        body = {"messages": messages, "chat_template_kwargs": options}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = seeing.http.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["message"]) == (
+                400,
+                f"chat_template_kwargs can't hold {name}: leave it out",
+            )
 
 
 CALL = {"id": "c1", "name": "look"}

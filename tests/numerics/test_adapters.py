@@ -16,7 +16,6 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.server.adapters import uploaded_adapters as adapter_store
 from swarmllm.server.adapters.uploaded_adapters import AdapterStore
 from swarmllm.server.batches import batches
 from swarmllm.server.batches.batches import Batch, Graph, Turns, forward, gradients, record
@@ -138,13 +137,11 @@ def test_values_must_be_as_many_finite_floats(blocks: BlockSpan) -> None:
             checked((patch,), bad, blocks.slots)
 
 
-def test_the_store_is_bounded_and_knows_whose_is_whose(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_is_bounded_and_knows_whose_is_whose(blocks: BlockSpan) -> None:
     patch = Patch(**LORA)
     adapter = checked((patch,), values(patch), blocks.slots)
     size = adapter.flat().nbytes
-    monkeypatch.setattr(adapter_store, "MAX_BYTES_PER_PEER", 2 * size)
-    monkeypatch.setattr(adapter_store, "MAX_BYTES", 3 * size)
-    store = AdapterStore()
+    store = AdapterStore(4 * size)
     for handle in (1, 2):
         store.put("a", handle, adapter)
     assert store.get("a", 1) is adapter
@@ -155,9 +152,9 @@ def test_the_store_is_bounded_and_knows_whose_is_whose(blocks: BlockSpan, monkey
     with pytest.raises(BlocksNotServedError):
         store.get("b", 1)
     store.put("b", 1, adapter)
-    store.put("b", 2, adapter)  # over the sum: the longest unused of all goes
+    store.put("b", 2, adapter)
+    store.put("c", 1, adapter)  # over the sum: the longest unused of all goes
     with pytest.raises(BlocksNotServedError):
         store.get("a", 1)
-    monkeypatch.setattr(adapter_store, "MAX_BYTES_PER_PEER", size - 1)
     with pytest.raises(ServerOverloadedError):
-        store.put("a", 4, adapter)
+        AdapterStore(2 * size - 1).put("a", 4, adapter)

@@ -72,6 +72,7 @@ async def serve(config: GatewayConfig) -> None:
         await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
         models = await _given_up(opening) if stopping.done() else await opening
         if models is not None and not stopping.done():
+            models.start()
             gateway = Gateway(models, config)
             async with gateway.watching():
                 waiting.go_on(gateway.app)

@@ -22,6 +22,7 @@ from swarmllm.command_line import unless_stopped
 from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.free_memory import return_free_memory
+from swarmllm.server.adapters.uploaded_adapters import AdapterStore
 from swarmllm.server.announcer import Announcer
 from swarmllm.server.downloads import in_background
 from swarmllm.server.own_record import OwnRecord
@@ -223,6 +224,7 @@ class SpanLife:
             limits=limits,
             max_batch_tokens=config.max_batch_tokens,
             served_adapters=loader.adapters,
+            adapters=AdapterStore(loaded.room.adapters),
         )
 
     async def _look(self) -> SwarmSnapshot:

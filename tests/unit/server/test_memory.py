@@ -33,11 +33,12 @@ def test_no_more_is_promised_than_is_left(
             prefix_tokens=prefix,
         )
     except ConfigurationError:
-        assert left * 7 / 8 < per_token * min(tokens, LEAST_TOKENS) + per_session + 1
+        assert left * 13 / 16 - 1 < per_token * min(tokens, LEAST_TOKENS) + per_session + 1
         return
     assert 0 < room.sessions <= per_token * tokens + per_session
     assert 0 <= room.pages <= min(per_token * prefix, left / 8)
-    assert room.sessions + room.pages <= left
+    assert 0 <= room.adapters <= left / 16
+    assert room.sessions + room.pages + room.adapters <= left
     if left >= 2 * (per_token * (tokens + prefix) + per_session) and prefix * 8 <= tokens:
         assert room.sessions == per_token * tokens + per_session, "what was asked for, where there is room"
 

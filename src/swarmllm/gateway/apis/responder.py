@@ -75,10 +75,12 @@ class Responder:
         if n > most:
             raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
         longest = self.config.default_max_tokens if default_max_tokens is None else default_max_tokens
-        sees = isinstance(body, ChatRequest) and bool(body.picture_urls)
-        if isinstance(body, ChatRequest) and model.eyes is not None:
-            await self.pictures.fetch(body.messages)
-        if num_bytes < LARGE_BYTES and not body.is_constrained and not sees:
+        if isinstance(body, ChatRequest):
+            if model.eyes is not None:
+                await self.pictures.fetch(body.messages)
+            threads = model.templates.threads
+            return await asyncio.get_running_loop().run_in_executor(threads, _prepare, model, body, longest)
+        if num_bytes < LARGE_BYTES and not body.is_constrained:
             return _prepare(model, body, longest)  # faster than changing threads
         return await asyncio.to_thread(_prepare, model, body, longest)
 

@@ -56,9 +56,13 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`"""
         body, _ = await self._responder.read(request, TokenizeRequest)
-        if body.messages is not None and self._models.named(body.model).eyes is not None:
-            await self._responder.pictures.fetch(body.messages)
-        return JSONResponse(await asyncio.to_thread(self._tokenize, body))
+        threads = None
+        if body.messages is not None:
+            model = self._models.named(body.model)
+            threads = model.templates.threads
+            if model.eyes is not None:
+                await self._responder.pictures.fetch(body.messages)
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(threads, self._tokenize, body))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`"""

@@ -3,7 +3,6 @@
 Made by `model_choice`; `engine` and `generation` use it.
 """
 
-import inspect
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from swarmllm.client.local_fallback import LocalFallback
 from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, open_model, preferred_stops
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
 from swarmllm.gateway.errors import ApiError
@@ -52,6 +52,7 @@ class LanguageModel(OfferedModel):
         self.local = local
         self.eyes = eyes
         """What makes of pictures what the model takes; None: it doesn't see."""
+        self.templates = ChatTemplates()
         self.cache_name = cache_argument(decoder_stack(swarm))
         self.eos_ids = _eos_ids(self.preferences, tokenizer)
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
@@ -77,6 +78,10 @@ class LanguageModel(OfferedModel):
         except BaseException:
             swarm.close()
             raise
+
+    def close(self) -> None:
+        self.templates.close()
+        super().close()
 
     def grammars(self) -> Grammars:
         """For answers that follow a constraint; its tables are made when they are first needed.
@@ -158,30 +163,30 @@ class LanguageModel(OfferedModel):
         Raises:
             ConfigurationError: the model has no chat template, or the template refuses these messages.
         """
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template:
             raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
-        # What steers the tokenizer isn't the template's.
         if self.speaks_harmony:  # its template has another name for thoughts
             messages = [
                 {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
             ]
-        if taken := template_options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
-            raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
+        template = self.tokenizer.get_chat_template(None, list(tools) or None)
+        text = self._rendered(template, messages, template_options, tools, go_on=go_on)
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                **template_options,
-                add_generation_prompt=not go_on,
-                continue_final_message=go_on,
-                return_dict=True,
-                tokenize=True,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
-        return list(encoded["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        except (TypeError, ValueError) as error:  # half of a surrogate pair
+            raise ConfigurationError(f"the model's tokenizer can't take these messages: {error}") from None
+
+    def _rendered(
+        self,
+        template: str,
+        messages: Sequence[dict[str, Any]],
+        given: dict[str, Any],
+        tools: Sequence[dict[str, Any]],
+        *,
+        go_on: bool,
+    ) -> str:
+        own = self.tokenizer.special_tokens_map
+        return self.templates.render(template, messages, tools, given=given, own=own, go_on=go_on)
 
     def encode_chat_with_pictures(
         self,
@@ -202,10 +207,8 @@ class LanguageModel(OfferedModel):
             raise ApiError(
                 400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
             )
-        more = {"tools": list(tools) or None, "add_generation_prompt": not go_on, "continue_final_message": go_on}
-        if taken := template_options.keys() & {*more, "tokenize", "return_dict", "return_tensors", "processor_kwargs"}:
-            raise ConfigurationError(f"chat_template_kwargs can't hold {min(taken)}: leave it out")
-        return self.eyes.encode_chat(messages, urls, template_options | more)
+        text = self._rendered(self.eyes.template, messages, template_options, tools, go_on=go_on)
+        return self.eyes.encode(text, urls)
 
     def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
         """For one answer; None: this model doesn't think aloud."""

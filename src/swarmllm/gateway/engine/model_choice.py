@@ -135,6 +135,12 @@ class ModelChoice:
         """Of that kind, or else of any."""
         return next((model for model in self if isinstance(model, kind)), self.any(None))
 
+    def start(self) -> None:
+        """Have all ready for the first request, which else waits for it; returns at once."""
+        for model in self:
+            if isinstance(model, LanguageModel) and model.tokenizer.chat_template:
+                model.templates.start()
+
     def close(self) -> None:
         """Leave the swarms."""
         for model in self:

@@ -113,28 +113,38 @@ class Eyes:
                 f"{self._model} has no processor for pictures that can be used: {reason}"
             ) from None
 
-    def encode_chat(self, messages: list[dict[str, Any]], urls: Sequence[str], options: dict[str, Any]) -> SeenPrompt:
-        """Tokens and pictures of a conversation, whose messages have a part of type "image" for each of `urls`.
+    @property
+    def template(self) -> str:
+        """Of chats with pictures.
 
-        `options` are the chat template's.
+        Raises:
+            ConfigurationError: there is none.
+        """
+        with self._making:
+            found = self._loaded.chat_template
+        if isinstance(found, dict):
+            found = found.get("default")
+        if not found:
+            raise ConfigurationError(f"{self._model} has no chat template for pictures: send text alone")
+        return str(found)
+
+    def encode(self, text: str, urls: Sequence[str]) -> SeenPrompt:
+        """Tokens and pictures of a conversation's text, which has a place for each of the pictures at `urls`.
 
         Raises:
             ApiError: a picture can't be read.
-            ConfigurationError: the template or the processor can't take these messages.
+            ConfigurationError: the processor can't take the text with these pictures.
         """
-        from jinja2 import TemplateError
-
         if len(urls) > MAX_PICTURES:
             raise bad_picture(f"{len(urls)} pictures are too many: {MAX_PICTURES} at most")
         pictures = [read_picture(url) for url in urls]
         with self._making:
             processor = self._loaded
         try:
-            text = processor.apply_chat_template(messages, tokenize=False, **options)
             encoded = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
         except MemoryError:
             raise bad_picture("the pictures need more memory than there is: send smaller or fewer ones") from None
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigurationError(f"the model's processor can't take these messages: {error}") from None
         seen = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
         ids = seen.pop("input_ids")[0].tolist()

@@ -8,17 +8,19 @@ from collections import OrderedDict
 
 from swarmllm.errors import BlocksNotServedError, ServerOverloadedError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.server.device.memory import ADAPTERS_BYTES
 
 MAX_BYTES_PER_PEER = 256 << 20
-"""Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
-MAX_BYTES = 2 << 30
-"""Bytes of all peers together. Assumed: small beside the blocks of a server that has many clients."""
+"""At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
 
 
 class AdapterStore:
     """What was uploaded for the blocks that are served now."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = ADAPTERS_BYTES) -> None:
+        """`max_bytes` of all peers together: a share of the memory (`CacheRoom`)."""
+        self._max_bytes = max_bytes
+        self._max_bytes_per_peer = min(MAX_BYTES_PER_PEER, self._max_bytes // 2)
         self._adapters: OrderedDict[tuple[str, int], tuple[BlockAdapter, int]] = OrderedDict()
 
     def put(self, peer_id: str, handle: int, adapter: BlockAdapter) -> None:
@@ -28,11 +30,12 @@ class AdapterStore:
             ServerOverloadedError: it alone is larger than one peer may have.
         """
         num_bytes = sum(tensor.nbytes for tensor in adapter.tensors())
-        if num_bytes > MAX_BYTES_PER_PEER:
-            raise ServerOverloadedError(f"one client's adapters may take {MAX_BYTES_PER_PEER} bytes on this server")
+        most = self._max_bytes_per_peer
+        if num_bytes > most:
+            raise ServerOverloadedError(f"one client's adapters may take {most} bytes on this server")
         self._adapters.pop((peer_id, handle), None)
-        self._make_room(num_bytes, MAX_BYTES_PER_PEER, peer_id)
-        self._make_room(num_bytes, MAX_BYTES, None)
+        self._make_room(num_bytes, most, peer_id)
+        self._make_room(num_bytes, self._max_bytes, None)
         self._adapters[peer_id, handle] = adapter, num_bytes
 
     def get(self, peer_id: str, handle: int | None) -> BlockAdapter | None:

@@ -24,6 +24,9 @@ LEAST_TOKENS = 256
 """With less room for sessions, nobody could use the blocks."""
 PAGES_SHARE = 1 / 8
 """Most of the memory left beside the blocks that prompts kept for others may take."""
+ADAPTERS_SHARE = 1 / 16
+ADAPTERS_BYTES = 2 << 30
+"""The same for adapters that clients send, of all clients together. Assumed: small beside their caches."""
 OWN_MEMORY = ("cuda", "xpu")
 """Kinds of devices that have some; others compute in the processor's."""
 
@@ -92,10 +95,11 @@ def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) ->
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Bytes for sessions, and for prompts that are kept for others."""
+    """Bytes for sessions, for prompts that are kept for others, and for adapters that clients send."""
 
     sessions: int
     pages: int
+    adapters: int = 0
 
 
 def cache_room(
@@ -108,11 +112,12 @@ def cache_room(
     """
     pages = int(min(bytes_per_token * prefix_tokens, max(0, left) * PAGES_SHARE))
     wanted = bytes_per_token * session_tokens + bytes_per_session
-    sessions = min(wanted, left - pages)
+    adapters = int(min(ADAPTERS_BYTES, max(0, left) * ADAPTERS_SHARE))
+    sessions = min(wanted, left - pages - adapters)
     if sessions < min(wanted, bytes_per_token * LEAST_TOKENS + bytes_per_session):
         raise ConfigurationError(
             f"the blocks leave {max(0, left) / 1e6:.1f} MB of memory for sessions, of which {LEAST_TOKENS} tokens take "
             f"{bytes_per_token * LEAST_TOKENS / 1e6:.1f}: serve fewer (--num_blocks), in fewer bits (--quant_type), or "
             "allow more (--max_memory)"
         )
-    return CacheRoom(sessions, pages)
+    return CacheRoom(sessions, pages, adapters)

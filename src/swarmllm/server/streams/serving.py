@@ -33,7 +33,7 @@ class Serving:
     limits: PeerLimits
     max_batch_tokens: int
     served_adapters: ServedAdapters
-    adapters: AdapterStore = field(init=False, default_factory=AdapterStore)
+    adapters: AdapterStore = field(default_factory=AdapterStore)
     """What clients have sent."""
     batches: KeptBatches = field(init=False)
     pushes: Pushes = field(init=False)

@@ -1,0 +1,138 @@
+"""Chat templates: the text is transformers', and what computes without end or takes all memory ends alone."""
+
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from web_gateway import RunningGateway, running_gateway
+
+from swarmllm import LocalSwarm
+from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": '<Hällo> "you" 😀 \u2028'}]},
+    {"role": "assistant", "content": "Yes ", "reasoning_content": "Hm."},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+TEMPLATES = {
+    "a loop": "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "all that transformers adds": "{% set ns = namespace(n=0) %}{% for m in messages %}{% if loop.first %}"
+    "{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{% generation %}{{ m.content | tojson }}"
+    "{% endgeneration %}{% endfor %}"
+    "{{ ns.n }}{{ tools | tojson(indent=2) }}{{ strftime_now('%Y') }}{{ dict(a=1).items() | list }}",
+    "options": "{% if not thinks is defined %}{% set thinks = true %}{% endif %}{{ thinks }}"
+    "{{ effort | default('low') }}"
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}",
+}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "loops": (ENDLESS, "computed for more than"),
+    "a constant, which the compiler would compute": ("{{ 'a' * 10**12 }}", "512 MiB of memory"),
+    "a power": ("{{ (10 ** (10 ** 9)) > 1 }}", "computed for more than"),
+    "doubling": (
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+        "512 MiB of memory",
+    ),
+    "a long text": (f"{{{{ 'a' * {MAX_CHARS + 1} }}}}", f"a text of more than {MAX_CHARS} characters"),
+    "brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "can't take these messages"),
+    "an error": ("{{ 1 / 0 }}", "can't take these messages: division by zero"),
+    "a refusal": ("{{ raise_exception('no') }}", "can't take these messages: no"),
+    "no template": ("{% for %}", "can't take these messages"),
+    "the inside of Python": ("{{ messages.__class__.__base__.__subclasses__() }}", "can't take these messages"),
+}
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[ChatTemplates]:
+    """Which may compute for a short time only."""
+    templates = ChatTemplates(limit_s=0.3)
+    yield templates
+    templates.close()
+
+
+def rendered(templates: ChatTemplates, template: str, *, go_on: bool = False, **given: Any) -> str:
+    own = {"bos_token": "<s>"}
+    return templates.render(template, MESSAGES, TOOLS, given=given, own=own, go_on=go_on)
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_transformers(templates: ChatTemplates, tokenizer: Any, name: str, *, go_on: bool) -> None:
+    given: dict[str, Any] = {"thinks": {"a": [1, 2.5, None]}, "effort": "high"} if name == "options" else {}
+    expected = tokenizer.apply_chat_template(
+        MESSAGES,
+        TOOLS,
+        chat_template=TEMPLATES[name],
+        tokenize=False,
+        continue_final_message=go_on,
+        add_generation_prompt=not go_on,
+        **given,
+    )
+    assert rendered(templates, TEMPLATES[name], go_on=go_on, **given) == expected
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end(templates: ChatTemplates, name: str) -> None:
+    template, words = HOSTILE[name]
+    with pytest.raises(ConfigurationError, match=words):
+        rendered(templates, template)
+    assert rendered(templates, "{{ messages | length }}") == "3"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "chat_template", "add_generation_prompt", "range", "bos_token", "x"]
+)
+def test_names_that_are_not_the_requests(templates: ChatTemplates, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"can't hold {name}: this model's template knows effort, thinks$"):
+        rendered(templates, TEMPLATES["options"] + "{{ bos_token }}", **{name: 1})
+    with pytest.raises(ConfigurationError, match=f"can't hold {name}: leave it out"):
+        rendered(templates, TEMPLATES["a loop"], **{name: 1})
+
+
+def test_a_closed_one_leaves_nothing() -> None:
+    templates = ChatTemplates()
+    templates.start()
+    (process,) = templates._all
+    templates.close()
+    assert process.poll() is not None
+    with pytest.raises(ConfigurationError, match="going away"):
+        rendered(templates, "")
+
+
+@pytest.fixture(scope="module")
+def hostile(swarm: LocalSwarm) -> Iterator[RunningGateway]:
+    """A gateway of a checkpoint whose template never ends."""
+    with running_gateway(swarm.initial_peers, served_name=("embedded",)) as gateway:
+        model = gateway.gateway.models.first
+        model.templates.close()
+        model.templates = ChatTemplates(limit_s=0.3)
+        model.tokenizer = copy.deepcopy(model.tokenizer)
+        model.tokenizer.chat_template = ENDLESS
+        yield gateway
+
+
+def test_eight_endless_loops_end_no_gateway(hostile: RunningGateway) -> None:
+    messages = [{"role": "user", "content": "?"}]
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {},
+        "/tokenize": {},
+        "/api/chat": {"model": "embedded"},
+        "/v1/messages": {"model": "embedded", "max_tokens": 4},
+    }
+
+    def answer(path: str) -> str:
+        return hostile.http.post(path, json={"messages": messages, **asked[path]}).text
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = threads.map(answer, [*asked] * 2)
+        for _ in range(8):  # beside them
+            assert hostile.http.get("/health").status_code == 200
+            completion = hostile.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+            assert completion.status_code == 200, completion.text
+        for text in answers:
+            assert "computed for more than 0.3 s" in text
