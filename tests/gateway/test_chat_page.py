@@ -277,9 +277,8 @@ def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:  
     expect(files).to_have_text(["windows.txt", "code.md", "gone.txt"])
     page.get_by_role("button", name="Remove gone.txt").click()
     expect(files).to_have_text(["windows.txt", "code.md"])
-    page.locator("#file").set_input_files(
-        [{"name": "a.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7\n\xff\x00"}]
-    )
+    unreadable: FilePayload = {"name": "a.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7\n\xff\x00"}
+    page.locator("#file").set_input_files(unreadable)
     expect(page.locator("#unseen")).to_contain_text("a.pdf is no text file. Save it as text in UTF-8")
     assert violations(page) == []
     with page.expect_request("**/v1/chat/completions") as asked:

@@ -345,7 +345,9 @@ def test_a_server_dies_while_it_answers(page: Page) -> None:
         )
         expect(page.locator("#about")).to_contain_text("parameters · 8 blocks · 2048 tokens of context")
         expect(page.locator("#table tbody tr").first).to_contain_text(" GB")  # memory free, as announced
-        expect(page.locator("#verdict")).to_have_text("All 8 blocks are served.")
+        expect(page.locator("#verdict")).to_have_text(
+            re.compile(r"All 8 blocks are served\. If .+ is lost too, every text stops: .+ blocks 0:4, 4:8\.$")
+        )
         for server in swarm.servers:
             server.kill()
         expect(page.locator("#verdict")).to_contain_text("served by nobody")
@@ -373,6 +375,45 @@ def test_the_picture_of_500_servers_and_126_blocks(page: Page, gateway: RunningG
     page.get_by_label("Filter servers").fill("")
     page.get_by_role("button", name="Tokens/s at most", exact=True).click()
     expect(page.locator("th[aria-sort]")).to_contain_text("Tokens/s at most")
+
+
+def test_a_swarm_at_a_glance(page: Page, gateway: RunningGateway) -> None:
+    """The speed of one chat leads, then what the next loss stops; all columns that matter are seen at 1280 pixels."""
+    servers = [
+        server(
+            *(idx, start, start + 8),
+            public_name=f"workstation-{idx}.lab",
+            hardware="NVIDIA GeForce RTX 4090, 24 GB",
+            decode_ms_per_block=2.0,
+            tokens_served=1_000_000,
+            memory_left_bytes=11_000_000_000,
+        )
+        for idx, start in enumerate([0, 8, 16, 0])
+    ]
+    picture = SwarmPicture("large/model", "f", 24)
+    for minute in range(30):
+        picture.update(SwarmSnapshot(24, tuple(servers)), {}, 1_790_000_000.0 + 60 * minute)
+    shown: dict[str, Any] = picture.as_json()
+    page.route("**/api/swarm", lambda route: route.fulfill(json=shown, headers={"etag": '"1"'}))
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"{gateway.url}/swarm")
+    expect(page.locator("#table tbody tr")).to_have_count(4)
+    expect(page.locator(".tiles div").first).to_contain_text("One chat now")
+    expect(page.locator("#one-chat")).to_have_text(f"≈ {1000 / shown['expected_ms_per_token']:.1f} tokens/s")
+    expect(page.locator("#verdict")).to_have_text(
+        "All 24 blocks are served. If workstation-1.lab or workstation-2.lab is lost, every text stops: "
+        "no other servers have blocks 8:16, 16:24."
+    )
+    assert page.locator(".scroll").evaluate("one => one.scrollWidth <= one.clientWidth")
+    expect(page.locator("th", has_text="Hardware")).to_be_hidden()
+    page.get_by_role("button", name="Show all columns").click()
+    expect(page.locator("th", has_text="Hardware")).to_be_visible()
+    minutes = page.locator("#timeline .minute")
+    expect(minutes).to_have_count(10)
+    page.get_by_role("button", name="Show the last hour").click()
+    expect(minutes).to_have_count(30)
+    expect(page.get_by_role("heading", name="The last hour")).to_be_visible()
+    assert violations(page) == []
 
 
 def test_the_picture_of_two_stacks(page: Page, gateway: RunningGateway) -> None:

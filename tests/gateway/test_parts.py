@@ -105,6 +105,20 @@ def test_the_picture_tells_what_changed() -> None:
     assert [event["kind"] for event in shown["events"]] == ["unreachable", "left", "joined", "moved"]
 
 
+def test_what_the_next_loss_would_stop() -> None:
+    """Blocks of one server that can be reached, of those that servers have to run."""
+    picture = SwarmPicture("m", "f", 8, [Span(1, 8)])
+    servers = (server(1, 0, 4), server(2, 4, 8), server(3, 2, 6, public_name="n"))
+    picture.update(SwarmSnapshot(8, servers), {}, 1.0)
+    alone = [(int(one["peer_id"]), one["blocks"]) for one in picture.as_json()["held_by_one"]]
+    assert alone == [(1, [1, 2]), (2, [6, 8])]
+    picture.update(SwarmSnapshot(8, servers), {servers[1].peer_id: Contact(False)}, 2.0)
+    assert picture.as_json()["held_by_one"] == [
+        {"peer_id": servers[0].peer_id, "public_name": "", "blocks": [1, 2]},
+        {"peer_id": servers[2].peer_id, "public_name": "n", "blocks": [4, 6]},
+    ]
+
+
 def test_blocks_of_the_gateway_itself_are_not_missing() -> None:
     picture = SwarmPicture("m", "f", 8, [Span(2, 5), Span(6, 7)])
     picture.update(SwarmSnapshot(8, (server(1, 1, 4), server(2, 6, 8))), {}, 1.0)

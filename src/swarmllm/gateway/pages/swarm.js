@@ -12,6 +12,7 @@ let swarm = null;
 let etag = null;
 let chosen = null;
 let sorted = { column: "blocks", descending: false };
+let numMinutes = 10; // of the time line
 
 const precise = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const rounded = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -20,11 +21,12 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
 const measured = (server, value) => (server.throughput > 0 ? value : null);
 
+// Those that are `more` are seen only if somebody wants all columns.
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => blocksOf(swarm, s.start, s.end) },
   { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
-  { id: "hardware", title: "Hardware", value: (s) => s.hardware || null },
+  { id: "hardware", title: "Hardware", more: true, value: (s) => s.hardware || null },
   { id: "now", title: "Tokens/s now", number: true, value: (s) => s.tokens_per_s },
   { id: "throughput", title: "Tokens/s at most", number: true, value: (s) => measured(s, s.throughput) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
@@ -32,12 +34,12 @@ const COLUMNS = [
   { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
   { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },
   { id: "memory", title: "Memory free", number: true, value: (s) => s.memory_left_bytes || null, text: (s) => (s.memory_left_bytes ? `${numbers.format(s.memory_left_bytes / 1e9)} GB` : "–") },
-  { id: "weights", title: "Weights", value: (s) => (s.quant_type === "none" ? s.dtype : `${s.quant_type}, ${s.dtype}`) },
+  { id: "weights", title: "Weights", more: true, value: (s) => (s.quant_type === "none" ? s.dtype : `${s.quant_type}, ${s.dtype}`) },
   { id: "round_trip", title: "Round trip", number: true, value: (s) => s.round_trip_ms, text: (s) => (s.round_trip_ms === null ? "–" : `${numbers.format(s.round_trip_ms)} ms`) },
-  { id: "p95", title: "p95 ms", number: true, value: (s) => s.step_ms_p95 || null },
-  { id: "served", title: "Served", number: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
-  { id: "failed", title: "Failed", number: true, value: (s) => s.failures_seen, text: (s) => compact.format(s.failures_seen) },
-  { id: "version", title: "Version", value: (s) => s.version },
+  { id: "p95", title: "p95 ms", number: true, more: true, value: (s) => s.step_ms_p95 || null },
+  { id: "served", title: "Served", number: true, more: true, value: (s) => s.tokens_served, text: (s) => compact.format(s.tokens_served) },
+  { id: "failed", title: "Failed", number: true, more: true, value: (s) => s.failures_seen, text: (s) => compact.format(s.failures_seen) },
+  { id: "version", title: "Version", more: true, value: (s) => s.version },
 ];
 
 function textOf(column, server) {
@@ -49,12 +51,14 @@ function textOf(column, server) {
 
 // ---------------------------------------------------------------- the table
 
+const classOf = (column) => [column.number && "number", column.more && "more"].filter(Boolean).join(" ");
+
 function head() {
   byId("table").tHead.rows[0].replaceChildren(
     ...COLUMNS.map((column) => {
       const cell = document.createElement("th");
       cell.scope = "col";
-      if (column.number) cell.className = "number";
+      cell.className = classOf(column);
       if (sorted.column === column.id) cell.setAttribute("aria-sort", sorted.descending ? "descending" : "ascending");
       const button = document.createElement("button");
       button.textContent = column.title;
@@ -91,7 +95,7 @@ function row(server) {
   let one = rows.get(server.peer_id);
   if (!one) {
     one = document.createElement("tr");
-    for (const column of COLUMNS) one.insertCell().className = column.number ? "number" : "";
+    for (const column of COLUMNS) one.insertCell().className = classOf(column);
     one.cells[0].append(document.createElement("code"));
     one.addEventListener("click", () => choose(server.peer_id));
     rows.set(server.peer_id, one);
@@ -181,7 +185,12 @@ function summary() {
     : missing
       ? `${missing} of ${swarm.num_blocks} blocks ${missing === 1 ? "is" : "are"} served by nobody.`
       : `All ${swarm.num_blocks} blocks are served.`;
-  if (verdict.textContent !== words) verdict.textContent = words; // a screen reader says it only when it changes
+  const more = swarm.waiting || !swarm.known || missing ? "" : risk();
+  if (verdict.textContent !== words + more) { // a screen reader says it only when it changes
+    const next = document.createElement("span");
+    next.textContent = more;
+    verdict.replaceChildren(words, next);
+  }
   byId("model").textContent = swarm.model;
   document.title = `${missing ? "⚠ " : ""}${swarm.model} · swarm`;
   number("online", String(online), `of ${swarm.servers.length}`);
@@ -189,10 +198,23 @@ function summary() {
   else number("traffic", numbers.format(swarm.tokens_per_s), "tokens/s");
   byId("about").textContent = describe(swarm.about);
   number("hops", String(swarm.route.length || "–"), swarm.route.length ? `hop${swarm.route.length === 1 ? "" : "s"}` : "");
-  if (swarm.expected_ms_per_token === null) byId("per-token").textContent = "–";
-  else number("per-token", numbers.format(swarm.expected_ms_per_token), "ms");
+  if (!swarm.expected_ms_per_token) byId("one-chat").textContent = "–";
+  else number("one-chat", `≈ ${numbers.format(1000 / swarm.expected_ms_per_token)}`, "tokens/s");
   if (!swarm.bottleneck) byId("bottleneck").textContent = "–";
   else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${blocksOf(swarm, ...swarm.bottleneck.blocks)}`);
+}
+
+// What the next loss would stop.
+function risk() {
+  const alone = swarm.held_by_one;
+  if (!alone.length) return " Any one server can be lost.";
+  const names = [...new Set(alone.map(nameOf))];
+  const blocks = alone.map((one) => blocksOf(swarm, ...one.blocks)).join(", ");
+  const lost = swarm.servers.some((server) => server.state === "unreachable") || swarm.history.slice(-numMinutes).some((minute) => minute.lost);
+  const again = lost ? " too" : "";
+  if (names.length === 1) return ` If ${names[0]} is lost${again}, every text stops: no other server has blocks ${blocks}.`;
+  const any = names.length > 3 ? `any one of ${names.length} servers` : `${names.slice(0, -1).join(", ")} or ${names.at(-1)}`;
+  return ` If ${any} is lost${again}, every text stops: no other servers have blocks ${blocks}.`;
 }
 
 function describe(about) {
@@ -212,11 +234,15 @@ function picture() {
   draw(byId("picture"), swarm, { chosen, onChoose: choose });
 }
 
+function timeline() {
+  drawTimeline(byId("timeline"), swarm, numMinutes);
+}
+
 function show() {
   advice();
   summary();
   picture();
-  drawTimeline(byId("timeline"), swarm);
+  timeline();
   table();
   events();
 }
@@ -259,6 +285,16 @@ byId("copy-join").addEventListener("click", async () => {
   }
   setTimeout(() => (byId("copy-join").textContent = "Copy"), 1500);
 });
+byId("longer").addEventListener("click", () => {
+  numMinutes = numMinutes === 10 ? 60 : 10;
+  byId("timeline-title").textContent = `The last ${numMinutes === 10 ? "ten minutes" : "hour"}`;
+  byId("longer").textContent = `Show the last ${numMinutes === 10 ? "hour" : "ten minutes"}`;
+  if (swarm) timeline();
+});
+byId("columns").addEventListener("click", () => {
+  const all = byId("table").classList.toggle("all");
+  byId("columns").textContent = all ? "Show fewer columns" : "Show all columns";
+});
 byId("models").addEventListener("change", () => {
   model = byId("models").value;
   history.replaceState(null, "", `?model=${encodeURIComponent(model)}`);
@@ -276,7 +312,7 @@ byId("filter").addEventListener("input", () => swarm && table());
 new ResizeObserver(() => {
   if (!swarm) return;
   picture();
-  drawTimeline(byId("timeline"), swarm);
+  timeline();
 }).observe(byId("picture"));
 head();
 findModels();

@@ -1,7 +1,6 @@
-// The last hour as SVG: tokens per second, how many blocks were served, who came and who went. One column is a minute.
+// The last minutes as SVG: tokens per second, how many blocks were served, who came and who went. One column is a minute.
 
 const NS = "http://www.w3.org/2000/svg";
-const NUM_MINUTES = 60;
 const LEFT = 44; // for the scale
 const RIGHT = 8;
 const TOP = 10;
@@ -47,24 +46,24 @@ function scale(svg, most, width) {
   }
 }
 
-function times(svg, last, x, total, width) {
-  for (let ago = 0; ago < NUM_MINUTES; ago += 1) {
+function times(svg, last, x, { total, width, numMinutes }) {
+  for (let ago = 0; ago < numMinutes; ago += 1) {
     const at = last.at - 60 * ago;
-    if (new Date(1000 * at).getMinutes() % 15) continue;
+    if (new Date(1000 * at).getMinutes() % (numMinutes > 20 ? 15 : 2)) continue;
     const middle = x(ago);
     make("text", { class: "time", x: Math.min(Math.max(middle, LEFT + 12), width - 16), y: total - 3 }, svg, clock(at));
   }
 }
 
-export function drawTimeline(holder, swarm) {
-  const minutes = swarm.history;
+export function drawTimeline(holder, swarm, numMinutes) {
+  const minutes = swarm.history.slice(-numMinutes);
   if (!minutes.length) {
     holder.replaceChildren();
     return;
   }
   const needed = swarm.needed_blocks;
   const width = Math.max(holder.clientWidth, 280);
-  const per = (width - LEFT - RIGHT) / NUM_MINUTES;
+  const per = (width - LEFT - RIGHT) / numMinutes;
   const marksTop = TOP + TRAFFIC + SERVED + 10;
   const total = marksTop + MARKS + 18;
   const last = minutes.at(-1);
@@ -79,13 +78,13 @@ export function drawTimeline(holder, swarm) {
     make("title", {}, column, told(minute, needed));
     make("rect", { class: "hit", x: middle - per / 2, y: TOP, width: per, height: total - TOP - 16 }, column);
     const height = (TRAFFIC * minute.tokens_per_s) / most;
-    if (height > 0) make("rect", { class: "traffic", x: middle - per * 0.4, y: TOP + TRAFFIC - Math.max(height, 1.5), width: per * 0.8, height: Math.max(height, 1.5), rx: Math.min(2, per / 4) }, column);
+    if (height > 0) make("rect", { class: "traffic", x: middle - per * 0.4, y: TOP + TRAFFIC - Math.max(height, 1.5), width: per * 0.8, height: Math.max(height, 1.5), rx: Math.min(3, per / 4) }, column);
     const state = minute.blocks >= needed ? "all" : minute.blocks ? "some" : "none";
     make("rect", { class: `served ${state}`, x: middle - per / 2, y: TOP + TRAFFIC + 6, width: per - (per > 6 ? 1 : 0.3), height: SERVED }, column);
     if (minute.joined) make("path", { class: "mark joined", d: `M${middle} ${marksTop} l4 7 h-8 z` }, column);
     if (minute.left) make("path", { class: "mark left", d: `M${middle} ${marksTop + 17} l4 -7 h-8 z` }, column);
     if (minute.lost) make("path", { class: "mark lost", d: `M${middle - 3.5} ${marksTop + 10} l7 7 m0 -7 l-7 7` }, column);
   }
-  times(svg, last, x, total, width);
+  times(svg, last, x, { total, width, numMinutes });
   holder.replaceChildren(svg);
 }

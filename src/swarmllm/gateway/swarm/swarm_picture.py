@@ -137,6 +137,7 @@ class SwarmPicture:
             "encoder_blocks": self._encoder_blocks,
             "known": self._snapshot is not None,
             "missing_blocks": self.missing_blocks(),
+            "held_by_one": self._held_by_one(),
             "bottleneck": _bottleneck(usable),
             "route": describe_route(route),
             "expected_ms_per_token": round(route_cost_ms(route), 3) if route else None,
@@ -145,6 +146,24 @@ class SwarmPicture:
             "servers": [self._describe(server) for server in servers],
             "events": list(self._events)[::-1],
         }
+
+    def _held_by_one(self) -> list[dict[str, Any]]:
+        """Stretches of blocks that one server alone can serve: if it is lost, no text can go on."""
+        holders: dict[int, list[ServerInfo]] = {}
+        for server in self.usable.online():
+            for block in server.span:
+                holders.setdefault(block, []).append(server)
+        found: list[dict[str, Any]] = []
+        for block in (block for span in self._needed for block in span):
+            if len(holders.get(block, ())) != 1:
+                continue
+            (server,) = holders[block]
+            if found and found[-1]["peer_id"] == server.peer_id and found[-1]["blocks"][1] == block:
+                found[-1]["blocks"][1] = block + 1
+            else:
+                name = {"peer_id": server.peer_id, "public_name": server.public_name}
+                found.append({**name, "blocks": [block, block + 1]})
+        return found
 
     def _describe(self, server: ServerInfo) -> dict[str, Any]:
         contact = self._contacts.get(server.peer_id)
