@@ -23,6 +23,7 @@ from swarmllm.models.span.loading import load_block_span, span_tensor_names
 from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.probe_results import PROBES
 from swarmllm.models.startup_progress import stage
 from swarmllm.server.adapters.served_adapters import ServedAdapters
 from swarmllm.server.device.accelerator import accelerator_of
@@ -55,8 +56,6 @@ from swarmllm.swarm.placement import choose_span
 
 logger = logging.getLogger(__name__)
 
-PROBES = "swarmllm_probes"
-"""Folder of the cache with what probes have found."""
 LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
 """What loading blocks may raise; torch says by a RuntimeError that memory is out."""
 

@@ -323,6 +323,35 @@ def _load_pruned(
     return model
 
 
+def with_random_weights(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, *, noise: float
+) -> PreTrainedModel:
+    """An instance of a `pruned` class that transformers has initialized, the same each time, and `noise` added.
+
+    The user's random state stays untouched.
+    """
+    report = hf_logging.get_logger(modeling_utils.__name__)
+    bar_was_on = hf_logging.is_progress_bar_enabled()
+    with _loading, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        report.addFilter(_nothing)  # it would tell that all weights are missing
+        hf_logging.disable_progress_bar()
+        try:
+            model = cls.from_pretrained(None, config=copy.deepcopy(config), state_dict={}, dtype=dtype)
+        finally:
+            report.removeFilter(_nothing)
+            if bar_was_on:
+                hf_logging.enable_progress_bar()
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter), alpha=noise)
+    return model.eval().requires_grad_(False)
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
 def _with_name(name: str, record: logging.LogRecord) -> bool:
     """Have transformers' report of a new head say of which checkpoint: it isn't told."""
     record.msg = str(record.msg).replace("from: None", f"from: {name}")

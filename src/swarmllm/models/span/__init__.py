@@ -9,6 +9,7 @@ inner_recording   what passes between its blocks, for those who ask
 block_kinds       which blocks run the same code, so that one answers for all
 probes            what the blocks need and can do, seen when they are loaded
 probe_results     the same, kept on disk for the next start
+small_copy        the same, seen by clients without weights
 cache_probe       what their cache can do
 padding_probe     on which sides padding makes no difference
 random_inputs     what blocks are tried and measured on

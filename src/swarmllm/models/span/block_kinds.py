@@ -1,7 +1,7 @@
 """Which blocks of a span run the same code, so that a probe of one of them answers for all. Used by the probes."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,15 +16,15 @@ def parts_of_each_kind(span: BlockSpan) -> list[Span]:
     hosted = span.span
     bounds = [idx for idx in (*hosted, hosted.end) if idx not in span.traits.forbidden_cuts]
     parts = itertools.starmap(Span, itertools.pairwise(bounds))
-    return list({_classes(span, part): part for part in parts}.values())
+    caches = span.new_cache().layers if span.keeps_cache else ()
+    return list({_classes(span, part, caches): part for part in parts}.values())
 
 
-def _classes(span: BlockSpan, part: Span) -> tuple[str, ...]:
+def _classes(span: BlockSpan, part: Span, caches: Sequence[Any]) -> tuple[str, ...]:
     """The kinds of modules and of caches."""
-    layers = span.new_cache(part).layers if span.keeps_cache else ()
-    caches = (layers[block_idx - span.slots.first] for block_idx in part if span.keeps_cache)
+    of_part = (caches[block_idx - span.slots.first] for block_idx in part if caches)
     modules = (module for block_idx in part for module in span.slots.block(block_idx).modules())
-    return tuple(type(one).__name__ for one in (*caches, *modules))
+    return tuple(type(one).__name__ for one in (*of_part, *modules))
 
 
 def kind_of(span: BlockSpan, block_idx: int) -> object:

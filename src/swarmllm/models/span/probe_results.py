@@ -19,11 +19,14 @@ import torch
 import transformers
 from pydantic import BaseModel, ConfigDict
 
-from swarmllm.data_structures import BlockTraits
+from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.span_cache import CacheSizes
+
+PROBES = "swarmllm_probes"
+"""Folder of the cache with what probes have found."""
 
 
 class _Result(BaseModel):
@@ -46,36 +49,48 @@ class ProbeResults:
 
     def restore(self, blocks: BlockSpan) -> bool:
         """Put a result that is known into the blocks; whether there is one."""
-        try:
-            written = self._path(blocks).read_text()
-            found = _Result.model_validate_json(written)
-        except (OSError, ValueError):
-            return False
-        if found.model_dump_json() != written:  # traits have defaults, and so would be complete without some of them
+        if (found := self._read(self._path_of(blocks))) is None:
             return False
         blocks.traits, blocks.slots.block_output = found.traits, found.traits.block_output
         blocks.cache_sizes = found.cache_sizes
         return True
 
+    def traits_of(self, span: Span, dtype: torch.dtype) -> BlockTraits | None:
+        """What is known of the blocks of `span` on this processor, before there are any."""
+        found = self._read(self._path(span, dtype, torch.device("cpu")))
+        return None if found is None else found.traits
+
+    def _read(self, path: Path) -> _Result | None:
+        try:
+            written = path.read_text()
+            found = _Result.model_validate_json(written)
+        except (OSError, ValueError):
+            return None
+        # Traits have defaults, and so would be complete without some of them.
+        return found if found.model_dump_json() == written else None
+
     def keep(self, blocks: BlockSpan) -> None:
         """Note what has been found. Where that can't be written, the next start looks again."""
         found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes)
-        path = self._path(blocks)
+        path = self._path_of(blocks)
         beside = path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.write_text(found.model_dump_json())
             beside.replace(path)
 
-    def _path(self, blocks: BlockSpan) -> Path:
+    def _path_of(self, blocks: BlockSpan) -> Path:
+        return self._path(blocks.span, blocks.dtype, blocks.device, offloaded=blocks.offloaded is not None)
+
+    def _path(self, span: Span, dtype: torch.dtype, device: torch.device, *, offloaded: bool = False) -> Path:
         about = {
             "config": self._config,
-            "span": [blocks.span.start, blocks.span.end],
-            "dtype": str(blocks.dtype),
+            "span": [span.start, span.end],
+            "dtype": str(dtype),
             "quantization": [self._quantization.quant_type, self._quantization.smallest],
             "left out": self._left_out,
-            "offloaded": blocks.offloaded is not None,
-            "device": _device(blocks.device),
+            "offloaded": offloaded,
+            "device": _device(device),
             "code": _code(),
         }
         return self._directory / f"{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}.json"

@@ -199,6 +199,8 @@ class _Probe:
                 continue
             while start > hosted.start and not self._reproduces(Span(start, block_idx + 1), entering):
                 start -= 1
+                while start in forbidden:  # which is known, so nothing is learned by beginning there
+                    start -= 1
             forbidden.update(range(start + 1, block_idx + 1))
             if start == block_idx > hosted.start:  # before the first one, nothing was left that it could have read
                 independent.add(kind)
@@ -239,7 +241,11 @@ class _Probe:
         return torch.randn(shape, generator=self.random).to(self.span.device, self.span.dtype)
 
     def _ids(self) -> Tensor:
-        return torch.randint(self.span.vocab_size, (BATCH, self.seq), generator=self.random).to(self.span.device)
+        """Random words, and no padding: some models make a mask of the ids if they are given none."""
+        vocab_size, padding = self.span.vocab_size, getattr(self.span.stack.config, "pad_token_id", None)
+        ids = torch.randint(vocab_size, (BATCH, self.seq), generator=self.random)
+        ids[ids == padding] = 0 if padding else min(1, vocab_size - 1)
+        return ids.to(self.span.device)
 
 
 def _candidates(extra_inputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
