@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 REPO = Path(__file__).resolve().parent.parent
-sys.path += [str(REPO), str(REPO / "tests" / "faults")]
+sys.path += [str(REPO), str(REPO / "tests" / "faults"), str(REPO / "tests" / "swarm"), str(REPO / "tests" / "numerics")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -4,6 +4,7 @@ Every step calls `progress`, by which `chaos_run` disturbs the text and measures
 returns is what has to be the same: tokens, or losses and gradients.
 """
 
+import copy
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import peft
 import torch
 from chaos_plan import Kind
+from tests.swarm.test_dropout import with_the_same_masks
+from tests.swarm.test_peft import tuned
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
@@ -142,18 +146,25 @@ def assisted(choice: random.Random, model: Any, progress: Progress) -> Result:
     return _alone(choice, model, progress, _prompt(choice), choice.randint(12, 28), assistant_model=_draft())
 
 
-def ngram(choice: random.Random, model: Any, progress: Progress) -> Result:
-    """What `speculation="ngram"` of the client's settings does, whatever this client's are."""
-    ids, num_tokens = _repetitive(choice), choice.randint(16, 36)
+@contextmanager
+def _guessing(model: Any) -> Iterator[None]:
+    """Guess as a client with `speculation="ngram"` does. The local model does not."""
     if not hasattr(model, "speculator"):
-        return [_generate(model, progress, ids, num_tokens)]
+        yield
+        return
     before = model.speculator
     config = replace(model.swarm.config, speculation="ngram")
     model.speculator = Speculator(config, open_checkpoint(model.name_or_path), model)
     try:
-        return _alone(choice, model, progress, ids, num_tokens)
+        yield
     finally:
         model.speculator = before
+
+
+def ngram(choice: random.Random, model: Any, progress: Progress) -> Result:
+    ids, num_tokens = _repetitive(choice), choice.randint(16, 36)
+    with _guessing(model):
+        return _alone(choice, model, progress, ids, num_tokens)
 
 
 def prompt_lookup(choice: random.Random, model: Any, progress: Progress) -> Result:
@@ -169,6 +180,29 @@ def sampling(choice: random.Random, model: Any, progress: Progress) -> Result:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(choice.randrange(1000))
         return _alone(choice, model, progress, ids, num_tokens, do_sample=True, **options)
+
+
+def guessed_sampling(choice: random.Random, model: Any, progress: Progress) -> Result:
+    with _guessing(model):
+        return sampling(choice, model, progress)
+
+
+def dropout(choice: random.Random, model: Any, progress: Progress) -> Result:
+    """Each forward draws what an adapter leaves out. A server that takes over must leave out the same."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
+    ids, num_tokens = _repetitive(choice), choice.randint(8, 20)
+    is_local = not hasattr(model, "speculator")
+    adapted = tuned(copy.deepcopy(model) if is_local else model, config)
+    if is_local:
+        with_the_same_masks(adapted)
+    try:
+        adapted.train()
+        with _guessing(model), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(choice.randrange(1000))
+            return _alone(choice, adapted.get_base_model(), progress, ids, num_tokens, do_sample=True)
+    finally:
+        adapted.unload()
+        model.eval()
 
 
 def padded_batch(choice: random.Random, model: Any, progress: Progress) -> Result:
@@ -217,6 +251,8 @@ _WORK: dict[Kind, Callable[[random.Random, Any, Progress], Result]] = {
     Kind.PADDED_BATCH: padded_batch,
     Kind.LONG_PREFILL: long_prefill,
     Kind.TRAINING: training,
+    Kind.GUESSED_SAMPLING: guessed_sampling,
+    Kind.DROPOUT: dropout,
 }
 
 

@@ -33,6 +33,8 @@ class Kind(Enum):
     PADDED_BATCH = "left-padded batch"
     LONG_PREFILL = "long prefill"
     TRAINING = "training"
+    GUESSED_SAMPLING = "sampling with n-gram speculation"
+    DROPOUT = "adapter with dropout in train mode"
 
 
 class Disturbance(Enum):
@@ -72,7 +74,7 @@ class Text:
 
 
 def text(number: int) -> Text:
-    """Text `number` of all. Each kind meets each disturbance once in 80 of them, and all kinds come in each layout."""
+    """Text `number` of all. Each kind meets each disturbance once in 96 of them, and all kinds come in each layout."""
     choice = random.Random(f"text {number}")
     kind = list(Kind)[number % len(Kind)]
     disturbance = list(Disturbance)[(number + number // len(Kind)) % len(Disturbance)]

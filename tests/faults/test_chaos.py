@@ -11,8 +11,8 @@ import pytest
 from chaos_plan import NUM_BLOCKS, TEXTS_PER_LAYOUT, Disturbance, Kind, covers, layout, layout_of, text
 from chaos_run import run_layout
 
-QUICK = (101, 102, 106, 115, 117)
-"""Of a layout of three servers: out of memory, KILL, p2pd KILL, a client leaves, KILL."""
+QUICK = (102, 103, 104, 115, 119)
+"""Of a layout of three servers: a client leaves, out of memory, KILL, p2pd KILL, KILL while an adapter drops out."""
 
 
 def check(numbers: Iterable[int]) -> None:
@@ -38,7 +38,7 @@ def test_every_kind_meets_every_disturbance() -> None:
     texts = [text(number) for number in range(1000)]
     met = Counter((text.kind, text.disturbance) for text in texts)
     assert len(met) == len(Kind) * len(Disturbance)
-    assert min(met.values()) >= 12
+    assert min(met.values()) >= 10
     assert texts == [text(number) for number in range(1000)]
 
 
