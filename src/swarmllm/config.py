@@ -228,6 +228,9 @@ class ClientConfig(SwarmConfig):
     Measured in benchmarks/inference.py: shorter chunks fill the pipeline better, longer ones multiply better."""
     max_batch_tokens: int = 1024
     """Most tokens of one micro-batch in forward and backward; servers announce their own cap as well."""
+    compute_padding: bool = False
+    """Compute what attention_mask hides in batches, as local models do. It costs time, and matters only to those who
+    look at outputs of padding: a loss or an average that takes it in. Texts are the same; see docs/training.md."""
     push: bool = True
     """Let servers pass hidden states and gradients on to each other. If not, the client relays everything."""
     speculation: str = "auto"

@@ -154,6 +154,39 @@ def test_rotary_embeddings(name: str, clients: Callable[[str], Any]) -> None:
     torch.testing.assert_close(client(IDS, use_cache=False).logits, expected)
 
 
+CASTS: dict[str, Callable[[Any], object]] = {
+    "to bfloat16 and back": lambda model: model.to(torch.bfloat16).float(),
+    "to half and back": lambda model: model.half().float(),
+    "used in bfloat16": lambda model: (model.bfloat16(), model(IDS), model.float(), model(IDS)),
+    "used in all": lambda model: [model.to(dtype)(IDS) for dtype in (torch.half, torch.bfloat16, torch.float32)],
+    "finer and coarser": lambda model: model.double().to(torch.bfloat16).half().double().float(),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_casts_are_harmless(model_type: str, tmp_path: Path) -> None:
+    """What they round of the rotary embeddings here, nobody computes with."""
+    local = save_tiny(model_type, tmp_path)
+    for parameter in local.parameters():
+        parameter.data = parameter.data.mul(64).round().div(64)  # no cast rounds them
+    local.save_pretrained(tmp_path / "coarse")
+    client: Any = InProcessSwarm(tmp_path / "coarse").client
+    with torch.no_grad():
+        expected = client(IDS, use_cache=False).logits
+        for cast in CASTS.values():
+            cast(client)
+            torch.testing.assert_close(client(IDS, use_cache=False).logits, expected)
+        client.half()
+        for part in client.modules():
+            if "Rotary" in type(part).__name__:
+                for key, value in part.named_buffers():
+                    setattr(part, key, value * 2)
+        with pytest.raises(ConfigurationError, match="of the rotary embeddings was changed"):
+            client(IDS)
+        with pytest.raises(ConfigurationError, match="of the rotary embeddings was changed"):
+            client.float()(IDS)  # which a cast doesn't hide
+
+
 @pytest.mark.parametrize("how", ["by method", "by attribute"])
 def test_a_norm_inside_a_block_is_trained(how: str, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)

@@ -9,9 +9,10 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, prompt, wait_until
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
-from swarmllm import AutoDistributedModelForCausalLM, LocalSwarm
+from swarmllm import AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
+from swarmllm.client.distributed_model import AutoDistributedModelForFeatureExtraction
 from swarmllm.data_structures import BlockTraits
 from swarmllm.network.wire.stream import traffic
 
@@ -114,6 +115,56 @@ def test_nothing_of_the_padding_reaches_anybody(model: Any, side: str) -> None:
             assert values[mask != 0].all()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def average(model: Any, side: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of a padded batch, a loss that takes in all of them, and its gradient."""
+    ids, mask = prompt(len(LENGTHS), WIDTH), mask_of(side)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    features = model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
+    loss = (features - 1).square().mean()
+    return features.detach(), loss.detach(), torch.autograd.grad(loss, [embeds])[0]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "compute_padding=True" in record.getMessage()]
+
+
+def test_who_looks_at_padding_has_it_computed(llama: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    local = AutoModel.from_pretrained(llama, dtype="auto")
+    config = ClientConfig(compute_padding=True)
+    with AutoDistributedModelForFeatureExtraction.from_pretrained(
+        str(llama), initial_peers=swarm.initial_peers, client_config=config
+    ) as model:
+        for side in ("left", "right"):
+            for got, want in zip(average(model, side), average(local, side), strict=True):
+                torch.testing.assert_close(got, want)
+    assert not told(caplog)
+
+
+def test_who_may_look_at_padding_is_told_once(
+    llama: Path, swarm: LocalSwarm, local: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids, mask = prompt(len(LENGTHS), WIDTH), mask_of("right")
+    with AutoDistributedModelForFeatureExtraction.from_pretrained(
+        str(llama), initial_peers=swarm.initial_peers
+    ) as model:
+        model(ids[:1], attention_mask=torch.ones_like(mask[:1]), use_cache=False)
+        assert not told(caplog)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, use_cache=False)
+        (of_outputs,) = told(caplog)
+        assert "hidden states there are zeros" in of_outputs
+        average(model, "left"), average(model, "right")
+        assert told(caplog)[0] == of_outputs
+        (of_gradients,) = told(caplog)[1:]
+        assert "the loss takes in positions that attention_mask hides" in of_gradients
+    caplog.clear()
+    with connected(llama, swarm.initial_peers) as model:
+        gradients(model, mask, lambda model: {"weight": model.get_input_embeddings().weight})
+        assert not told(caplog), "the model's own loss takes in what has a label"
+        model(ids, attention_mask=mask, use_cache=False).logits[mask != 0].sum().backward()
+        assert told(caplog) == [of_outputs]
 
 
 @pytest.fixture

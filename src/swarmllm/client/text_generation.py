@@ -131,6 +131,8 @@ def open_model(
         client_config=ClientConfig(**config.client_settings()),
         progress=show_progress,
     )
+    if features:  # embeddings are made of the texts alone
+        model.remote_blocks.batches.padding_notices.told_of_outputs = True
     try:
         tokenizer = load_tokenizer(
             config.model, revision=config.revision, token=hub_token(), cache_dir=default_cache_dir()

@@ -18,7 +18,7 @@ from swarmllm.client.batches.autograd_function import RemoteCall
 from swarmllm.client.batches.batch_requests import BatchRequests
 from swarmllm.client.batches.hop_batches import Gradients, HopBatches, added_up
 from swarmllm.client.batches.micro_batches import MicroBatches, Stage
-from swarmllm.client.batches.padding import Excerpt, Layout
+from swarmllm.client.batches.padding import Excerpt, Layout, PaddingNotices
 from swarmllm.client.batches.pushed_batches import PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.concurrency import Job, in_turns
@@ -41,7 +41,8 @@ class BatchRunner:
 
     def __init__(self, view: SwarmView, traits: BlockTraits) -> None:
         self._view = view
-        self.traits = traits
+        self.traits = traits.model_copy(update={"skips_padding": ()}) if view.config.compute_padding else traits
+        self.padding_notices = PaddingNotices()
         self.waited_s = 0.0
         """Seconds, in all, that callers have waited for servers and the network, forwards and backwards."""
         self.requests = BatchRequests(view)
@@ -81,6 +82,7 @@ class BatchRunner:
     def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, "Computed"]:
         """Outputs, and per micro-batch what each server was given; `keep` if a backward will come."""
         layout = Layout(inputs, self.traits)
+        self.padding_notices.of_outputs(layout, inputs)
         excerpts, results = self._wait_for(self._forward(inputs, layout, span, keep))
         outputs = layout.put_back(
             "hidden_states", [(out, excerpt) for (out, _), excerpt in zip(results, excerpts, strict=True)]
@@ -118,6 +120,7 @@ class BatchRunner:
 
     def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
         """Gradients of the first span's hidden_states, and of what travels beside them, an adapter included."""
+        self.padding_notices.of_gradients(computed.layout, grad_outputs)
         found = self._wait_for(self._backward(computed, grad_outputs))
         whole: Gradients = {}
         for name in found[0]:

@@ -9,6 +9,7 @@ On which sides this changes nothing of the texts, servers say (`BlockTraits.skip
 `models/span/padding_probe`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.models.boundary.block_inputs import BlockInputs
+
+logger = logging.getLogger(__name__)
+_INSTEAD = "to have it computed, open the model with client_config=ClientConfig(compute_padding=True)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +121,46 @@ class Layout:
             columns.index_copy_(axis, excerpt.rows.to(whole.device), known)
         return whole
 
+    def reads_padding(self, grad_outputs: Tensor) -> bool:
+        """Whether outputs that weren't computed have a gradient."""
+        if self.is_whole:
+            return False
+        positions = torch.arange(self._size[1])
+        padding = (positions < self._firsts[:, None]) | (positions >= self._ends[:, None])
+        axis = self._traits.batch_axis
+        return bool(grad_outputs.movedim((axis, axis + 1), (0, 1))[padding.to(grad_outputs.device)].any())
+
     def _axis(self, name: str) -> int:
         return self._traits.batch_axis if name == "hidden_states" else 0
+
+
+class PaddingNotices:
+    """What differs from a local model where padding isn't computed, each once in the log of a client."""
+
+    def __init__(self) -> None:
+        self.told_of_outputs = self._told_of_gradients = False
+
+    def of_outputs(self, layout: Layout, inputs: BlockInputs) -> None:
+        """Call it for each batch. Nobody needs to know where the model's own loss or head reads the texts alone."""
+        if self.told_of_outputs or layout.is_whole or inputs.of_texts_alone:
+            return
+        self.told_of_outputs = True
+        logger.warning(
+            "what attention_mask hides at the ends of texts isn't computed: hidden states there are zeros, which is "
+            "right for losses and averages over the texts alone; %s",
+            _INSTEAD,
+        )
+
+    def of_gradients(self, layout: Layout, grad_outputs: Tensor) -> None:
+        """Call it for each backward."""
+        if self._told_of_gradients or not layout.reads_padding(grad_outputs):
+            return
+        self._told_of_gradients = True
+        logger.warning(
+            "the loss takes in positions that attention_mask hides, which aren't computed, so it is not the loss of a "
+            "local model, nor are its gradients: leave them out of it; or, %s",
+            _INSTEAD,
+        )
 
 
 def _texts(inputs: BlockInputs, traits: BlockTraits) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,8 @@ class BlockInputs:
     """What is wanted of the blocks besides their result, and where it is put."""
     whole: bool = False
     """Whether the caller, a client's model, looks at outputs of padding; otherwise they needn't be computed."""
+    of_texts_alone: bool = False
+    """Whether it is known that nobody looks at outputs of padding."""
 
     @property
     def num_prefix(self) -> int:
@@ -154,7 +156,8 @@ class BlockInputs:
             batch_size=self.batch_size,
             seq_len=self.seq_len,
         )
-        return replace(detached, adapter=self.adapter, inner=self.inner, whole=self.whole)
+        known = {name: getattr(self, name) for name in ("adapter", "inner", "whole", "of_texts_alone")}
+        return replace(detached, **known)
 
     def copied(self) -> Self:
         """The same, with tensors of its own: what callers change in place later changes nothing here."""
@@ -228,7 +231,7 @@ class BlockInputs:
         return replace(cut, attention_mask=None if mask is None else mask[..., start:], position_ids=positions)
 
 
-_NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole")
+_NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole", "of_texts_alone")
 TENSOR_NAMES = tuple(field.name for field in fields(BlockInputs) if field.name not in _NO_TENSORS)
 
 

@@ -71,7 +71,7 @@ class StackCall:
 
 
 _call: ContextVar[StackCall | None] = ContextVar("swarmllm_call", default=None)
-_reads_padding: ContextVar[bool] = ContextVar("swarmllm_reads_padding", default=False)
+_reads_padding: ContextVar[bool | None] = ContextVar("swarmllm_reads_padding", default=None)
 _given_mask: ContextVar[Tensor | None] = ContextVar("swarmllm_given_mask", default=None)
 _detour: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("swarmllm_detour", default=None)
 
@@ -92,8 +92,11 @@ def current_call() -> StackCall | None:
 
 
 @contextmanager
-def forward_of_model(mask: Tensor | None, *, reads_padding: bool) -> Iterator[None]:
-    """Within, the model's forward runs with that mask; outputs of padding are wanted as well if it `reads_padding`."""
+def forward_of_model(mask: Tensor | None, *, reads_padding: bool | None) -> Iterator[None]:
+    """Within, the model's forward runs with that mask; outputs of padding are wanted as well if it `reads_padding`.
+
+    None: nobody knows, because whoever gets the model's outputs may look at them.
+    """
     tokens = _given_mask.set(mask), _reads_padding.set(reads_padding)
     try:
         yield
@@ -197,7 +200,8 @@ class BlocksProxy(nn.Module):
             adapter=call.adapter,
             trained=call.trained,
             inner=call.inner,
-            whole=_reads_padding.get() or bool(call.hooked),
+            whole=_reads_padding.get() is True or bool(call.hooked),
+            of_texts_alone=_reads_padding.get() is False,
             **call.tensors,
         )
         cache = call.cache

@@ -38,8 +38,11 @@ def adopt_head(model: PreTrainedModel) -> None:
     model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool:
-    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides."""
+def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
+    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides.
+
+    None: it doesn't, but has no loss either, so whoever gets its outputs may.
+    """
     mask, labels, task = given.get("attention_mask"), given.get("labels"), type(model).__name__
     if task.endswith("ForQuestionAnswering"):
         return True
@@ -48,7 +51,7 @@ def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool:
     if task.endswith("ForSequenceClassification"):
         read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
     elif labels is None:
-        return False
+        return None
     else:
         read = labels != IGNORED
         read[:, :-1] |= labels[:, 1:] != IGNORED  # what language models predict a label from

@@ -9,10 +9,11 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children
@@ -81,7 +82,10 @@ class UnseenChanges:
 
 
 class _Rotary:
-    """The stack's rotary embeddings, which it computes here for nothing: servers have their own."""
+    """The stack's rotary embeddings, which it computes here for nothing: servers have their own.
+
+    So casts are harmless, whatever they round: `model.to(bfloat16)` and back.
+    """
 
     def __init__(self, stack: nn.Module) -> None:
         parts = {name: part for name, part in stack.named_children() if "Rotary" in type(part).__name__}
@@ -95,25 +99,58 @@ class _Rotary:
         self._scales = [
             (part, name, value) for part in still for name, value in vars(part).items() if "scaling" in name
         ]
-        self._buffers = [(part, name, one.clone()) for part in still for name, one in part.named_buffers()]
-        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._buffers = [_Buffer(part, name) for part in still for name, _ in part.named_buffers()]
+        for part in still:
+            part.__dict__["swarm_buffers"] = [one for one in self._buffers if one.part is part]
+            cls: Any = type(part)
+            part.__class__ = _castable(cls)
 
     def refuse(self) -> None:
         changed = [name for part, name, was in self._scales if getattr(part, name) != was]
-        for number, (part, name, was) in enumerate(self._buffers):
-            now: Tensor = part.get_buffer(name)
-            seen, version = self._seen.get(number, (None, 0))
-            if now is seen and now._version == version:
-                continue
-            if now.dtype == was.dtype and not now.is_meta and not torch.allclose(now.to(was.device), was):
-                changed.append(name)
-            else:  # moved or converted
-                self._seen[number] = now, now._version
+        changed += [one.name for one in self._buffers if not one.is_same()]
         if changed:
             raise ConfigurationError(
                 f"{changed[0]} of the rotary embeddings was changed, but servers have embeddings of their own: set it "
                 "back, or serve a checkpoint that was saved with other rope_parameters"
             )
+
+
+class _Buffer:
+    """One of a module, and what it was when it was last known to be right."""
+
+    def __init__(self, part: nn.Module, name: str) -> None:
+        self.part, self.name = part, name
+        self.keep()
+
+    def keep(self) -> None:
+        """It is right as it is."""
+        self._seen = self.part.get_buffer(self.name)
+        self._version, self._was = self._seen._version, self._seen.detach().clone()
+
+    def is_same(self) -> bool:
+        """Whether it is right still: nobody has changed it, except to another device or dtype."""
+        now = self.part.get_buffer(self.name)
+        if now.is_meta or (now is self._seen and now._version == self._version):
+            return True
+        was = self._was.to(now.device, now.dtype)
+        same = now.shape == was.shape and torch.allclose(now.double(), was.double())
+        if same:
+            self.keep()
+        return same
+
+
+@cache
+def _castable(cls: Any) -> Any:
+    """The class of a rotary embedding, with buffers that stay right when all tensors of the model are converted."""
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        right = [one for one in self.__dict__["swarm_buffers"] if one.is_same()]
+        found: nn.Module = cls._apply(self, *args, **kwargs)
+        for one in right:
+            one.keep()
+        return found
+
+    return type(cls.__name__, (cls,), {"_apply": _apply, "__module__": cls.__module__})
 
 
 def _sources(cls: type, methods: Iterable[str] | None = None) -> Iterator[str]:
