@@ -1,9 +1,11 @@
 """Speech over HTTP: the text is what transformers' own pipeline makes of the local model, in every format."""
 
+import io
 import json
 import math
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
@@ -30,6 +33,9 @@ from transformers import (
 from web_gateway import NAME, OPTIONS, RunningGateway, running_gateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.gateway.apis import audio_routes
+from swarmllm.gateway.engine.room import Room
+from swarmllm.gateway.engine.sounds import read_sound, unpacked_bytes
 from swarmllm.gateway.requests.uploads import IN_MEMORY_BYTES
 
 SPANS = [(0, 3), (3, 5), (5, 7)]
@@ -513,3 +519,40 @@ def test_other_rates_and_channels(hearing: RunningGateway, listen: Callable[...,
     assert told(hearing, wav(SHORT, bits=24), language="de")["text"] == expected
     assert told(hearing, wav(SHORT, bits=32, kind=3), language="de")["text"] == expected
     assert told(hearing, wav(chirp(0.6, rate=8000), rate=8000), language="de")["text"]
+
+
+def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other is unpacked, if there is memory for one; what needs more than all is refused."""
+    responder = hearing.gateway.audio._responder
+    data = wav(SHORT)
+    needed = unpacked_bytes(io.BytesIO(data), RATE, 20)
+    room = Room(needed * 3 // 2, most=16)
+    monkeypatch.setattr(responder, "memory", room)
+    under_way: list[int] = []
+
+    def read(*given: Any) -> Any:
+        under_way.append(room.size - room._left)
+        return read_sound(*given)
+
+    monkeypatch.setattr(audio_routes, "read_sound", read)
+
+    def heard(data: bytes) -> httpx.Response:
+        return hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [answer.status_code for answer in threads.map(heard, [data] * 3)] == [200] * 3
+    assert len(under_way) == 3
+    assert max(under_way) < 2 * needed
+    for longer in (wav(LONG), b"ID3\x04 an mp3"):
+        refused = heard(longer).json()["error"]
+        assert "send it in parts, as WAV, or raise --max_input_bytes" in refused["message"]
+    wait_until(lambda: room._left == room.size, "all memory came back")
+
+
+def test_a_wav_that_says_two_things_is_refused(hearing: RunningGateway) -> None:
+    """Of two descriptions the first makes it short, and the second counts."""
+    data = wav(LONG)
+    short = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 2, 192_000, 768_000, 4, 16)
+    refused = hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data[:12] + short + data[12:])})
+    assert refused.status_code == 400
+    assert "it says two things about its samples" in refused.text

@@ -5,6 +5,7 @@ import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from PIL import Image
 from seeing_model import as_png, as_url, picture, said, save_seeing_model
 from transformers import AutoProcessor
-from web_gateway import OPTIONS, RunningGateway, running_gateway
+from web_gateway import OPTIONS, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes
+from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes, unpacked_bytes
+from swarmllm.gateway.engine.room import Room
 from swarmllm.gateway.errors import ApiError
 
 TOKENS = 8
@@ -118,6 +120,70 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
     body = {"model": name, "input": [{"role": "user", "content": parts}], "max_output_tokens": TOKENS, "temperature": 0}
     answer = seeing.http.post("/v1/responses", json=body).json()
     assert written("What is it?", red).startswith(answer["output"][0]["content"][0]["text"])
+
+
+@pytest.fixture
+def memory(seeing: RunningGateway) -> Iterator[Callable[[int], Room]]:
+    """Has the gateway have so many bytes for pictures."""
+    responder = seeing.gateway.audio._responder
+    before = responder.memory
+
+    def of(num_bytes: int) -> Room:
+        responder.memory = Room(num_bytes, most=16)
+        return responder.memory
+
+    yield of
+    responder.memory = before
+
+
+def test_pictures_wait_for_memory(
+    seeing: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every API one request after the other is unpacked, if there is memory for one; and all of it comes back."""
+    url, name = as_url(picture("red")), seeing.gateway.models.named(None).name
+    room = memory(unpacked_bytes([url]) + 1000)
+    under_way: list[int] = []
+    encode = Eyes.encode
+
+    def encoded(*given: Any) -> Any:
+        under_way.append(room.size - room._left)
+        return encode(*given)
+
+    monkeypatch.setattr(Eyes, "encode", encoded)
+    messages = said("?", picture("red"))
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    block = {"role": "user", "content": [{"type": "image", "source": source}]}
+    part = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "n": 3}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "stop_token_ids": [1 << 20]}),  # refused
+        ("/tokenize", {"messages": messages}),
+        ("/v1/messages", {"model": name, "max_tokens": 2, "messages": [block]}),
+        ("/v1/messages/count_tokens", {"model": name, "messages": [block]}),
+        ("/v1/responses", {"input": [part], "max_output_tokens": 2}),
+        ("/api/generate", {"model": name, "stream": False, "prompt": "?", "images": [source["data"]]}),
+        ("/v1/chat/completions", {"messages": said("<image>", picture("red"))}),  # refused by the processor
+    ]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = threads.map(lambda one: seeing.http.post(one[0], json=one[1]).status_code, asked)
+        assert list(answers) == [200, 400, 200, 200, 200, 200, 200, 400]
+    assert set(under_way) == {unpacked_bytes([url])}
+    wait_until(lambda: room._left == room.size, "all memory came back")
+
+
+def test_pictures_that_need_more_than_all_are_refused_before_they_are_unpacked(
+    seeing: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.BytesIO()
+    Image.new("1", (5000, 5000)).save(file, "PNG")
+    url = _url(file.getvalue())
+    assert unpacked_bytes([url, as_url(picture("red"))]) > 5 * 25_000_000
+    room = memory(1 << 27)
+    monkeypatch.setattr(Image.Image, "load", None)
+    refused = asked(seeing, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    assert refused.status_code == 400
+    assert "and this gateway has 128 for all: send smaller or fewer ones" in refused.json()["error"]["message"]
+    assert room._left == room.size
 
 
 def test_lack_of_memory_is_one_requests_own() -> None:

@@ -1,6 +1,7 @@
 """Pictures by address: fetched from where the gateway was told, and from nowhere else, whatever a name stands for."""
 
 import asyncio
+import contextlib
 import ipaddress
 import threading
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ class Pictures(BaseHTTPRequestHandler):
             "page": lambda: self.answer(200, b"<p>", **{"Content-Type": "text/html"}),
             "packed": lambda: self.answer(200, PNG, **{"Content-Type": "image/png", "Content-Encoding": "gzip"}),
             "chunked": lambda: self.chunked(PNG),
+            "crumbs": lambda: self.chunked(bytes(4096), 1),
             "large": lambda: self.answer(200, bytes(4096), **{"Content-Type": "image/png"}),
             "endless": self.endless,
             "silent": self.server.released.wait,  # type: ignore[attr-defined]
@@ -63,15 +65,15 @@ class Pictures(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def chunked(self, data: bytes) -> None:
+    def chunked(self, data: bytes, size: int = 50) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "image/png")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for place in range(0, len(data), 50):
-            piece = data[place : place + 50]
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        self.wfile.write(b"0\r\n\r\n")
+        pieces = [data[place : place + size] for place in range(0, len(data), size)]
+        chunks = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        with contextlib.suppress(OSError):  # whoever asked has had enough
+            self.wfile.write(b"".join(chunks) + b"0\r\n\r\n")
 
     def endless(self) -> None:
         self.send_response(200)
@@ -118,10 +120,16 @@ def said(*urls: str) -> list[ChatMessage]:
 def fetched(hosts: list[str], *urls: str) -> list[str]:
     async def fetch() -> list[str]:
         messages = said(*urls)
-        await RemotePictures(hosts).fetch(messages)
-        return messages[0].picture_urls()
+        async with fetching(hosts).fetched(messages, "me"):
+            found = messages[0].picture_urls()
+        assert messages[0].picture_urls() == [*urls]
+        return found
 
     return asyncio.run(fetch())
+
+
+def fetching(hosts: list[str]) -> RemotePictures:
+    return RemotePictures(hosts, num_bytes=1 << 40, max_waiting=8)
 
 
 @pytest.mark.parametrize("path", ["red.png", "to/red.png", "to/to/to/red.png", "chunked", "red.png?a=b c&ü=%20"])
@@ -142,6 +150,7 @@ REFUSED = {
     "packed": "in an encoding that was not asked for",
     "nothing": "answers 404 instead of the picture",
     "broken": "answers no HTTP, or breaks off",
+    "crumbs": "in chunks that are too small",
     "nonsense": "answers no HTTP, or breaks off",
 }
 
@@ -156,7 +165,6 @@ def test_answers_that_are_no_picture(web: Any, path: str) -> None:
 def test_bounds(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all pictures of a request together."""
     monkeypatch.setattr(remote_pictures, "MAX_BYTES", 6000)
-    monkeypatch.setattr(remote_pictures, "_HEAD_BYTES", 1000)
     at = f"http://{where(web)}"
     assert fetched([where(web)], f"{at}/large")
     for paths in (("endless",), ("large", "large")):
@@ -229,13 +237,13 @@ def test_the_address_that_was_looked_at_is_asked(web: Any, monkeypatch: pytest.M
     ],
 )
 def test_hosts_that_are_named(hosts: list[str], url: str) -> None:
-    assert RemotePictures(hosts)._target(url).is_named
+    assert fetching(hosts)._target(url).is_named
 
 
 def test_a_port_is_meant() -> None:
     for hosts, url in ((["example.org:80"], "https://example.org/a"), (["example.org"], "http://example.org:81/a")):
         with pytest.raises(ApiError, match="fetches no pictures from"):
-            RemotePictures(hosts)._target(url)
+            fetching(hosts)._target(url)
 
 
 @pytest.mark.parametrize("host", ["http://example.org", "example.org/", "", "example.org:http", "me@example.org"])
@@ -249,14 +257,39 @@ def test_those_who_wait_are_not_told_of_others_hosts(web: Any, monkeypatch: pyte
     monkeypatch.setattr(remote_pictures, "MAX_FETCHES", 1)
 
     async def fetch() -> list[str]:
-        pictures = RemotePictures([where(web)])
-        slow = asyncio.ensure_future(pictures.fetch(said(f"http://{where(web)}/silent")))
+        pictures = fetching([where(web)])
+        slow = asyncio.ensure_future(fetched_by(pictures, "others", f"http://{where(web)}/silent"))
         await asyncio.sleep(0)
-        messages = said(f"http://{where(web)}/red.png")
-        await pictures.fetch(messages)
+        found = await fetched_by(pictures, "me", f"http://{where(web)}/red.png")
         with pytest.raises(ApiError, match="did not come within"):
             await slow
+        return found
+
+    web.released.clear()
+    assert asyncio.run(fetch()) == [as_url(picture("red"))]
+    web.released.set()
+
+
+async def fetched_by(pictures: RemotePictures, caller: str, *urls: str) -> list[str]:
+    messages = said(*urls)
+    async with pictures.fetched(messages, caller):
         return messages[0].picture_urls()
+
+
+def test_slow_hosts_of_one_caller_do_not_hold_up_others(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_pictures, "MAX_FETCHES", 8)
+
+    async def fetch() -> list[str]:
+        pictures = RemotePictures([where(web)], num_bytes=1 << 40, max_waiting=30)
+        slow = [asyncio.ensure_future(fetched_by(pictures, "slow", f"http://{where(web)}/silent")) for _ in range(30)]
+        await asyncio.sleep(0)
+        found = await fetched_by(pictures, "me", f"http://{where(web)}/red.png")
+        assert not any(one.done() for one in slow)
+        for one in slow:
+            one.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert pictures._room._left == 8
+        return found
 
     web.released.clear()
     assert asyncio.run(fetch()) == [as_url(picture("red"))]

@@ -49,7 +49,10 @@ class GatewayLimits:
     max_audio_bytes: int = 25 << 20
     """Largest file with sound, as OpenAI allows. It lies on the disk while it comes and waits."""
     max_audio_s: int = 1800
-    """Longest sound, in seconds. Half an hour takes some 500 MB of memory while it is heard."""
+    """Longest sound, in seconds. Half an hour takes some 1.3 GB of memory while it is made ready."""
+    max_input_bytes: int | None = None
+    """Memory for all pictures and sounds that are unpacked. Others wait in line; one that needs more than all of it is
+    refused. None = a quarter of the machine's memory."""
     max_stored_bytes: int = 1 << 26
     """Responses of /v1/responses that are kept in memory for the next request, together; 0 = none."""
     max_connections: int = 512

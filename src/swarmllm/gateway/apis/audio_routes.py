@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,10 +12,12 @@ from starlette.types import Receive, Scope, Send
 from swarmllm.gateway.apis.openai_answers import DONE, sse
 from swarmllm.gateway.apis.responder import KEEPALIVE_S, Responder, cancelled_when_gone
 from swarmllm.gateway.apis.transcripts import usage, written
-from swarmllm.gateway.engine.engine import Engine, Waiter, queue_full
+from swarmllm.gateway.engine.engine import Waiter, queue_full
 from swarmllm.gateway.engine.hearing_model import HearingModel, Transcript
-from swarmllm.gateway.engine.sounds import read_sound
+from swarmllm.gateway.engine.room import Taken
+from swarmllm.gateway.engine.sounds import checked_bytes, kept_bytes, read_sound, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.requests.uploads import Form, read_form
 
@@ -57,7 +60,7 @@ class AudioRoutes:
         except BaseException:
             self._free(form)
             raise
-        hearing = _Hearing(self._responder.engine, model, body, form, config.max_audio_s)
+        hearing = _Hearing(self._responder, model, body, form, request.scope[CALLER])
         hearing.task.add_done_callback(lambda _: self._free(form))
         if body.stream:
             return _StreamedTranscript(hearing)
@@ -75,15 +78,16 @@ class _Hearing:
     """A file under way: a worker thread hears it, and the event loop is told of the text by and by."""
 
     def __init__(
-        self, engine: Engine, model: HearingModel, body: TranscriptionRequest, form: Form, longest_s: float
+        self, responder: Responder, model: HearingModel, body: TranscriptionRequest, form: Form, caller: str
     ) -> None:
-        self._engine, self._model, self._body, self._form = engine, model, body, form
-        self._longest_s = longest_s
-        self.waiter = Waiter(engine)
+        self._engine, self._room = responder.engine, responder.memory
+        self._model, self._body, self._form, self._caller = model, body, form, caller
+        self._longest_s = responder.config.max_audio_s
+        self.waiter = Waiter(responder.engine)
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         """Of the text; None: it is going to begin, or has ended."""
-        self.task = asyncio.create_task(engine.compute(self._hear), name="hear a file")
+        self.task = asyncio.create_task(self._hear_in_turn(), name="hear a file")
         self.task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
     async def begun(self) -> None:
@@ -107,12 +111,43 @@ class _Hearing:
     def _tell(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    def _hear(self) -> tuple[Transcript, float]:
-        """What was heard, and the sound's length in seconds. In a worker thread."""
+    async def _hear_in_turn(self) -> tuple[Transcript, float]:
+        """What was heard, and the sound's length in seconds, once there is memory for it.
+
+        Raises:
+            ApiError: it needs more than all; and what hearing raises.
+        """
+        needed = await asyncio.to_thread(unpacked_bytes, self._form.file, self._model.rate, self._longest_s)
+        if needed > self._room.size:
+            raise ApiError(
+                400,
+                f"the sound takes {needed >> 20} MiB of memory when it is unpacked, and this gateway has "
+                f"{self._room.size >> 20} for all: send it in parts, as WAV, or raise --max_input_bytes",
+                param=FILE,
+                code="audio_too_long",
+            )
+        memory = await self._room.take(needed, self._caller)
+        try:
+            return await self._engine.compute(partial(self._hear, memory))
+        finally:
+            memory.free()
+
+    def _hear(self, memory: Taken) -> tuple[Transcript, float]:
+        """In a worker thread."""
         self.waiter.go_on()
         samples = read_sound(self._form.file, self._model.rate, self._longest_s)
+        self._loop.call_soon_threadsafe(memory.shrink, checked_bytes(samples, memory.amount))
         self._tell(None)
-        heard = self._model.write(samples, self._body.wanted(), self.waiter.go_on, self._tell)
+        has_features = False
+
+        def tell(piece: str) -> None:
+            nonlocal has_features
+            if not has_features:  # the first text has been made of them
+                has_features = True
+                self._loop.call_soon_threadsafe(memory.shrink, kept_bytes(samples))
+            self._tell(piece)
+
+        heard = self._model.write(samples, self._body.wanted(), self.waiter.go_on, tell)
         self._engine.count_written(heard.num_tokens)
         return heard, len(samples) / self._model.rate
 

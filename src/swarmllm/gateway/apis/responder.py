@@ -1,7 +1,7 @@
 """From a checked request to its answer over HTTP, whole or as a stream, in whatever API's shape. Used by all routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,11 @@ from swarmllm.gateway.engine.engine import Answering, Engine
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.engine.pictures import bad_picture, free_memory, keep_memory, unpacked_bytes
+from swarmllm.gateway.engine.room import Room, Taken, default_bytes
 from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.requests.chat_messages import ChatMessage, picture_urls
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.remote_pictures import RemotePictures
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
@@ -34,7 +38,8 @@ LARGE_BYTES = 1 << 13
 
 Kind = TypeVar("Kind", bound=Body)
 Asked = ChatRequest | CompletionRequest
-Shape = Callable[[Asked, LanguageModel, list[list[int]], GenerationOptions], Answer]
+Made = TypeVar("Made", bound=Answer)
+Shape = Callable[[Asked, LanguageModel, list[list[int]], GenerationOptions], Made]
 """Makes an answer of an API."""
 
 
@@ -45,7 +50,11 @@ class Responder:
         self.models = models
         self.engine = engine
         self.config = config
-        self.pictures = RemotePictures(config.picture_hosts)
+        num_bytes = default_bytes() if config.max_input_bytes is None else config.max_input_bytes
+        of_fetched = num_bytes // 4 if config.picture_hosts else 0
+        self.pictures = RemotePictures(config.picture_hosts, num_bytes=of_fetched, max_waiting=config.max_waiting)
+        self.memory = Room(num_bytes - of_fetched, most=config.max_waiting)
+        """For pictures and sounds that are unpacked."""
 
     async def read(self, request: Request, kind: type[Kind]) -> tuple[Kind, int]:
         """The request in a body, and the body's length in bytes.
@@ -63,9 +72,11 @@ class Responder:
         return read_request(kind, body, lenient=self.config.lenient)
 
     async def prepare(
-        self, body: Asked, num_bytes: int, default_max_tokens: int | None = None
+        self, body: Asked, num_bytes: int, caller: str, default_max_tokens: int | None = None
     ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         """The model that is meant, the prompts' tokens and how to answer them.
+
+        Pictures in the prompts take memory until `free_memory` or, once the engine has begun with them, their end.
 
         Raises:
             ApiError, SwarmError: that can't be done.
@@ -76,20 +87,67 @@ class Responder:
             raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
         longest = self.config.default_max_tokens if default_max_tokens is None else default_max_tokens
         if isinstance(body, ChatRequest):
-            if model.eyes is not None:
-                await self.pictures.fetch(body.messages)
-            threads = model.templates.threads
-            return await asyncio.get_running_loop().run_in_executor(threads, _prepare, model, body, longest)
+            async with self.unpacking(model, body.messages, caller) as memory:
+                found = await asyncio.get_running_loop().run_in_executor(
+                    model.templates.threads, _prepare, model, body, longest
+                )
+                if memory is not None:
+                    keep_memory(found[1], memory, n)
+            return found
         if num_bytes < LARGE_BYTES and not body.is_constrained:
             return _prepare(model, body, longest)  # faster than changing threads
         return await asyncio.to_thread(_prepare, model, body, longest)
+
+    @asynccontextmanager
+    async def unpacking(
+        self, model: LanguageModel, messages: Sequence[ChatMessage], caller: str
+    ) -> AsyncIterator[Taken | None]:
+        """While inside, pictures of a chat are there, and memory for them, which is freed if this ends by an error.
+
+        Raises:
+            ApiError: they can't be had, or need too much.
+        """
+        if model.eyes is None or not picture_urls(messages):
+            yield None
+            return
+        async with self.pictures.fetched(messages, caller):
+            needed = await asyncio.get_running_loop().run_in_executor(
+                model.templates.threads, unpacked_bytes, picture_urls(messages)
+            )
+            if needed > self.memory.size:
+                raise bad_picture(
+                    f"the pictures take {needed >> 20} MiB of memory when they are unpacked, and this gateway has "
+                    f"{self.memory.size >> 20} for all: send smaller or fewer ones, or raise --max_input_bytes"
+                )
+            memory = await self.memory.take(needed, caller)
+            try:
+                yield memory
+            except BaseException:
+                memory.free()
+                raise
+
+    async def begin(
+        self, body: Asked, num_bytes: int, caller: str, shape: Shape[Made], default_max_tokens: int | None = None
+    ) -> tuple[Answering, Made]:
+        """Have the engine begin to generate; what it makes, and the answer in that shape.
+
+        Raises:
+            ApiError, SwarmError: that can't be done.
+        """
+        model, prompts, options = await self.prepare(body, num_bytes, caller, default_max_tokens)
+        try:
+            answer = shape(body, model, prompts, options)
+            return self.engine.start(model, prompts, options), answer
+        except BaseException:
+            free_memory(prompts)
+            raise
 
     async def answer(
         self,
         request: Request,
         body: Asked,
         num_bytes: int,
-        shape: Shape,
+        shape: Shape[Answer],
         *,
         stream: bool,
         default_max_tokens: int | None = None,
@@ -99,9 +157,7 @@ class Responder:
         Raises:
             ApiError, SwarmError: that can't be done.
         """
-        model, prompts, options = await self.prepare(body, num_bytes, default_max_tokens)
-        answer = shape(body, model, prompts, options)
-        answering = self.engine.start(model, prompts, options)
+        answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
         if stream:
             return StreamedAnswer(answering, answer)
         async with cancelled_when_gone(request.receive, answering):

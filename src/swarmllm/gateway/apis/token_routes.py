@@ -11,7 +11,8 @@ from swarmllm.gateway.apis.responder import Responder
 from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_messages import ChatMessage, Tool
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.requests.chat_messages import ChatMessage, Tool, picture_urls
 from swarmllm.gateway.requests.chat_request import MAX_TOOLS
 from swarmllm.gateway.requests.request_bodies import TokenId
 from swarmllm.gateway.requests.unknown_fields import Body, Harmless
@@ -56,13 +57,15 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`"""
         body, _ = await self._responder.read(request, TokenizeRequest)
-        threads = None
-        if body.messages is not None:
-            model = self._models.named(body.model)
-            threads = model.templates.threads
-            if model.eyes is not None:
-                await self._responder.pictures.fetch(body.messages)
-        return JSONResponse(await asyncio.get_running_loop().run_in_executor(threads, self._tokenize, body))
+        if body.messages is None:
+            return JSONResponse(await asyncio.to_thread(self._tokenize, body))
+        model = self._models.named(body.model)
+        async with self._responder.unpacking(model, body.messages, request.scope[CALLER]) as memory:
+            loop, threads = asyncio.get_running_loop(), model.templates.threads
+            found = await loop.run_in_executor(threads, self._tokenize, body)
+        if memory is not None:
+            memory.free()
+        return JSONResponse(found)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`"""
@@ -80,7 +83,7 @@ class TokenRoutes:
             tools = [tool.for_template() for tool in body.tools or ()]
             model: OfferedModel = writer
             options = body.chat_template_kwargs or {}
-            if urls := [url for message in body.messages for url in message.picture_urls()]:
+            if urls := picture_urls(body.messages):
                 ids: list[int] = writer.encode_chat_with_pictures(messages, urls, options, tools)
             else:
                 ids = writer.encode_chat(messages, options, tools)

@@ -14,6 +14,7 @@ from swarmllm.gateway.apis.responder import Responder
 from swarmllm.gateway.apis.responses import Item, ResponsesAnswer, ResponsesRequest
 from swarmllm.gateway.apis.stored_responses import StoredResponses
 from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.pictures import free_memory
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.requests.unknown_fields import Body
@@ -50,7 +51,8 @@ class TranslatedRoutes:
         """`POST /v1/messages/count_tokens`"""
         body, num_bytes = await self._responder.read(request, CountRequest)
         chat = _translated(body.as_chat, self._responder.models.named(body.model))
-        _, (prompt,), _ = await self._responder.prepare(chat, num_bytes)
+        _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
+        free_memory([prompt])
         return JSONResponse({"input_tokens": len(prompt)})
 
     # ------------------------------------------------------------------ OpenAI's other one

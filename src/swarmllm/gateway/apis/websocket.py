@@ -132,9 +132,9 @@ class _Conversation:
     async def _answer(self, label: Any, body: ChatRequest | CompletionRequest, num_bytes: int) -> None:
         answering: Answering | None = None
         try:
-            model, prompts, options = await self._responder.prepare(body, num_bytes)
-            answer = OpenAIAnswer(body, model, prompts, options)
-            answering = self._under_way[str(label)] = self._responder.engine.start(model, prompts, options)
+            caller = self._socket.scope[CALLER]
+            answering, answer = await self._responder.begin(body, num_bytes, caller, OpenAIAnswer)
+            self._under_way[str(label)] = answering
             async for event in answering:
                 for chunk in answer.chunks(event):
                     await self._send(label, chunk)

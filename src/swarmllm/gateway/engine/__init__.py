@@ -5,6 +5,7 @@ model_choice      the models that are offered, by name
 offered_model     what all of them have
 language_model    one of them that writes: its client in the swarm, its tokenizer, perhaps a local copy
 chat_templates    its chat template, in a process that can be ended
+room              memory for pictures and sounds, shared by all requests
 pictures          pictures in chats, as it takes them
 embedding_model   one of them that gives embeddings
 embedding_recipe  what it makes of hidden states

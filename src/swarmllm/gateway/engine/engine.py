@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.pictures import free_memory
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.tokens.events import Ended, Event
@@ -119,6 +120,7 @@ class Engine:
 
     def _ended(self, generation: Generation) -> None:
         self._under_way.pop(generation, None)
+        free_memory([generation.prompt_ids])
         self._tell_places()
         self._show_load()
 

@@ -268,6 +268,10 @@ class Generation:
         return self._options
 
     @property
+    def prompt_ids(self) -> list[int]:
+        return self._prompt_ids
+
+    @property
     def first_index(self) -> int:
         return self._first_index
 

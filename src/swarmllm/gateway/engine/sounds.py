@@ -32,6 +32,50 @@ FFMPEG_TIMEOUT_S = 120.0
 """Assumed: an hour of mp3 takes some seconds of one core."""
 
 
+BYTES_PER_SAMPLE = 44
+"""Of the model's rate, while its feature extractor works: 700 kB for a second of 16 kHz (measured with Whisper's)."""
+KEPT_BYTES_PER_SAMPLE = 12
+"""Afterwards: the samples, and the features twice."""
+BYTES_PER_FILE_BYTE = 6
+"""Of a file while it is read: its own bytes twice, and floats of four bytes for samples of one."""
+
+
+def unpacked_bytes(file: IO[bytes], rate: int, longest_s: float) -> int:
+    """Memory that a file's sound takes until its features are there. What isn't WAV counts as the longest sound."""
+    file.seek(0, io.SEEK_END)
+    num_bytes = file.tell()
+    seconds = min(longest_s, _wav_seconds(file, num_bytes) or longest_s)
+    return BYTES_PER_FILE_BYTE * num_bytes + int(seconds * rate * BYTES_PER_SAMPLE)
+
+
+def checked_bytes(samples: Samples, taken: int) -> int:
+    """The same, once the samples are known.
+
+    Raises:
+        ApiError: more than `taken`, by what the file said.
+    """
+    needed = BYTES_PER_SAMPLE * len(samples)
+    if needed > taken:
+        raise _bad("the WAV file is damaged: it says two things about its samples")
+    return needed
+
+
+def kept_bytes(samples: Samples) -> int:
+    """What it takes when its features are there."""
+    return KEPT_BYTES_PER_SAMPLE * len(samples)
+
+
+def _wav_seconds(file: IO[bytes], num_bytes: int) -> float | None:
+    """At most so long is it, if all of the file is samples; None: its head doesn't begin with what says so."""
+    file.seek(0)
+    head = file.read(36)
+    if len(head) < 36 or head[8:16] != b"WAVEfmt " or head[:4] not in (b"RIFF", b"RIFX", b"RF64"):
+        return None
+    order = ">" if head[:4] == b"RIFX" else "<"
+    rate, _, frame_bytes = struct.unpack(f"{order}IIH", head[24:34])
+    return num_bytes / (rate * frame_bytes) if rate and frame_bytes else None
+
+
 def read_sound(file: IO[bytes], rate: int, longest_s: float) -> Samples:
     """The samples in a file, `rate` of them per second.
 

@@ -4,6 +4,7 @@ Part of `request_bodies`.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -138,3 +139,8 @@ class ChatMessage(Body):
             "tool_call_id": self.tool_call_id,
         }
         return found | {name: value for name, value in more.items() if value is not None}
+
+
+def picture_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    """Those of all pictures, in order."""
+    return [url for message in messages for url in message.picture_urls()]

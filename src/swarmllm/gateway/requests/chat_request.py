@@ -12,7 +12,7 @@ from swarmllm.gateway.output_parsing.call_forms import CallForm
 from swarmllm.gateway.output_parsing.harmony import FINAL, HarmonyReader
 from swarmllm.gateway.output_parsing.readers import PlainReader, Reader
 from swarmllm.gateway.output_parsing.tool_calls import CallReader
-from swarmllm.gateway.requests.chat_messages import ChatMessage, NamedTool, Tool
+from swarmllm.gateway.requests.chat_messages import ChatMessage, NamedTool, Tool, picture_urls
 from swarmllm.gateway.requests.request_bodies import MAX_SCHEMA_CHARS, Sampling
 from swarmllm.gateway.requests.unknown_fields import ANYTHING, Body, Harmless
 from swarmllm.gateway.tokens.grammar import ANY_OBJECT, Constraint
@@ -148,17 +148,12 @@ class ChatRequest(Sampling):
             _ = model.call_form  # refused now, not when the answer is read
         options = (self.chat_template_kwargs or {}) | self._effort(model)
         go_on = bool(self.continue_final_message)
-        if urls := self.picture_urls:
+        if urls := picture_urls(self.messages):
             return model.encode_chat_with_pictures(messages, urls, options, tools, go_on=go_on)
         found = model.encode_chat(messages, options, tools, go_on=go_on)
         if model.speaks_harmony and not self.continue_final_message and self._says_how_it_looks(model):
             found += model.encode(FINAL, special_tokens=False)  # which a constraint can't begin with
         return found
-
-    @property
-    def picture_urls(self) -> list[str]:
-        """Those of all pictures, in order."""
-        return [url for message in self.messages for url in message.picture_urls()]
 
     def _effort(self, model: LanguageModel) -> dict[str, Any]:
         effort, known = self.reasoning_effort, model.efforts

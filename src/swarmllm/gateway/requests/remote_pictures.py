@@ -12,12 +12,13 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import quote, urljoin, urlsplit
 
 from swarmllm.gateway.engine.pictures import MAX_PICTURES, bad_picture
+from swarmllm.gateway.engine.room import Room
 from swarmllm.gateway.requests.chat_messages import ChatMessage, ImageUrl
 from swarmllm.gateway.settings import host_and_port
 from swarmllm.version import __version__
@@ -29,8 +30,16 @@ TIMEOUT_S = 20.0
 """For all pictures of a request. Assumed."""
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32
-"""Requests whose pictures are fetched at a time: 640 MB at worst. With fewer, some slow hosts would hold up all."""
-_HEAD_BYTES = 1 << 16
+"""Requests whose pictures are fetched, or wait to be unpacked. With fewer, some slow hosts would hold up all."""
+SHARE_OF_ONE = 4
+"""One caller has a quarter of them at most, so that the slow hosts of one don't hold up others."""
+BYTES_OF_FETCH = 3 * MAX_BYTES
+"""Memory that one takes: the bytes, and the same as a data URL."""
+FREE_CHUNKS, LEAST_CHUNK_BYTES = 64, 512
+"""An answer in more chunks than that has so many bytes in each on average: each costs some microseconds. Assumed: web
+servers send some kilobytes at a time."""
+_PIECE_BYTES = 1 << 16
+_MAX_SIZE_DIGITS = 8
 _PORTS = {"http": 80, "https": 443}
 _REMOTE = re.compile(r"https?://", re.IGNORECASE)
 _UNICAST = ipaddress.ip_network("2000::/3")
@@ -77,23 +86,38 @@ class _Target:
 class RemotePictures:
     """Made once per gateway. `hosts` are names, with a port unless it is the usual one; `*`: any public address."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], *, num_bytes: int, max_waiting: int) -> None:
+        """`num_bytes`: memory for all that is fetched."""
         self._hosts = frozenset(map(host_and_port, hosts))
-        self._free = asyncio.Semaphore(MAX_FETCHES)
+        places = max(1, min(MAX_FETCHES, num_bytes // BYTES_OF_FETCH))
+        self._room = Room(places, of_one=max(1, places // SHARE_OF_ONE), most=max_waiting)
 
-    async def fetch(self, messages: Sequence[ChatMessage]) -> None:
-        """Put what is found at the addresses of pictures into their place, as data URLs. Others stay as they are.
+    @asynccontextmanager
+    async def fetched(self, messages: Sequence[ChatMessage], caller: str) -> AsyncIterator[None]:
+        """While inside, data URLs stand in place of the addresses of pictures. Others stay as they are.
 
         Raises:
             ApiError: one can't be had.
         """
         places = [place for message in messages for place in _places(message) if _REMOTE.match(place.url)]
         if not places or not self._hosts:
+            yield
             return
         if len(places) > MAX_PICTURES:
             raise bad_picture(f"{len(places)} pictures are too many: {MAX_PICTURES} at most")
+        urls = [place.url for place in places]
+        taken = await self._room.take(1, caller)
         try:
-            async with self._free, asyncio.timeout(TIMEOUT_S):  # those who wait are not told that their host is slow
+            await self._fetch(places)
+            yield
+        finally:
+            for place, url in zip(places, urls, strict=True):
+                place.url = url
+            taken.free()
+
+    async def _fetch(self, places: Sequence[ImageUrl]) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):  # those who wait are not told that their host is slow
                 left = MAX_BYTES
                 for place in places:
                     kind, data = await self._found(place.url, left)
@@ -102,11 +126,11 @@ class RemotePictures:
         except TimeoutError:
             raise bad_picture(f"the pictures did not come within {TIMEOUT_S:g} s") from None
 
-    async def _found(self, url: str, max_bytes: int) -> tuple[str, bytes]:
+    async def _found(self, url: str, max_bytes: int) -> tuple[str, bytearray]:
         """The media type and the bytes of what is at an address."""
         for _ in range(MAX_REDIRECTS + 1):
             target = self._target(url)
-            answer, data = _read(await _asked(target, max_bytes), target, max_bytes)
+            answer, data = await _asked(target, max_bytes)
             if answer.status in (301, 302, 303, 307, 308) and (location := answer.getheader("location")):
                 try:
                     url = urljoin(url, location)
@@ -149,11 +173,11 @@ def _places(message: ChatMessage) -> list[ImageUrl]:
     return [part.image_url for part in parts if part.image_url is not None]
 
 
-async def _asked(target: _Target, max_bytes: int) -> bytes:
-    """All that is answered, as it comes from the network.
+async def _asked(target: _Target, max_bytes: int) -> tuple[http.client.HTTPResponse, bytearray]:
+    """The head and the body of what is answered.
 
     Raises:
-        ApiError: nothing, or too much.
+        ApiError: nothing, or too much, or no HTTP.
     """
     tls = {"ssl": ssl.create_default_context(), "server_hostname": target.host} if target.scheme == "https" else {}
     try:
@@ -164,19 +188,60 @@ async def _asked(target: _Target, max_bytes: int) -> bytes:
                 "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
             )
             writer.write(head.encode("ascii"))
-            found = bytearray()
-            while chunk := await reader.read(1 << 16):
-                found += chunk
-                if len(found) > max_bytes + _HEAD_BYTES:
-                    raise bad_picture(f"the pictures are larger than {MAX_BYTES} bytes")
-            return bytes(found)
+            answer = http.client.HTTPResponse(_Stored(await reader.readuntil(b"\r\n\r\n")))  # type: ignore[arg-type]
+            answer.begin()
+            return answer, await _body(reader, answer, max_bytes)
         finally:
             writer.transport.abort()
             with suppress(OSError):
                 await writer.wait_closed()
+    except (EOFError, ValueError, http.client.HTTPException, asyncio.LimitOverrunError):
+        raise bad_picture(f"{target.authority[:128]} answers no HTTP, or breaks off") from None
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or type(error).__name__
         raise bad_picture(f"{target.authority[:128]} can't be asked for a picture: {reason}") from None
+
+
+async def _body(reader: asyncio.StreamReader, answer: http.client.HTTPResponse, max_bytes: int) -> bytearray:
+    """What follows that head.
+
+    Raises:
+        ApiError: too much, or in too small pieces. EOFError, ValueError: it breaks off, or is no HTTP.
+    """
+    found = bytearray()
+    if not answer.chunked:
+        length = max_bytes + 1 if answer.length is None else answer.length
+        await _read(reader, length, found, max_bytes)
+        if answer.length is not None and len(found) < length:
+            raise EOFError
+        return found
+    num_chunks = 0
+    while length := _chunk_bytes(await reader.readuntil(b"\r\n")):
+        num_chunks += 1
+        if num_chunks > FREE_CHUNKS + len(found) // LEAST_CHUNK_BYTES:
+            raise bad_picture(f"a picture comes in chunks that are too small: {LEAST_CHUNK_BYTES} bytes on average")
+        end = len(found) + length
+        await _read(reader, length, found, max_bytes)
+        if len(found) < end or await reader.readexactly(2) != b"\r\n":
+            raise EOFError
+    return found
+
+
+async def _read(reader: asyncio.StreamReader, length: int, found: bytearray, max_bytes: int) -> None:
+    """Add so many bytes, or less if it ends before. Raises: ApiError: that is too much."""
+    end = len(found) + length
+    while len(found) < end and (piece := await reader.read(min(end - len(found), _PIECE_BYTES))):
+        found += piece
+        if len(found) > max_bytes:
+            raise bad_picture(f"the pictures are larger than {MAX_BYTES} bytes")
+
+
+def _chunk_bytes(line: bytes) -> int:
+    """Raises: ValueError: it begins no chunk."""
+    size = line.partition(b";")[0].strip()
+    if not 0 < len(size) <= _MAX_SIZE_DIGITS or not size.isalnum():
+        raise ValueError
+    return int(size, 16)
 
 
 async def _connected(
@@ -224,20 +289,3 @@ class _Stored:
 
     def makefile(self, *_: object) -> io.BytesIO:
         return io.BytesIO(self._data)
-
-
-def _read(raw: bytes, target: _Target, max_bytes: int) -> tuple[http.client.HTTPResponse, bytes]:
-    """The head and the body of an answer.
-
-    Raises:
-        ApiError: it is none.
-    """
-    answer = http.client.HTTPResponse(_Stored(raw))  # type: ignore[arg-type]
-    try:
-        answer.begin()
-        data = answer.read()
-    except (http.client.HTTPException, ValueError, OSError):
-        raise bad_picture(f"{target.authority[:128]} answers no HTTP, or breaks off") from None
-    if len(data) > max_bytes:
-        raise bad_picture(f"the pictures are larger than {MAX_BYTES} bytes")
-    return answer, data
