@@ -16,7 +16,8 @@ from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire.protocol import Message, MessageType
+from swarmllm.network.wire import adaptive_timeout
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session import Session
 from swarmllm.server.sessions.shared_prefix import SharedPrefix
@@ -155,3 +156,44 @@ def test_memory_that_runs_out_behind_an_answer(
         assert_steps(blocks, swarm, session, 100, 1, 1)
         assert session.num_repairs == 0
     assert lacks[0] >= 1
+
+
+class Lossy:
+    """A transport of which nothing arrives."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_a_link_that_carries_nothing_one_way_is_left(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the client hears both servers, and the one that passes on hears the other."""
+    start_keepalive = FrameStream.start_keepalive
+    monkeypatch.setattr(FrameStream, "start_keepalive", lambda stream: start_keepalive(stream, interval_s=1000))
+    monkeypatch.setattr(adaptive_timeout, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(adaptive_timeout, "LEAST_S", 0.2)
+    end = blocks.num_blocks
+    with InProcessSwarm(blocks, [(0, 3), (3, end)], step_timeout_s=STEP_TIMEOUT_S) as swarm:
+        first, second = swarm.servers
+
+        async def lose() -> None:
+            link = first.links._links[second.peer_id].stream
+            while link.liveness.round_trip_s is None:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+            link._transport = Lossy(link._transport)  # type: ignore[assignment]
+
+        reference = Reference(blocks.all)
+        with swarm.session(max_length=64) as session:
+            for length in (5, 1, 1):
+                given = torch.randn(1, length, blocks.all.embedding_dim)
+                assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
+                if length == 5:
+                    blocks.loop.run(lose())
+        assert swarm.view.counts["accusations"] == 1
+        assert swarm.view.counts[PeerTimeoutError.code] == 0
+        assert not swarm.view.blamed

@@ -176,14 +176,17 @@ def test_chat(bootstrap: str, servers: list[str], local: Any) -> None:
     )
     assert done.returncode == 0, done.stderr
     messages: list[dict[str, str]] = []
+    num_cut = 0
     for question in questions:
         messages.append({"role": "user", "content": question})
         text = local[1].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = local[1](text, add_special_tokens=False, return_tensors="pt")
         output = local[0].generate(**ids, do_sample=False, max_new_tokens=12)[0]
+        num_cut += output[-1] != local[1].eos_token_id
         answer = local[1].decode(output[ids.input_ids.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})
     assert done.stdout == "".join(f"{m['content']}\n" for m in messages if m["role"] == "assistant")
+    assert done.stderr.count("the answer was cut: it has the 12 tokens of max_new_tokens") == num_cut
 
 
 def test_what_can_be_typed_while_chatting(bootstrap: str, servers: list[str], local: Any, tmp_path: Path) -> None:

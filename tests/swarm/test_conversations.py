@@ -102,8 +102,35 @@ def test_a_full_conversation(model: Any, local: PreTrainedModel) -> None:
     with model.inference_session(max_length=12) as session:
         conversation = Conversation(model, words(), session, OPTIONS)
         conversation.reply("w5 w6")
+        assert conversation.cut == "it has the 6 tokens of max_new_tokens"
         assert len(conversation.reply("w7").split()) == 3  # 2 + 6 + 1 are 9 of 12
+        assert conversation.cut == "the conversation has reached its 12 tokens"
         with pytest.raises(SessionLengthExceededError, match="its 12 tokens"):
             conversation.reply("w8")
         conversation.clear()
         assert conversation.reply("w9") == continued_locally(local, "w9")
+
+
+def test_an_answer_without_a_limit_goes_up_to_the_context_and_the_session_grows_with_it(
+    model: Any, local: PreTrainedModel
+) -> None:
+    with model.remote_blocks.new_session(1, 16, grows=True) as session:
+        options = {**OPTIONS, "max_new_tokens": None}
+        conversation = Conversation(model, words(), session, options, max_length=40)
+        answer = conversation.reply("w5 w6")
+        assert len(answer.split()) == 38
+        assert conversation.cut == "the conversation has reached its 40 tokens"
+        expected = local.generate(torch.tensor([[5, 6]]), max_new_tokens=38, do_sample=False)[0, 2:].tolist()
+        assert answer == words().decode(expected)
+
+
+def test_an_answer_that_the_model_ends_is_not_cut(model: Any, local: PreTrainedModel) -> None:
+    ends_with = local.generate(torch.tensor([[5, 6]]), max_new_tokens=6, do_sample=False)[0, -1].item()
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, [ends_with]
+    try:
+        with model.inference_session(max_length=40) as session:
+            conversation = Conversation(model, words(), session, OPTIONS)
+            conversation.reply("w5 w6")
+            assert conversation.cut is None
+    finally:
+        model.generation_config.eos_token_id = before

@@ -60,7 +60,7 @@ COLDEST = 1e-6
 class TextConfig(ClientModelConfig, DecodingOptions):
     """The text that is written."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
     """Most tokens to write. Assumed: a paragraph or two."""
     temperature: float | None = None
     """How freely to sample. Without it, top_p, top_k, seed and other ways to draw tokens, the likeliest is taken."""
@@ -217,11 +217,16 @@ class Conversation:
     user says is part of it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, session: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, session: Any, options: dict[str, Any], *, max_length: int | None = None
+    ) -> None:
+        """`max_length`: most tokens of it all; without it, what the session has room for."""
         self._model = model
         self._tokenizer = tokenizer
-        self._session = session
+        self._max_length = session.max_length if max_length is None else max_length
         self._options = options
+        self.cut: str | None = None
+        """The reason why the last answer ended before the model ended it, in words; None: the model did."""
         self._messages: list[dict[str, str]] = []
         self._text_ids: list[int] = []
 
@@ -272,20 +277,31 @@ class Conversation:
 
         turn = {"role": "user", "content": said}
         ids = self._templated([*self._messages, turn]) if self._tokenizer.chat_template else self._continued(said)
-        room = self._session.max_length - len(ids)
+        room, limit = self._max_length - len(ids), self._options["max_new_tokens"]
         if room < 1:
-            raise SessionLengthExceededError(
-                f"the conversation has reached its {self._session.max_length} tokens: begin anew"
-            )
-        options = {**self._options, "max_new_tokens": min(room, self._options["max_new_tokens"]), **options}
+            raise SessionLengthExceededError(f"the conversation has reached its {self._max_length} tokens: begin anew")
+        left = room if limit is None else min(room, limit)
+        options = {**self._options, "max_new_tokens": left, **options}
         input_ids = torch.tensor([ids], device=self._model.device)
         output = self._model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=self._tokenizer, **options
         )[0].tolist()
         answer = str(self._tokenizer.decode(output[len(ids) :], skip_special_tokens=True))
+        self.cut = None
+        if len(output) - len(ids) >= left and output[-1] not in self._ends():
+            self.cut = (
+                f"it has the {left} tokens of max_new_tokens"
+                if left < room
+                else f"the conversation has reached its {self._max_length} tokens"
+            )
         self._messages += [turn, {"role": "assistant", "content": answer}]
         self._text_ids = output[:-1] if output[-1] == self._tokenizer.eos_token_id else output
         return answer
+
+    def _ends(self) -> list[int]:
+        """The tokens with which the model ends its answers."""
+        ends = self._model.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [ends]
 
     def _templated(self, messages: Sequence[dict[str, str]]) -> list[int]:
         encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

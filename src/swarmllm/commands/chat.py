@@ -24,12 +24,15 @@ from swarmllm.config import (
 )
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import SwarmError
+from swarmllm.network.wire.messages import MAX_POSITION
 
 COMMANDS = (
     "/clear forgets the conversation, /system TEXT begins one with a system prompt, /save FILE writes it as JSON, "
     "/model NAME changes to another model, /exit ends, /help says this; Ctrl-C ends the model's turn, Ctrl-D the chat; "
     "all else goes to the model, and a line that ends with \\ goes on in the next one"
 )
+FIRST_LENGTH = 2048
+"""Tokens that servers keep room for at first. It grows with the conversation."""
 MOST_REMEMBERED = 1000
 """Lines in the history."""
 EXAMPLES = """while chatting:
@@ -55,8 +58,10 @@ COMMON = (
 class ChatConfig(TextConfig):
     """A conversation."""
 
-    max_length: int = 2048
-    """Tokens of the whole conversation, kept in the servers' caches."""
+    max_length: int | None = None
+    """Tokens of the whole conversation. Without it: the model's context, for which servers find room as it grows."""
+    max_new_tokens: int | None = None
+    """Most tokens of one answer. Without it, as many as the conversation has room for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,10 +137,10 @@ def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | 
         model, tokenizer = open_model(config, seed=config.seed)
     except SwarmError as error:
         raise _NotOpenedError(error) from None
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    max_length = min(config.max_length, positions or config.max_length)
-    with model, model.inference_session(max_length=max_length) as session:
-        conversation = Conversation(model, tokenizer, session, config.generation_options())
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_POSITION
+    max_length = min(config.max_length or context, context)
+    with model, model.remote_blocks.new_session(1, min(max_length, FIRST_LENGTH), grows=True) as session:
+        conversation = Conversation(model, tokenizer, session, config.generation_options(), max_length=max_length)
         if interactive:
             print(f"{config.model}, {max_length} tokens; /help says what can be typed", file=sys.stderr)
         for said in lines:
@@ -188,11 +193,13 @@ def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: b
     from transformers import StoppingCriteriaList, TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    if not interactive:
+    if interactive:
+        with CtrlC() as ctrl_c:
+            conversation.reply(said, streamer=streamer, stopping_criteria=StoppingCriteriaList([ctrl_c]))
+    else:
         conversation.reply(said, streamer=streamer)
-        return
-    with CtrlC() as ctrl_c:
-        conversation.reply(said, streamer=streamer, stopping_criteria=StoppingCriteriaList([ctrl_c]))
+    if conversation.cut:
+        print(f"swarmllm: the answer was cut: {conversation.cut}", file=sys.stderr)
 
 
 def _lines(interactive: bool) -> Generator[str, None, None]:

@@ -161,7 +161,9 @@ class Server:
 
     async def _run(self, tasks: asyncio.TaskGroup, loader: SpanLoader, span: Span, stop: asyncio.Event) -> None:
         config, peer, others, checkpoint = self._config, self._peer, self._others, self._checkpoint
-        links = Links(Targets(others.announced, others.open_stream).open, tasks)
+        targets = Targets(others.announced, others.open_stream)
+        others.on_seen = targets.see
+        links = Links(targets.open, tasks)
         successors = Successors(others.look, others.open_stream, config.update_period)
         peer.find_relays(lambda: others.relays(dict(successors.announced)))
         record = OwnRecord(config, peer, loader, self._niceness, links, successors, span)

@@ -42,18 +42,71 @@ def test_a_peer_that_says_anything_is_kept() -> None:
 def test_a_quick_peer_is_given_up_sooner_while_somebody_waits() -> None:
     liveness = watched()
     assert liveness.answered(liveness.pinged(0.0), 0.01) == 0.01
-    assert liveness.attend(1.0)
-    assert not liveness.attend(1.0), "another one waits already"
+    assert liveness.attend()
+    assert not liveness.attend(), "another one waits already"
     at, reason = looks(liveness, 1.0, until_s=100.0)
     assert 1.0 + adaptive_timeout.LEAST_S <= at < 1.2 + adaptive_timeout.LEAST_S
     assert reason is not None
-    assert "no sign of life" in reason
+    assert "did not answer" in reason
+
+
+def test_a_peer_that_pings_and_does_not_answer_is_given_up_as_soon() -> None:
+    """The way there carries nothing, the way back does."""
+    liveness = watched()
+    liveness.answered(liveness.pinged(0.0), 0.01)
+    liveness.attend()
+    now, given_up = 1.0, None
+    while given_up is None and now < 100:
+        liveness.last_heard_at = now
+        look = liveness.look(now, 0, 0)
+        given_up = look.give_up
+        if look.ping:
+            liveness.pinged(now)
+        now = look.next_at
+    assert now < 1.2 + adaptive_timeout.LEAST_S
+    assert given_up == "did not answer for 2.0 s"
+
+
+def test_a_peer_whose_messages_come_is_kept_though_its_answers_wait_behind_them() -> None:
+    liveness = watched()
+    liveness.answered(liveness.pinged(0.0), 0.01)
+    liveness.attend()
+    assert liveness.look(1.0, 0, 0).ping
+    liveness.pinged(1.0)
+    for step in range(1, 100):
+        now = liveness.last_heard_at = 1.0 + 0.4 * step
+        assert liveness.look(now, 0, 1 + step * 10_000).give_up is None
+
+
+def test_silence_lasts_however_often_somebody_begins_to_wait() -> None:
+    liveness = watched()
+    liveness.answered(liveness.pinged(0.0), 0.01)
+    now, given_up = 1.0, None
+    while given_up is None and now < 100:
+        liveness.attend()
+        look = liveness.look(now, 0, 0)
+        given_up = look.give_up
+        if look.ping:
+            liveness.pinged(now)
+        liveness.relax()
+        now = look.next_at
+    assert now < 2.0 + adaptive_timeout.LEAST_S
+
+
+def test_nobody_is_given_up_at_a_look_that_comes_late() -> None:
+    """The event loop reads what has come after it."""
+    liveness = watched()
+    liveness.answered(liveness.pinged(0.0), 0.01)
+    liveness.attend()
+    assert liveness.look(1.0, 0, 0).ping
+    liveness.pinged(1.0)
+    assert liveness.look(3.5, 0, 0).give_up is None
 
 
 def test_when_nobody_waits_any_more_it_has_as_long_as_ever() -> None:
     liveness = watched()
     liveness.answered(liveness.pinged(0.0), 0.01)
-    liveness.attend(1.0)
+    liveness.attend()
     liveness.relax()
     assert looks(liveness, 1.0, until_s=100.0)[0] > 7.0
 
@@ -63,7 +116,7 @@ def test_while_somebody_waits_one_ping_is_under_way_at_a_time() -> None:
     assert liveness.look(0.0, 0, 0).ping
     number = liveness.pinged(0.0)
     assert liveness.look(1.0, 0, 0).ping, "nobody waits"
-    liveness.attend(1.0)
+    liveness.attend()
     assert not liveness.look(1.4, 0, 0).ping
     liveness.answered(number, 1.5)
     assert liveness.look(1.8, 0, 0).ping

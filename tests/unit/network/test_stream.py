@@ -131,7 +131,7 @@ async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
     stream.liveness.relax()
     stream.attend()
     answering.cancel()
-    with pytest.raises(PeerTimeoutError, match="no sign of life"):
+    with pytest.raises(PeerTimeoutError, match="did not answer"):
         await stream.receive()
 
 

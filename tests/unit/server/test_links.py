@@ -10,7 +10,8 @@ import pytest
 from swarmllm.errors import PeerError, SessionClosedError
 from swarmllm.network.wire.messages import Target
 from swarmllm.network.wire.protocol import Message, MessageType
-from swarmllm.server.peers.links import Links
+from swarmllm.server.peers import links as links_module
+from swarmllm.server.peers.links import Link, Links
 
 PEER = "12D3KooW".ljust(52, "x")
 DEEP: Any = msgpack.unpackb(b"\x91" * 1000 + b"\x01", use_list=False)
@@ -68,3 +69,39 @@ async def test_what_the_network_carries_is_what_its_fastest_link_to_another_serv
     assert links.mbps(PEER) == 90.0
     links._links.clear()
     assert links.mbps(PEER) == 90.0, "as last seen"
+
+
+async def test_a_successor_is_watched_closely_as_long_as_something_was_sent_to_it_lately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links_module, "WATCHED_S", 0.01)
+    stream = Watched()
+    link = Link(stream)  # type: ignore[arg-type]
+    for _ in range(3):
+        await link.send(MessageType.STEP, {})
+    assert stream.num_attended == 1
+    while stream.liveness.num_relaxed < 1:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.001)
+    await link.send(MessageType.STEP, {})
+    assert stream.num_attended == 2
+    await link.read()
+    assert link._watching is None or link._watching.cancelled()
+
+
+class Watched(Stream):
+    """Counts how often somebody begins to wait for the peer, and ceases to."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.num_attended = 0
+        self.liveness = self
+        self.num_relaxed = 0
+
+    async def send(self, *_: Any) -> None:
+        pass
+
+    def attend(self) -> None:
+        self.num_attended += 1
+
+    def relax(self) -> None:
+        self.num_relaxed += 1

@@ -99,6 +99,22 @@ async def test_a_record_is_good_until_a_dial_fails(swarm: Swarm) -> None:
     assert [server.addrs for server in swarm.dialled] == [ANNOUNCED, ANNOUNCED, moved]
 
 
+async def test_a_server_that_was_read_of_before_is_dialled_without_a_look(swarm: Swarm) -> None:
+    """A look takes seconds while it asks a node that is frozen, and may find nobody."""
+    swarm.targets.see(swarm.servers)
+    swarm.servers.clear()
+    assert await swarm.open(KNOWN) == "a stream"
+    assert swarm.num_looks == 0
+
+
+async def test_a_look_that_finds_fewer_forgets_nobody(swarm: Swarm) -> None:
+    swarm.targets.see(swarm.servers)
+    swarm.servers.clear()
+    with pytest.raises(PeerUnreachableError):
+        await swarm.open(UNKNOWN)
+    assert await swarm.open(KNOWN) == "a stream"
+
+
 async def test_many_who_ask_share_a_look(swarm: Swarm) -> None:
     found = await asyncio.gather(*(swarm.open(UNKNOWN) for _ in range(100)), return_exceptions=True)
     assert all(isinstance(error, SwarmError) for error in found)

@@ -8,6 +8,7 @@ know which. The client looks itself instead:
     a server says of its neighbour           what follows
     that it can't be reached, or is lost     both are asked for a sign of life; who gives none is lost, and to blame
     the same, though it lives                they are linked once more; the second time this client carries between them
+    that it is silent, though it lives       this client carries between them: a new link would be as silent
     that it passes on what can't be right    this client carries between them, and so sees what it passes on
     anything more, then                      the accuser is to blame; also whoever accuses another than a neighbour
 """
@@ -24,7 +25,14 @@ from swarmllm.client.view.concurrency import gather
 from swarmllm.client.view.connection import Connection, attended, baseless
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
-from swarmllm.errors import CorruptActivationsError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.errors import (
+    CorruptActivationsError,
+    LocalProtocolError,
+    PeerError,
+    PeerTimeoutError,
+    RemoteProtocolError,
+    SwarmError,
+)
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.swarm.route_costs import RouteCosts
 
@@ -111,8 +119,8 @@ class OpenRoute(Sequence[Hop]):
             pair = accuser, after
         else:
             return baseless(error)
-        is_about_link = not isinstance(error, CorruptActivationsError | RemoteProtocolError)
-        self._doubts[pair] = self._doubts.get(pair, 0) + 1 if is_about_link else MAX_DOUBTS
+        may_link_again = not isinstance(error, CorruptActivationsError | RemoteProtocolError | PeerTimeoutError)
+        self._doubts[pair] = self._doubts.get(pair, 0) + 1 if may_link_again else MAX_DOUBTS
         return error
 
     def step_went_well(self) -> None:
@@ -123,7 +131,7 @@ class OpenRoute(Sequence[Hop]):
     async def look_after_accused(self, timeout_s: float) -> None:
         """Ask those between whom there are doubts for a sign of life: who gives none is lost."""
         accused = list(dict.fromkeys(hop for pair in self._doubts for hop in pair if not hop.lost))
-        with attended(hop.connection for hop in accused):
+        with attended((hop.connection for hop in accused), usual_wait_s=0.0):  # somebody has waited already
             await asyncio.gather(*(self._look_after(hop, timeout_s) for hop in accused))
 
     async def _look_after(self, hop: Hop, timeout_s: float) -> None:

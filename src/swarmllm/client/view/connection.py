@@ -229,7 +229,7 @@ def baseless(accusation: PeerError) -> RemoteProtocolError:
 
 
 @contextmanager
-def attended(connections: Iterable[Connection]) -> Iterator[None]:
+def attended(connections: Iterable[Connection], *, usual_wait_s: float = USUAL_WAIT_S) -> Iterator[None]:
     """Watch all these servers closely while an answer needs them: one that is frozen is noticed sooner."""
     streams: list[FrameStream] = []
 
@@ -238,7 +238,7 @@ def attended(connections: Iterable[Connection]) -> Iterator[None]:
             connection._stream.attend()
             streams.append(connection._stream)
 
-    timer = asyncio.get_running_loop().call_later(USUAL_WAIT_S, attend)
+    timer = asyncio.get_running_loop().call_later(usual_wait_s, attend)
     try:
         yield
     finally:

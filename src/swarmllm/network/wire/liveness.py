@@ -4,7 +4,7 @@ Pure: `wire/stream` says what happens and when, and asks what to do. Nothing her
 
     at a look                                       what is to be done
     nothing at all was heard for a few intervals    give the peer up
-    somebody waits, and it used to answer sooner    the same, after a shorter time (`wire/adaptive_timeout`)
+    somebody waits, and a PING isn't answered       the same, after a shorter time (`wire/adaptive_timeout`)
     a message begun makes no progress               the same
     anything else                                   a PING, and another look an interval later
 """
@@ -58,11 +58,9 @@ class Liveness:
         self.last_heard_at = now
         self._progress.restart(now)
 
-    def attend(self, now: float) -> bool:
+    def attend(self) -> bool:
         """Note that somebody waits for the peer, until `relax`; whether a look is due now, as nobody did before."""
         self.timeout.num_waiting += 1
-        if self.timeout.num_waiting == 1:
-            self.timeout.restart(now)
         return self.timeout.num_waiting == 1
 
     def relax(self) -> None:
@@ -73,11 +71,12 @@ class Liveness:
         """A PING is sent now; returns its number."""
         self.num_pings += 1
         self._ping_sent_at = now
-        self.timeout.pinged()
+        self.timeout.pinged(now)
         return self.num_pings
 
     def answered(self, number: object, now: float) -> float | None:
         """A PONG has come; returns the seconds of the round trip if it belongs to the last PING."""
+        self.timeout.restart(now)
         if number != self.num_pings:
             return None
         sample = now - self._ping_sent_at
@@ -87,25 +86,38 @@ class Liveness:
         self.round_trip_s = sample if self.round_trip_s is None else 0.875 * self.round_trip_s + 0.125 * sample
         return sample
 
-    def look(self, now: float, num_messages: int, unfinished_bytes: int, *, is_reading: bool = True) -> Look:
+    def look(
+        self,
+        now: float,
+        num_messages: int,
+        unfinished_bytes: int,
+        *,
+        is_reading: bool = True,
+        mbps: float | None = None,
+    ) -> Look:
         """Judge the peer, which has sent this many messages and this much of the next one.
 
-        `is_reading`: whether this process takes what comes.
+        `is_reading`: whether this process takes what comes. `mbps`: the rate of the link, if it is known.
         """
         late_s = now - self._look_due_at
-        if late_s > adaptive_timeout.INTERVAL_S / 2 or not is_reading:
+        is_late = late_s > adaptive_timeout.INTERVAL_S / 2
+        if not is_reading or self._progress.goes_on(num_messages, unfinished_bytes):
             self.timeout.restart(now)
+        elif is_late:
+            self.timeout.delay(now, late_s)
         if late_s > self._interval_s or not is_reading:
             # This process was stopped or busy, or doesn't take what came: what the peer sent could not be seen.
             self.last_heard_at = now
             self._progress.restart(now)
         is_waiting = self.timeout.num_waiting > 0
         interval_s = min(self._interval_s, adaptive_timeout.INTERVAL_S) if is_waiting else self._interval_s
-        silent_s, ends_at = now - self.last_heard_at, self.timeout.ends_at(self.last_heard_at)
+        silent_s, ends_at = now - self.last_heard_at, self.timeout.ends_at(mbps)
         stalled_s = self._progress.stalled_s(num_messages, unfinished_bytes, now)
         give_up = None
-        if silent_s > self._interval_s * (self._misses - 0.5) or now >= ends_at:
+        if silent_s > self._interval_s * (self._misses - 0.5):
             give_up = f"gave no sign of life for {silent_s:.1f} s"
+        elif now >= ends_at and not is_late:  # else an answer may have come that is read after this look
+            give_up = f"did not answer for {self.timeout.silent_s(now):.1f} s"
         elif stalled_s > self._stall_timeout_s:
             give_up = f"stopped within a message for {stalled_s:.0f} s"
         self._look_due_at = max(now, min(now + interval_s, ends_at))
@@ -117,14 +129,20 @@ class Progress:
 
     def __init__(self, now: float) -> None:
         self._num_messages = self._num_bytes = 0
+        self._last = 0, 0
         self._since = now
 
     def restart(self, now: float) -> None:
         """Begin to count anew: what the peer sent could not be seen, and that isn't its fault."""
         self._since = now
 
+    def goes_on(self, num_messages: int, num_bytes: int) -> bool:
+        """Whether anything has come since `stalled_s` was asked last."""
+        return (num_messages, num_bytes) != self._last
+
     def stalled_s(self, num_messages: int, num_bytes: int, now: float) -> float:
         """Seconds without progress, where this many messages are complete and the next one has this many bytes."""
+        self._last = num_messages, num_bytes
         if not num_bytes or num_messages != self._num_messages or num_bytes - self._num_bytes >= PROGRESS_BYTES:
             self._num_messages, self._num_bytes, self._since = num_messages, num_bytes, now
         return now - self._since

@@ -221,7 +221,7 @@ class FrameStream(asyncio.Protocol):
 
     def attend(self) -> None:
         """Look more often, and give up a quick peer sooner: somebody waits for it until `liveness.relax()`."""
-        if self.liveness.attend(self._loop.time()) and self._timer is not None:
+        if self.liveness.attend() and self._timer is not None:
             self._look()
 
     async def ping(self) -> float:
@@ -244,7 +244,11 @@ class FrameStream(asyncio.Protocol):
             self._timer.cancel()
         decoder = self._inbox.decoder
         look = self.liveness.look(
-            self._loop.time(), decoder.num_messages, decoder.unfinished_bytes, is_reading=not self._inbox.is_paused
+            self._loop.time(),
+            decoder.num_messages,
+            decoder.unfinished_bytes,
+            is_reading=not self._inbox.is_paused,
+            mbps=self.link_rate.mbps,
         )
         if look.give_up is not None:
             self._end(PeerTimeoutError, look.give_up)

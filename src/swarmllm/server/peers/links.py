@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 OpenStream = Callable[[Target], Awaitable[FrameStream]]
 OnLost = Callable[[PeerError], None]
 
+WATCHED_S = 10.0
+"""Seconds after each message in which a successor is watched as closely as clients watch who they wait for. The answer
+goes to the client, so nobody here knows how long it waits. Assumed: longer than nearly all steps take."""
 FIRST_REQUEST_ID = 1 << 62
 """The first id of ATTACH requests: errors about steps carry the ids that clients gave them, which count from 1."""
 
@@ -34,6 +37,8 @@ class Link:
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._listeners: dict[str, OnLost] = {}  # by the successor's session
         self.error: PeerError | None = None
+        self._used_at = 0.0
+        self._watching: asyncio.TimerHandle | None = None
 
     async def attach(self, successor: Successor, on_lost: OnLost) -> None:
         """Tell the successor that steps of its session will come here.
@@ -65,10 +70,27 @@ class Link:
             PeerError: the stream broke, or this side has closed it, which is nobody's fault.
             LocalProtocolError: the message can't be sent.
         """
+        self._watch()
         try:
             await self.stream.send(kind, header, chunks)
         except SessionClosedError:
             raise self._closed_here() from None
+
+    def _watch(self) -> None:
+        """A successor that is frozen, or a link that carries nothing one way, is noticed as soon as by a client."""
+        loop = asyncio.get_running_loop()
+        self._used_at = loop.time()
+        if self._watching is None and self.error is None:
+            self.stream.attend()
+            self._watching = loop.call_later(WATCHED_S, self._look_away)
+
+    def _look_away(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._used_at + WATCHED_S:
+            self._watching = loop.call_at(self._used_at + WATCHED_S, self._look_away)
+        else:
+            self._watching = None
+            self.stream.liveness.relax()
 
     def _closed_here(self) -> SessionLostError:
         return SessionLostError("the link to the next server was closed", self.stream.peer_id)
@@ -110,6 +132,8 @@ class Link:
                     future.set_exception(self.error)
             for on_lost in tuple(self._listeners.values()):
                 on_lost(self.error)
+            if self._watching is not None:
+                self._watching.cancel()
             self.stream.abort()
 
     def _step_refused(self, message: Message, error: SwarmError | None) -> None:

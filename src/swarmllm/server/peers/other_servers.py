@@ -4,7 +4,7 @@ Used by whatever chooses blocks, measures successors or dials them.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.network.p2p.block_directory import BlockDirectory
@@ -36,12 +36,16 @@ class OtherServers:
         self._allowed = allowed
         self._met: tuple[ServerInfo, ...] = ()
         self.verified = VerifiedPeers(lambda: peer, fingerprint)
+        self.on_seen: Callable[[Sequence[ServerInfo]], None] | None = None
+        """Told of all records, whenever they are read."""
 
     async def announced(self) -> SwarmSnapshot:
         """What servers say of themselves, this one included; they may not be there."""
         found = await self._directory.servers(self._fingerprint)
         counted = None if self._allowed is None else {*self._allowed, self._own_peer_id}
         servers = tuple(server for server in found if counted is None or server.peer_id in counted)
+        if self.on_seen is not None:
+            self.on_seen(servers)
         return SwarmSnapshot(num_blocks=self._num_blocks, servers=servers)
 
     async def look(self, *own: ServerInfo) -> SwarmSnapshot:

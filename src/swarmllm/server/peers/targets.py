@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
@@ -44,10 +44,17 @@ class Targets:
         self._look = look
         self._open_stream = open_stream
         self._clock = clock
-        self._known: dict[str, ServerInfo] = {}
+        self._seen: dict[str, tuple[ServerInfo, float]] = {}
+        """Servers, and when they were read of."""
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
         self._failed_at: deque[float] = deque(maxlen=FAILURES_PER_MINUTE)
+
+    def see(self, servers: Iterable[ServerInfo]) -> None:
+        """Take note of records that were read, by whomever: a repair then finds its servers without a look."""
+        now = self._clock()
+        self._seen |= {server.peer_id: (server, now) for server in servers}
+        self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if now - seen[1] < FRESH_S}
 
     async def open(self, target: Target) -> FrameStream:
         """A stream to that server, after the greetings.
@@ -72,18 +79,22 @@ class Targets:
             return await self._open_stream(server)
         except BaseException as error:  # also if whoever waits has lost patience
             self._failed_at.append(self._clock())
-            self._known.pop(server.peer_id, None)  # it may be somewhere else by now
+            self._seen.pop(server.peer_id, None)  # it may be somewhere else by now
             logger.info("%s, whom a client has named, can't be reached: %s", server.peer_id, str(error) or "no answer")
             raise
 
     async def _find(self, peer_id: str) -> ServerInfo | None:
         asked_at = self._clock()
-        if peer_id in self._known and asked_at - self._looked_at < FRESH_S:
-            return self._known[peer_id]
+        if (known := self._known(peer_id)) is not None:
+            return known
         async with self._looking:
             if self._looked_at < asked_at:
                 await asyncio.sleep(self._looked_at + LOOK_AGAIN_S - self._clock())
                 looked_at = self._clock()
-                self._known = {server.peer_id: server for server in (await self._look()).servers}
+                self.see((await self._look()).servers)
                 self._looked_at = looked_at
-        return self._known.get(peer_id)
+        return self._known(peer_id)
+
+    def _known(self, peer_id: str) -> ServerInfo | None:
+        server, seen_at = self._seen.get(peer_id, (None, 0.0))
+        return server if self._clock() - seen_at < FRESH_S else None
