@@ -24,6 +24,7 @@ swarm/           pure decisions
 config           settings
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, above all what a server announces
+files            text that users saved, and files that a crash must not leave half written
 machine_memory   main memory that this process may use
 errors           every error that a user can meet
 version          the version of this package

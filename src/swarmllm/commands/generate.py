@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
-from swarmllm.command_line import Parser, run_program
+from swarmllm.command_line import Parser, read_stdin, run_program
 from swarmllm.config import ClientConfig, ModelConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if prompt is None:
             if sys.stdin.isatty():
                 raise ConfigurationError('give a prompt, like swarmllm generate … "Once upon a time"')
-            prompt = sys.stdin.read().rstrip("\n")
+            prompt = read_stdin().rstrip("\n")
         if not prompt.strip():
             raise ConfigurationError("the prompt is empty; give at least one word")
         generate(config, prompt)

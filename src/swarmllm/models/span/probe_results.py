@@ -6,7 +6,6 @@ code on the same kind of processor; weights make no difference to what blocks ne
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Collection
@@ -20,6 +19,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict
 
 from swarmllm.data_structures import BlockTraits
+from swarmllm.files import replace_file
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
 from swarmllm.models.span.block_span import BlockSpan
@@ -61,11 +61,9 @@ class ProbeResults:
         """Note what has been found. Where that can't be written, the next start looks again."""
         found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes)
         path = self._path(blocks)
-        beside = path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(found.model_dump_json())
-            beside.replace(path)
+            replace_file(path, found.model_dump_json(), durable=False)
 
     def _path(self, blocks: BlockSpan) -> Path:
         about = {
