@@ -25,6 +25,7 @@ config           settings
 private_directory  temporary directories that are removed even if their process is killed
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, above all what a server announces
+files            text that users saved, and files that a crash must not leave half written
 machine_memory   main memory that this process may use
 errors           every error that a user can meet
 version          the version of this package

@@ -19,11 +19,12 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from swarmllm.config import default_initial_peers, default_log_level
 from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.files import decoded, read_text
 from swarmllm.flags import argparse_options, flag_help, flag_names
 from swarmllm.invite import is_invite, unpack_invites
 
@@ -185,9 +186,10 @@ class Parser(argparse.ArgumentParser):
     def _flags_of(self, path: str, given: Collection[str]) -> list[str]:
         """The flags in a file but those `given`: they win, also where several values would be taken together."""
         try:
-            with Path(path).open("rb") as file:
-                table = tomllib.load(file)
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            table = tomllib.loads(read_text(path))
+        except ConfigurationError as error:
+            self.error(f"can't read --config {error}")
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             self.error(f"can't read --config {path}: {error}")
         flags: list[str] = []
         known = {name for action in self._actions for name in action.option_strings}
@@ -267,6 +269,13 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
         # `swarmllm generate … | head`: the reader has had enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def read_stdin() -> str:
+    """All that comes on standard input: by its byte order mark, or as the terminal has it."""
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        return sys.stdin.read()
+    return decoded(sys.stdin.buffer.read(), sys.stdin.encoding, "replace")
 
 
 def _open_standard_streams() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import has_home, user_cache_dir, user_path
 from swarmllm.invite import Invite, agreed_name, merge_allowed, unpack_invites
 
 BALANCE_QUALITY = 0.9
@@ -35,13 +36,17 @@ def default_initial_peers() -> tuple[str, ...]:
 
 def default_cache_dir() -> str | None:
     """`SWARMLLM_CACHE`: where downloaded checkpoints go; None = the Hugging Face cache."""
-    return os.environ.get("SWARMLLM_CACHE") or None
+    if chosen := os.environ.get("SWARMLLM_CACHE"):
+        return chosen
+    if has_home() or any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")):
+        return None
+    return str(user_cache_dir() / "huggingface")  # else it would be a directory called ~
 
 
 def own_cache_dir() -> Path:
     """Where goes what isn't downloaded: the cache, or the user's if it is the Hugging Face cache."""
-    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(default_cache_dir() or f"{users}/swarmllm").expanduser()
+    chosen = default_cache_dir()
+    return user_cache_dir() / "swarmllm" if chosen is None else user_path(chosen)
 
 
 def address_book_path() -> Path:
@@ -90,7 +95,7 @@ def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 def require_directory_or_hub_id(name_or_path: str) -> None:
     """Raises ConfigurationError if it looks like a directory, but there is none."""
-    directory = Path(name_or_path).expanduser()
+    directory = user_path(name_or_path)
     looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if not directory.is_dir() and (looks_like_a_path or directory.exists()):
         raise ConfigurationError(f"the directory {name_or_path!r} does not exist")
@@ -104,7 +109,7 @@ def require_model_place(model: str) -> None:
     if model.endswith(".gguf"):  # which may be a part of one
         return
     place, colon, kind = model.rpartition(":")
-    names_a_kind = colon and "/" not in kind and not Path(model).expanduser().exists()  # of a GGUF file
+    names_a_kind = colon and "/" not in kind and not user_path(model).exists()  # of a GGUF file
     require_directory_or_hub_id(place if names_a_kind else model)
 
 

@@ -12,13 +12,12 @@ of clients, and clients those of servers, whoever has read it.
 import base64
 import binascii
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import read_text
 
 PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
@@ -119,11 +118,9 @@ def agreed_name(invites: Iterable[Invite]) -> str | None:
 
 def _word_in_file(path: str) -> str:
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
-            text = file.read(MAX_INVITE_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise ConfigurationError(f"can't read the invite in {path}: {reason}") from None
+        text = read_text(path)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"can't read the invite in {error}") from None
     found = [word for word in text.split() if word.startswith(PREFIX)]
     if len(found) != 1:
         raise ConfigurationError(

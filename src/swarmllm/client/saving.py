@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
+from swarmllm.files import replace_file, replaced
 from swarmllm.models.architecture import TASK_TAGS, Task
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -96,15 +97,16 @@ class SavedParts(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
             tensors = (state_dict or self.state_dict()).items()
             own = {key: value.detach().cpu().clone() for key, value in tensors if not key.startswith(frozen)}
             about = {"format": "pt", "base": name, "fingerprint": fingerprint, "class": cls, "version": __version__}
-            save_file(own, directory / OWN_TENSORS, metadata=about)
+            with replaced(directory / OWN_TENSORS) as beside:  # what was trained before is there until this is, too
+                save_file(own, beside, metadata=about)
             if directory.name.startswith("checkpoint-"):  # transformers' Trainer finds by this file what it loads again
                 index = {"metadata": NO_MODEL, "weight_map": dict.fromkeys(sorted(own), OWN_TENSORS)}
-                (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+                replace_file(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2))
             card = directory / "README.md"
             if not card.exists():
                 said = dict(tag.split(":", 1) for tag in self._origin if ":" in tag)
                 tags = "\n".join(f'- "{tag}"' for tag in [*self._origin, "method:parts", f"class:{cls}"])
-                card.write_text(MODEL_CARD.format(base=name, task=said.get("task", ""), tags=tags, cls=cls))
+                replace_file(card, MODEL_CARD.format(base=name, task=said.get("task", ""), tags=tags, cls=cls))
         if getattr(self, "_hf_peft_config_loaded", False):  # an adapter by transformers' own add_adapter
             super().save_pretrained(directory, is_main_process=is_main_process, state_dict=state_dict)
         if push_to_hub:

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from swarmllm.command_line import Parser, run_program
 from swarmllm.config import hub_token, require_positive
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.files import user_path
 
 EXAMPLES = """examples:
   swarmllm adapters --base bigscience/bloom --task text-classification
@@ -64,7 +64,7 @@ class Search:
             SwarmError: the directory is no checkpoint.
         """
         tags = [SWARM_TAG]
-        if self.base is not None and Path(self.base).expanduser().is_dir():
+        if self.base is not None and user_path(self.base).is_dir():
             from swarmllm.models.checkpoint.checkpoint import open_checkpoint
             from swarmllm.models.checkpoint.fingerprint import fingerprint
 

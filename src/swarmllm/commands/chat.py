@@ -6,7 +6,6 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +23,7 @@ from swarmllm.config import (
 )
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import SwarmError
+from swarmllm.files import user_path
 from swarmllm.network.wire.messages import MAX_POSITION
 
 COMMANDS = (
@@ -177,7 +177,7 @@ def _obey(name: str, words: str, conversation: Conversation, config: ChatConfig)
             if not words:
                 return "say where: /save FILE\n"
             text = json.dumps(conversation.messages, ensure_ascii=False, indent=1)
-            with Path(words).expanduser().open("x") as file:
+            with user_path(words).open("x", encoding="utf-8") as file:
                 file.write(text + "\n")
             return f"saved {len(conversation.messages)} messages to {words}\n"
     except FileExistsError:
@@ -202,10 +202,14 @@ def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: b
         print(f"swarmllm: the answer was cut: {conversation.cut}", file=sys.stderr)
 
 
+_MARK = "\ufeff"
+"""Of UTF-8, which some editors put at the beginning of a file."""
+
+
 def _lines(interactive: bool) -> Generator[str, None, None]:
     """What the user says; a line that ends with a backslash goes on in the next one."""
     said: list[str] = []
-    with closing(_typed() if interactive else (line.rstrip() for line in sys.stdin)) as typed:
+    with closing(_typed() if interactive else (line.rstrip().removeprefix(_MARK) for line in sys.stdin)) as typed:
         for line in typed:
             said.append(line.removesuffix("\\"))
             if not line.endswith("\\"):

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
-from swarmllm.command_line import Parser, announce_imports, run_program
+from swarmllm.command_line import Parser, announce_imports, read_stdin, run_program
 from swarmllm.config import (
     ClientConfig,
     ClientModelConfig,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if prompt is None:
             if sys.stdin.isatty():
                 raise ConfigurationError('give a prompt, like swarmllm generate … "Once upon a time"')
-            prompt = sys.stdin.read().rstrip("\n")
+            prompt = read_stdin().rstrip("\n")
         if not prompt.strip():
             raise ConfigurationError("the prompt is empty; give at least one word")
         announce_imports()

@@ -6,11 +6,11 @@ Never more than one block is in memory, so the model may be one that this machin
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from swarmllm.command_line import Parser, run_program
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import user_path
 
 EXAMPLES = """examples:
   swarmllm adapters merge --adapter runs/persona/adapter --base ./my-model --output ./my-pirate
@@ -53,7 +53,7 @@ def merge(settings: Merge) -> None:
     where = {"revision": None, "token": settings.token, "cache_dir": default_cache_dir()}
     checkpoint = open_checkpoint(settings.base, **where)
     adapter = find_source(settings.adapter, **where)
-    output = Path(settings.output).expanduser()
+    output = user_path(settings.output)
     merge_adapter(checkpoint, adapter, output, lambda done: print(f"merged {done}", file=sys.stderr, flush=True))
     print(f"{output} is {checkpoint.public_name} with {adapter.public_name}")
 

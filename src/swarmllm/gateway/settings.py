@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from swarmllm.config import ClientConfig, ClientModelConfig, require_positive
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import entries_of, read_text
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -134,10 +135,9 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         if self.api_keys_file is None:
             return frozenset()
         try:
-            lines = Path(self.api_keys_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"can't read --api_keys_file {self.api_keys_file}: {error}") from None
-        keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+            keys = frozenset(entries_of(read_text(self.api_keys_file)))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"can't read --api_keys_file {error}") from None
         if not keys:
             raise ConfigurationError(f"--api_keys_file {self.api_keys_file} holds no keys: write one per line")
         return keys

@@ -16,10 +16,10 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.files import user_path
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.settings import ServerConfig
 
@@ -121,7 +121,7 @@ def _identity_path(path: str | None, index: int) -> str | None:
     """The file of the identity that device `index` has; those after the first come from the first one's."""
     if path is None or index == 0:
         return path
-    derived, own = Identity.load_or_create(path).derived(f"device {index}"), Path(f"{path}.{index}").expanduser()
+    derived, own = Identity.load_or_create(path).derived(f"device {index}"), user_path(f"{path}.{index}")
     if not own.exists():
         derived.write(own)
     elif Identity.load(own).peer_id != derived.peer_id:

@@ -18,6 +18,7 @@ from swarmllm.command_line import one_line
 from swarmllm.commands.doctor.findings import DoctorConfig, Finding, bad, note, ok
 from swarmllm.config import default_cache_dir
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, SwarmError
+from swarmllm.files import user_path
 from swarmllm.models.architecture import check_supported, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.dtypes import resolve_dtype
@@ -193,7 +194,7 @@ def check_identity(config: DoctorConfig) -> Iterator[Finding]:
     """Whether the key can be read, and is nobody else's at the moment."""
     if config.identity_path is None:
         return
-    path = Path(config.identity_path).expanduser()
+    path = user_path(config.identity_path)
     if not path.exists():
         yield note(f"the identity {path} did not exist: made a new one")
     try:

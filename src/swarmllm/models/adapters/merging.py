@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
+from swarmllm.files import replace_file
 from swarmllm.models.adapters.adapter_files import CONFIG, WEIGHTS, fingerprint_of_card
 from swarmllm.models.architecture import Task, task_class, task_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -241,4 +242,4 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Source, output: Path, tell: T
         if (found := checkpoint.file_beside(name)) is not None:
             shutil.copyfile(found, output / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
-    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    replace_file(output / "model.safetensors.index.json", json.dumps(index, indent=2))

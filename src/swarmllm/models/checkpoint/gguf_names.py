@@ -9,9 +9,9 @@ Called by `checkpoint` and `tokenizer`.
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import user_path
 from swarmllm.models.checkpoint.sources import Source, find_source
 from swarmllm.models.checkpoint.stored_files import CONFIG, LAYOUTS
 
@@ -41,7 +41,7 @@ def locate(
 
 def _split(name_or_path: str) -> tuple[str, str | None, str | None]:
     """(directory or repository, GGUF file in it, what is in such a file's name)."""
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if name_or_path.endswith(SUFFIX) and not path.is_dir():
         if path.is_file() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") < 2:
             return str(path.parent), path.name, None

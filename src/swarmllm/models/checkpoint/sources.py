@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
+from swarmllm.files import user_path
 
 HUB_ANSWERS_S = 3.0
 """Assumed: whoever needs longer to take a connection isn't there."""
@@ -230,7 +231,7 @@ def find_source(name_or_path: str, *, revision: str | None, token: str | None, c
     Raises:
         ConfigurationError: it looks like a directory, but there is none.
     """
-    directory = Path(name_or_path).expanduser()
+    directory = user_path(name_or_path)
     if directory.is_dir():
         return _Directory(directory)
     require_directory_or_hub_id(name_or_path)

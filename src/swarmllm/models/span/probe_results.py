@@ -6,7 +6,6 @@ code on the same kind of processor; weights make no difference to what blocks ne
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Collection
@@ -20,6 +19,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict
 
 from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.files import replace_file
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
 from swarmllm.models.span.block_span import BlockSpan
@@ -73,11 +73,9 @@ class ProbeResults:
         """Note what has been found. Where that can't be written, the next start looks again."""
         found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes)
         path = self._path_of(blocks)
-        beside = path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(found.model_dump_json())
-            beside.replace(path)
+            replace_file(path, found.model_dump_json(), durable=False)
 
     def _path_of(self, blocks: BlockSpan) -> Path:
         return self._path(blocks.span, blocks.dtype, blocks.device, offloaded=blocks.offloaded is not None)

@@ -6,15 +6,14 @@ initial peer that somebody named: it is dialled, and proves its id. `p2p/dht_nod
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import replace_file
 from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.relay.addresses import is_circuit
 
@@ -72,15 +71,11 @@ class AddressBook:
                 kept[swarm] = _newest({**kept.get(swarm, {}), **self._met}, MAX_PEERS, now)
             last = {swarm: max((at for at, _ in peers.values()), default=0.0) for swarm, peers in kept.items()}
             swarms = sorted((swarm for swarm in kept if kept[swarm]), key=lambda swarm: -last[swarm])[:MAX_SWARMS]
-            part = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                part.write_text(json.dumps({swarm: kept[swarm] for swarm in swarms}))
-                part.replace(self._path)
+                replace_file(self._path, json.dumps({swarm: kept[swarm] for swarm in swarms}), durable=False)
             except OSError as error:
                 logger.warning("peers that were met can't be kept: %s", error)
-                with suppress(OSError):
-                    part.unlink()
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
         """What the file says, but for what makes no sense."""

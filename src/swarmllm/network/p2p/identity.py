@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import create_private_file, user_path
 
 # libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes; private keys hold the public one too.
 # https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
@@ -53,7 +54,7 @@ class Identity:
         Raises:
             ConfigurationError: the file can't be read or written, or holds something else.
         """
-        path = Path(path).expanduser()
+        path = user_path(path)
         if path.exists():
             return cls.load(path)
         identity = cls.generate()
@@ -67,7 +68,7 @@ class Identity:
         Raises:
             ConfigurationError: the file can't be read, or holds something else.
         """
-        path = Path(path).expanduser()
+        path = user_path(path)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -84,9 +85,7 @@ class Identity:
         """
         data = _PRIVATE_PREFIX + self.key.private_bytes_raw() + self.key.public_key().public_bytes_raw()
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+            create_private_file(path, data)
         except OSError as error:
             raise ConfigurationError(f"the identity file {path} can't be written: {error.strerror}") from error
 
@@ -102,7 +101,7 @@ def lock_identity(path: str | os.PathLike[str]) -> int:
     Raises:
         ConfigurationError: another process has it.
     """
-    lock = os.open(Path(path).expanduser(), os.O_RDONLY)
+    lock = os.open(user_path(path), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

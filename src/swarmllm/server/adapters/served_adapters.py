@@ -7,7 +7,6 @@ that has begun keeps its adapter, whatever happens to the file meanwhile.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from swarmllm.errors import (
     BlocksNotServedError,
@@ -16,6 +15,7 @@ from swarmllm.errors import (
     SwarmError,
     WeightsMismatchError,
 )
+from swarmllm.files import user_path
 from swarmllm.models.adapters.adapter_files import CONFIG, PICKLE, WEIGHTS, open_adapter
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ class ServedAdapters:
     @property
     def watches(self) -> bool:
         """Whether anything can change: what comes from the hub stays as it was at the start."""
-        return any(Path(source).expanduser().is_dir() for source in self._sources)
+        return any(user_path(source).is_dir() for source in self._sources)
 
     def get(self, name: str) -> BlockAdapter:
         """The adapter that a request names.
@@ -136,7 +136,7 @@ class ServedAdapters:
     def _found(self) -> Iterator[str]:
         """The sources, and in place of a directory of adapters what is in it."""
         for source in self._sources:
-            directory = Path(source).expanduser()
+            directory = user_path(source)
             if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):
                 yield source
             else:
@@ -148,6 +148,6 @@ def _adapters(offers: Mapping[str, _Offer]) -> dict[str, BlockAdapter]:
 
 
 def _stamp(source: str) -> Stamp:
-    files = [Path(source).expanduser() / name for name in (CONFIG, WEIGHTS)]
+    files = [user_path(source) / name for name in (CONFIG, WEIGHTS)]
     stats = [file.stat() for file in files if file.is_file()]
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

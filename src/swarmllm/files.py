@@ -1,0 +1,168 @@
+"""Files on this machine: text that users saved with any editor, and files that a crash must not leave half written.
+
+Every room takes paths of users through `user_path`, reads settings, keys, invites and lists by `read_text`, and writes
+what must survive by `replace_file`. JSON of checkpoints is read by `models/checkpoint`, as transformers does.
+"""
+
+import codecs
+import errno
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from swarmllm.errors import ConfigurationError
+
+MAX_TEXT_BYTES = 16 << 20
+"""Assumed: nobody writes more by hand."""
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks. Notepad writes that of UTF-8, and PowerShell's `>` that of UTF-16."""
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """The path with ~ replaced by the home directory.
+
+    Raises:
+        ConfigurationError: it begins with ~, and nobody knows where that is.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigurationError(f"{path}: no home directory is known for it, so give the whole path") from None
+
+
+def has_home() -> bool:
+    """Whether this user has a home directory: a container may run as a number for which there is no user."""
+    try:
+        Path("~").expanduser()
+    except RuntimeError:
+        return False
+    return True
+
+
+def user_cache_dir() -> Path:
+    """Where this user's programs keep what they can make again; of a user without a home, among temporary files.
+
+    Raises:
+        ConfigurationError: somebody else has made that directory.
+    """
+    if users := os.environ.get("XDG_CACHE_HOME"):
+        return user_path(users)
+    if has_home():
+        return user_path("~/.cache")
+    directory = Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    with suppress(OSError):  # whoever writes there will be told
+        directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.exists() and directory.stat().st_uid != os.getuid():
+        raise ConfigurationError(f"{directory} is another user's: set SWARMLLM_CACHE to a directory of your own")
+    return directory
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file, without a byte order mark and with `\\n` at the end of lines.
+
+    Raises:
+        ConfigurationError: it can't be read, is too large, or is in an encoding that can't be told.
+    """
+    path = user_path(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_TEXT_BYTES:
+        raise ConfigurationError(f"{path}: it has more than {MAX_TEXT_BYTES >> 20} MiB, so it is another file")
+    try:
+        return decoded(data, "utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(
+            f"{path}: it is not in UTF-8 (line {line}), so save it as UTF-8 in your editor"
+        ) from None
+
+
+def decoded(data: bytes, encoding: str, errors: str = "strict") -> str:
+    """The text of these bytes by their byte order mark, or in this encoding, with `\\n` at the end of lines.
+
+    Raises:
+        UnicodeDecodeError: they are something else.
+    """
+    for mark, marked in _MARKS:
+        if data.startswith(mark):
+            data, encoding = data[len(mark) :], marked
+            break
+    return data.decode(encoding, errors).replace("\r\n", "\n")
+
+
+def entries_of(text: str) -> list[str]:
+    """What the lines say, without spaces around it; comments begin with #."""
+    stripped = (line.strip() for line in text.splitlines())
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+@contextmanager
+def replaced(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
+    """A name beside this one; the file that is written there takes its place at the end.
+
+    So readers see the old file or the new one, also after a crash; unless `durable`, after a power cut perhaps none,
+    which is enough for what can be made again.
+
+    Raises:
+        OSError: it can't be written; the old file is as it was.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield beside
+        if durable:
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def replace_file(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
+    """The same with a text.
+
+    Raises:
+        OSError: it can't be written; the old file is as it was.
+    """
+    with replaced(path, durable=durable) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def create_private_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all.
+
+    Raises:
+        FileExistsError: there is one already.
+        OSError: it can't be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(beside, path)  # unlike a rename, it takes no other file's place
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
