@@ -11,6 +11,7 @@ import pytest
 from swarmllm.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
 REAL_MODEL = (ROOT / "docs" / "real-model.md").read_text()
 
@@ -22,6 +23,19 @@ def test_the_reference_of_commands_is_what_the_parsers_say() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.DOCUMENT.read_text() == script.reference(), "run python .ci/command_reference.py"
+
+
+def test_the_first_pages_show_a_failover() -> None:
+    """As a small animation of about 20 seconds, and no page shows a picture that is missing or large."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    shown = {page: [page.parent / name for name in PICTURE.findall(page.read_text())] for page in pages}
+    recording = ROOT / "docs" / "failover.gif"
+    assert recording in shown[ROOT / "README.md"]
+    assert recording in shown[ROOT / "docs" / "index.md"]
+    assert all(picture.stat().st_size < 500_000 for pictures in shown.values() for picture in pictures)
+    delays = re.findall(rb"\x21\xf9\x04.(..)", recording.read_bytes(), re.DOTALL)  # of frames, in 1/100 s
+    seconds = sum(int.from_bytes(delay, "little") for delay in delays) / 100
+    assert 15 < seconds < 30
 
 
 LINES = re.findall(r"^(?:ExecStart=\S*/)?swarmllm (.+)$", DEPLOYMENT + REAL_MODEL, re.MULTILINE)
