@@ -105,6 +105,17 @@ def test_the_picture_tells_what_changed() -> None:
     assert [event["kind"] for event in shown["events"]] == ["unreachable", "left", "joined", "moved"]
 
 
+def test_the_expected_speed_counts_the_way_to_servers() -> None:
+    """And the best route is that of the nearest server."""
+    near, far = server(1, 0, 8), server(2, 0, 8)
+    for contacts, least_ms in (({}, 0.0), ({near.peer_id: Contact(True, 0.05), far.peer_id: Contact(True, 0.4)}, 50.0)):
+        picture = SwarmPicture("m", "f", 8)
+        picture.update(SwarmSnapshot(8, (far, near)), contacts, 1.0)
+        shown = picture.as_json()
+        assert least_ms < shown["expected_ms_per_token"] < least_ms + 20
+    assert [hop["peer_id"] for hop in shown["route"]] == [near.peer_id]
+
+
 def test_what_the_next_loss_would_stop() -> None:
     """Blocks of one server that can be reached, of those that servers have to run."""
     picture = SwarmPicture("m", "f", 8, [Span(1, 8)])

@@ -13,6 +13,7 @@ from swarmllm.errors import MissingBlocksError
 from swarmllm.gateway.engine.trace import describe_route
 from swarmllm.gateway.swarm.swarm_history import SwarmHistory
 from swarmllm.swarm.block_map import state_name
+from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import find_route, route_cost_ms
 
 MAX_EVENTS = 200
@@ -121,9 +122,9 @@ class SwarmPicture:
 
     def as_json(self) -> dict[str, Any]:
         """For /api/swarm."""
-        usable = self.usable
+        usable, costs = self.usable, self._costs()
         try:
-            route = [hop for span in self._needed for hop in find_route(usable, span)]
+            route = [hop for span in self._needed for hop in find_route(usable, span, costs=costs)]
         except MissingBlocksError:
             route = []
         servers = sorted(
@@ -140,12 +141,17 @@ class SwarmPicture:
             "held_by_one": self._held_by_one(),
             "bottleneck": _bottleneck(usable),
             "route": describe_route(route),
-            "expected_ms_per_token": round(route_cost_ms(route), 3) if route else None,
+            "expected_ms_per_token": round(route_cost_ms(route, costs), 3) if route else None,
             "tokens_per_s": self._history.tokens_per_s_now,
             "history": self._history.as_json(),
             "servers": [self._describe(server) for server in servers],
             "events": list(self._events)[::-1],
         }
+
+    def _costs(self) -> RouteCosts:
+        """What the gateway has measured of its distance to servers."""
+        found = {p: c.round_trip_s for p, c in self._contacts.items() if c.round_trip_s is not None}
+        return RouteCosts(round_trips_ms={peer_id: 1000 * seconds for peer_id, seconds in found.items()})
 
     def _held_by_one(self) -> list[dict[str, Any]]:
         """Stretches of blocks that one server alone can serve: if it is lost, no text can go on."""
