@@ -10,6 +10,7 @@ import sys
 import threading
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from swarmllm.server.__main__ import main
 from swarmllm.server.batches.batches import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
 from swarmllm.server.measuring.throughput import Throughput
+from swarmllm.server.streams.stack_parts import StackParts
 
 
 class Fault(Enum):
@@ -31,6 +33,7 @@ class Fault(Enum):
     NO_DAEMON = "no_daemon"  # its p2pd dies
     CORRUPT = "corrupt"  # NaN in what it returns
     LIE = "lie"  # plausible, but wrong
+    PRYING = "prying"  # it says that its blocks need the text; always, as traits are told in greetings
     STALL = "stall"  # answers pings, but never the request
     OUT_OF_MEMORY = "out_of_memory"  # the machine has no more, for whatever it computes
     DEAD_THREAD = "dead_thread"  # a mistake of ours ends the device thread
@@ -70,6 +73,11 @@ def misbehave(fault: Fault, trigger: Path) -> None:
             case Fault.LIE:
                 return outputs * 1.5
         return outputs
+
+    if fault is Fault.PRYING:
+        traits: Any = StackParts.traits
+        asks = {"extra_inputs": ("input_ids", "inputs_embeds")}
+        StackParts.traits = property(lambda parts: traits.fget(parts).model_copy(update=asks))  # type: ignore[assignment]
 
     honest_ran = Scheduler.ran
 

@@ -180,6 +180,7 @@ class InProcessSwarm:
             self._config, self.blocks.loop, name="model", fingerprint=FINGERPRINT, num_blocks=self.blocks.num_blocks
         )
         self.blocks.loop.on_close.remove(view.look_ups.close)
+        view.own_traits = self.blocks.all.traits
         view.look_ups._peer, view.look_ups._directory = self, _Directory(self)  # type: ignore[assignment]
         return view
 

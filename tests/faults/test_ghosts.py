@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
+from swarm_in_process import Blocks, InProcessSwarm, Reference
 
 from swarmllm.data_structures import BlockTraits, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerUnreachableError
+from swarmllm.errors import MissingBlocksError, PeerUnreachableError
 from swarmllm.network.p2p.verified_peers import AGAIN_S, _Verdict
-from swarmllm.network.wire.protocol import MessageType
 
 NUM_BLOCKS, HIDDEN = 6, 64
 SEDUCTIVE: dict[str, Any] = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
@@ -50,32 +49,6 @@ def test_ghost_traits(blocks: Blocks) -> None:
         for server in swarm.servers:
             server.info = server.info.model_copy(update={"traits": LIES})
         assert blocks.loop.run(new_traits(swarm)) == honest
-
-
-def test_servers_that_disagree_are_refused_in_one_sentence(blocks: Blocks) -> None:
-    def lie(server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
-        if kind is MessageType.WELCOME and server is swarm.servers[1]:
-            header["info"] = {**header["info"], "traits": LIES.model_dump()}
-        return kind, header, chunks
-
-    with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
-        swarm.on_send = lie
-        with pytest.raises(ConfigurationError, match=r"disagree .* blocked_servers"):
-            blocks.loop.run(new_traits(swarm))
-
-
-def test_a_server_that_contradicts_the_route_later_is_not_taken(blocks: Blocks) -> None:
-    def lie(server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
-        if kind is MessageType.WELCOME and server is swarm.servers[2]:
-            header["info"] = {**header["info"], "traits": LIES.model_dump()}
-        return kind, header, chunks
-
-    fast = {"decode_ms_per_block": 0.1}
-    with InProcessSwarm(blocks, [(0, 3), (3, 6), (3, 6)], announced=[{}, {}, fast], min_gain_to_move=1) as swarm:
-        swarm.on_send = lie
-        swarm.first_route([swarm.hop(0, 0, 3), swarm.hop(2, 3, 6)])
-        check_session(swarm)
-        assert swarm.view.blamed == {swarm.servers[2].peer_id}
 
 
 def test_a_flood_of_ghosts_stops_no_client(blocks: Blocks) -> None:

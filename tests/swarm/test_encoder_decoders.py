@@ -15,7 +15,7 @@ from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, Clie
 from swarmllm.commands.status import ModelStatus
 from swarmllm.data_structures import BlockTraits, ModelRecord, ServedBlocks
 from swarmllm.errors import ConfigurationError, SwarmError, UnsupportedModelError
-from swarmllm.network.p2p.verified_peers import VerifiedPeers
+from swarmllm.network.p2p import verified_peers
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
 """Of 4 blocks of the encoder and 3 of the decoder."""
@@ -147,13 +147,12 @@ def test_older_servers_are_refused_before_anything_is_computed(
     model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They greet without a word of stacks."""
-    greet = VerifiedPeers.greet
+    parse = verified_peers.parse
 
-    async def as_an_old_one(*args: Any) -> ServedBlocks:
-        served = await greet(*args)
-        return served.model_copy(update={"traits": BlockTraits()})
+    def as_an_old_one(*args: Any) -> ServedBlocks:
+        return parse(*args).model_copy(update={"traits": BlockTraits()})
 
-    monkeypatch.setattr(VerifiedPeers, "greet", as_an_old_one)
+    monkeypatch.setattr(verified_peers, "parse", as_an_old_one)
     config = ClientConfig(initial_peers=model.swarm.config.initial_peers, route_timeout_s=1)
     with pytest.raises(
         SwarmError, match="version that serves no models with an encoder and a decoder: update swarmllm"

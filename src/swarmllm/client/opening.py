@@ -18,7 +18,7 @@ from swarmllm.client.saving import describe_origin
 from swarmllm.client.speculative_generation import Speculator, require_no_drafts
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
-from swarmllm.config import ClientConfig
+from swarmllm.config import ClientConfig, own_cache_dir
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import Task, stacks, task_class, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -26,6 +26,8 @@ from swarmllm.models.checkpoint.dtypes import resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.span.probe_results import PROBES
+from swarmllm.models.span.small_copy import traits_of
 
 
 def open_in_swarm(
@@ -41,10 +43,10 @@ def open_in_swarm(
         spans = [stack.span for stack in stacks(checkpoint.config)]
         view, everything = _view_of(checkpoint, config, dtype, loop, spans), spans[-1]
         wanted = wanted_spans(config, checkpoint.num_blocks)
-        loop.run(view.connect())
+        loop.run(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
         view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
-        traits = loop.run(view.traits([here.traits for here in local.spans]))
+        traits = loop.run(view.begin())
         blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
         encoder = encoder_blocks(view, traits, spans)
         model: Any = load_client_shell(
@@ -68,6 +70,11 @@ def open_in_swarm(
         undo.pop_all()
     model._finalizer = weakref.finalize(model, loop.close)
     return model
+
+
+def _find_traits(checkpoint: Checkpoint, view: SwarmView) -> None:
+    """Find out what the model's blocks need, so that no server has to be believed."""
+    view.own_traits = traits_of(checkpoint, own_cache_dir() / PROBES)
 
 
 def _view_of(

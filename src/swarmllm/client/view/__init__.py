@@ -8,7 +8,7 @@ inner_answers    what passes between blocks: asked for, and answered
 connection       one stream to one server
 event_loop       the client's thread, and how callers cross into it
 concurrency      several things at once
-agreed_traits    what the blocks need, as servers say
+claimed_traits   what servers claim of the blocks, compared with what this client knows
 agreed_weights   which weights are used where servers hold different ones
 adapter_uploads  adapters on their way to servers
 active_adapter   which version of a served adapter is used

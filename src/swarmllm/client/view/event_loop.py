@@ -64,8 +64,10 @@ class EventLoop:
         """Whether the thread lives and takes what it is given."""
         return self._thread.is_alive() and not self._closed
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
         """The coroutine's value, run in the loop's thread while this thread waits; Ctrl-C cancels it.
+
+        `meanwhile` is what this thread does before it waits.
 
         Raises:
             SessionClosedError: the loop has been closed.
@@ -82,6 +84,7 @@ class EventLoop:
                 raise self._is_closed()
             future = Context().run(asyncio.run_coroutine_threadsafe, self._call(coroutine), self._loop)
         try:
+            meanwhile()
             return future.result()
         except FutureCancelledError:
             coroutine.close()  # it may not have begun

@@ -16,7 +16,7 @@ from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_swarm
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.p2p.verified_peers import VerifiedPeers
+from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
 from swarmllm.swarm.stacks import command_to_serve
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ NEIGHBOURS_MET = 8
 class LookUps:
     """The servers of one checkpoint, as far as they are known, and ways to know more."""
 
-    def __init__(self, config: ClientConfig, *, name: str, fingerprint: str, num_blocks: int) -> None:
+    def __init__(
+        self, config: ClientConfig, *, name: str, fingerprint: str, num_blocks: int, check_greeting: CheckGreeting
+    ) -> None:
         self.config = config
         self.name = name
         """The model's name in the swarm."""
@@ -43,7 +45,7 @@ class LookUps:
         self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
         path = config.contributor_identity
         contributor = None if path is None else Identity.load(path)
-        self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor)
+        self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor, check=check_greeting)
         self.news = 0
         """Counts what a running session might change its route for: looks and rounds of pings."""
         self.is_outdated = False

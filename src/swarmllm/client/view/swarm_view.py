@@ -5,13 +5,20 @@ batches; runs in the client's event loop.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 
 from swarmllm.client.view.active_adapter import ActiveAdapter
 from swarmllm.client.view.adapter_uploads import AdapterUploads
-from swarmllm.client.view.agreed_traits import agreed_traits, check_agrees, check_stacks
+from swarmllm.client.view.claimed_traits import (
+    check_abilities,
+    check_claims,
+    lacking_abilities,
+    trusted_traits,
+    with_abilities_of,
+)
 from swarmllm.client.view.connection import Connection, OnAnswer
 from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
@@ -19,14 +26,18 @@ from swarmllm.client.view.look_ups import LookUps
 from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span, StackTraits
-from swarmllm.errors import MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
+from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import PeerHealth, Retries
 from swarmllm.swarm.routing import route_cost_ms
 
+logger = logging.getLogger(__name__)
+
 MOST_SHOWN = 8
 """Servers that `print(model)` lists."""
+MOST_LIARS_TOLD = 64
+"""Servers of which a client's log says that their greetings can't be true: peer ids cost nothing."""
 
 
 class SwarmView:
@@ -35,7 +46,9 @@ class SwarmView:
     def __init__(self, config: ClientConfig, loop: EventLoop, *, name: str, fingerprint: str, num_blocks: int) -> None:
         self.config = config
         self.loop = loop
-        self.look_ups = LookUps(config, name=name, fingerprint=fingerprint, num_blocks=num_blocks)
+        self.look_ups = LookUps(
+            config, name=name, fingerprint=fingerprint, num_blocks=num_blocks, check_greeting=self._check_greeting
+        )
         self.health = PeerHealth(config.ban_s)
         active_adapter = ActiveAdapter(config.active_adapter)
         self.adapters = AdapterUploads(active_adapter)
@@ -48,8 +61,12 @@ class SwarmView:
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
         """Bytes of all blocks, if this machine held them; None: nobody knows."""
+        self.own_traits: BlockTraits | None = None
+        """What this client has found out of the model's blocks; None: it couldn't. Set it before servers are met."""
         self._traits: BlockTraits | None = None
-        """Traits about which the first route's servers agreed."""
+        """The traits on which the model builds."""
+        self._liars: set[str] = set()
+        """Peers of which was told that their greetings can't be true."""
         loop.on_close.append(self.look_ups.close)
 
     @property
@@ -118,9 +135,13 @@ class SwarmView:
         return self.look_ups.peer.peer_id
 
     async def connect(self) -> None:
-        """Join the swarm, and begin to measure how far its servers are; see `LookUps.connect`."""
+        """Join the swarm; see `LookUps.connect`."""
         await self.look_ups.connect()
+
+    async def begin(self) -> BlockTraits:
+        """Begin to measure how far servers are, and find the traits on which to build; see `traits`."""
         self.loop.spawn(self.distances.keep_measuring(), name="measure round trips")
+        return await self.traits()
 
     async def daemon_exited(self) -> None:
         """Return when this client's p2pd has exited; without it nobody can be found or dialled any more."""
@@ -140,32 +161,39 @@ class SwarmView:
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
         return route_cost_ms(route, self.routes.costs())
 
-    async def traits(self, here: Sequence[BlockTraits] = ()) -> BlockTraits:
-        """The traits of the model's blocks: what the servers of the best route say in their greetings, taken together.
-
-        And those of the blocks that are `here`.
+    async def traits(self) -> BlockTraits:
+        """The traits of the model's blocks on which to build: this client's own; servers that claim others are avoided.
 
         Raises:
-            MissingBlocksError: nobody who can be reached serves some blocks.
-            ConfigurationError: they contradict each other.
+            MissingBlocksError: nobody who can be reached serves some blocks, or those who do claim other traits.
+            ConfigurationError: this client can't find the traits out, and the user has named no servers to trust.
         """
-        said = [traits for span in self.spans if span != self.encoder_blocks for traits in await self._traits_of(span)]
-        agreed = agreed_traits([*said, *(("this machine", traits) for traits in here)])
-        if self.encoder_blocks is not None:
-            of_encoder = await self._traits_of(self.encoder_blocks)
-            encoder = agreed_traits([(peer_id, traits.of_encoder) for peer_id, traits in of_encoder])
-            agreed = agreed.model_copy(update={"encoder": StackTraits(**encoder.model_dump(exclude={"encoder"}))})
-        self._traits = agreed
+        if self.own_traits is None and self.config.allowed_servers is None:
+            raise ConfigurationError(
+                f"what the blocks of {self.model_name} need can't be found out on this machine, and strangers aren't "
+                "believed: name the servers that you trust in allowed_servers"
+            )
+        greetings = [greeting for span in self.spans for greeting in await self._greetings(span)]
+        if self.own_traits is None:
+            self._traits = trusted_traits(greetings, self.encoder_blocks)
+        else:
+            self._traits = with_abilities_of(self.own_traits, greetings, self.encoder_blocks)
         return self._traits
 
-    async def _traits_of(self, span: Span) -> list[tuple[str, BlockTraits]]:
-        """(peer id, traits) of the servers of the best route through these blocks."""
+    async def _greetings(self, span: Span) -> list[ServedBlocks]:
+        """What the servers of the best route through these blocks say of themselves.
+
+        Servers that say they can do less than the model's blocks are on it only if nobody else serves these.
+        """
         deadline = time.monotonic() + self.config.route_timeout_s
+        weak: set[str] = set()
         while True:
-            servers = [hop.server for hop in await self.routes.find_soon(span)]
-            greetings = await asyncio.gather(*map(self._greet, servers), return_exceptions=True)
-            said: list[tuple[str, BlockTraits]] = []
-            for server, greeting in zip(servers, greetings, strict=True):
+            route = self.routes.alternative(span, weak) if weak else None
+            servers = [hop.server for hop in route or await self.routes.find_soon(span)]
+            answers = await asyncio.gather(*map(self.look_ups.verified.greet, servers), return_exceptions=True)
+            greetings: list[ServedBlocks] = []
+            weaker: set[str] = set()
+            for server, greeting in zip(servers, answers, strict=True):
                 if isinstance(greeting, SwarmError):
                     self.report(greeting)
                     if time.monotonic() > deadline:
@@ -173,32 +201,41 @@ class SwarmView:
                 elif isinstance(greeting, BaseException):
                     raise greeting
                 elif greeting.traits is not None:
-                    said.append((server.peer_id, greeting.traits))
-            if len(said) == len(servers):
-                return said
+                    greetings.append(greeting)
+                    if self.own_traits and lacking_abilities(greeting, self.own_traits, self.encoder_blocks):
+                        weaker.add(server.peer_id)
+            if len(greetings) == len(servers) and (
+                weaker <= weak or self.routes.alternative(span, weak | weaker) is None
+            ):
+                return greetings
+            weak |= weaker
 
-    async def _greet(self, server: ServerInfo) -> ServedBlocks:
-        """What the server says of itself, which has to know of the model's stacks."""
-        served = await self.look_ups.verified.greet(server)
-        check_stacks(server.peer_id, served, self.encoder_blocks)
-        return served
+    def _check_greeting(self, server: ServerInfo, served: ServedBlocks) -> None:
+        """Raises RemoteProtocolError if what a server says of its blocks isn't true of this model's."""
+        known = self.own_traits or self._traits
+        if known is None:
+            return
+        try:
+            check_claims(server.peer_id, served, known, self.encoder_blocks)
+            if self._traits is not None:
+                check_abilities(server.peer_id, served, self._traits, self.encoder_blocks)
+        except RemoteProtocolError as error:
+            self.health.report(error, time.monotonic())
+            if server.peer_id not in self._liars and len(self._liars) < MOST_LIARS_TOLD:
+                self._liars.add(server.peer_id)
+                logger.warning("%s; it is left out", error)
+            raise
 
     async def open_connection(self, server: ServerInfo, on_answer: OnAnswer | None = None) -> Connection:
         """A new stream to `server`.
 
         Raises:
-            PeerError: it can't be reached, or speaks another protocol.
+            PeerError: it can't be reached, speaks another protocol, or claims what isn't true of the model's blocks.
         """
         timeout_s = self.config.connect_timeout_s
         stream, served = await self.look_ups.verified.open_stream(
             server, timeout_s=timeout_s, max_message_bytes=self.config.max_message_bytes
         )
-        try:
-            if served is not None and served.traits is not None and self._traits is not None:
-                check_agrees(server.peer_id, served, self._traits, self.encoder_blocks)
-        except RemoteProtocolError:
-            stream.abort()
-            raise
         stream.start_keepalive()
         connection = Connection(stream, server, on_answer, compression=self.config.compression)
         connection.asleep = served is not None and served.asleep

@@ -9,7 +9,9 @@ verifies it; those that nobody has opened one to yet are dialled a bounded numbe
     confirmed          it said in its greeting that it serves what its record says, within the last `CONFIRMED_S`
     refuted            it couldn't be dialled or greeted within the last `REFUTED_S`, or said something else
 
-A server that answers the greeting may lie in it all the same, and compute nonsense; but it has to be there.
+Who made this may check greetings in its own way (`check`): a client knows what a model's blocks need, and refutes
+servers that claim something else. A server that answers the greeting may lie in it all the same, and compute nonsense;
+but it has to be there.
 """
 
 import asyncio
@@ -49,6 +51,10 @@ MAX_DIALS_PER_LOOK = 256
 """A flood of records keeps nobody busy for long, and the honest of a large swarm are met within some looks."""
 
 
+CheckGreeting = Callable[[ServerInfo, ServedBlocks], None]
+"""Raises a PeerError if a server's greeting can't be true."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     served: ServedBlocks | None
@@ -65,12 +71,13 @@ class VerifiedPeers:
         fingerprint: str,
         *,
         contributor: Identity | None = None,
+        check: CheckGreeting = lambda server, served: None,
         clock: Callable[[], float] = time.monotonic,
         generator: Random | None = None,
     ) -> None:
         """`contributor`: the key of a server for whose owner this process asks."""
         self._peer, self._contributor = peer, contributor
-        self._fingerprint = fingerprint
+        self._fingerprint, self._check = fingerprint, check
         self._clock = clock
         self._generator = generator or Random()
         self._verdicts: dict[str, _Verdict] = {}
@@ -123,7 +130,7 @@ class VerifiedPeers:
         """A new stream to this server that has been greeted, and what it serves; None: nothing at the moment.
 
         Raises:
-            PeerError: it can't be reached, or speaks another protocol.
+            PeerError: it can't be reached, speaks another protocol, or its greeting can't be true.
             SwarmError: it refuses this peer.
         """
         try:
@@ -139,6 +146,8 @@ class VerifiedPeers:
                     timeout_s=timeout_s,
                 )
                 served = parse(ServedBlocks, header.info, server.peer_id) if header.info else None
+                if served is not None:
+                    self._check(server, served)
             except BaseException:
                 stream.abort()
                 raise
