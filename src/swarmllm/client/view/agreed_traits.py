@@ -34,6 +34,8 @@ def agreed_traits(said: Sequence[tuple[str, BlockTraits]]) -> BlockTraits:
             "extra_inputs": tuple(sorted({name for traits in all_traits for name in traits.extra_inputs})),
             "forbidden_cuts": tuple(sorted({cut for traits in all_traits for cut in traits.forbidden_cuts})),
             "chunked_prefill": all(traits.chunked_prefill for traits in all_traits),
+            "length_borders": tuple(sorted({border for traits in all_traits for border in traits.length_borders})),
+            "own_length_beyond": min(filter(None, (traits.own_length_beyond for traits in all_traits)), default=None),
             "rollback": all(traits.rollback for traits in all_traits),
             "skips_padding": tuple(
                 side for side in first.skips_padding if all(side in traits.skips_padding for traits in all_traits)

@@ -39,6 +39,7 @@ from swarmllm.models.positions import length_of_equal_rotation, max_positions, t
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
+from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.span_cache import CacheSizes, SpanCache
 
@@ -81,6 +82,8 @@ class BlockSpan:
         self.digests = digests
         """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
         self.cache_sizes = CacheSizes()
+        self.kept_state = KeptState(self.stack, ())
+        """What modules keep of a call, as it was before the first one; put back before each."""
 
     def _require_arguments(self, model_name: str) -> None:
         """The model's forward must take what blocks need that keep a cache or attend to an encoder's outputs."""
@@ -330,6 +333,7 @@ class BlockSpan:
             kwargs["input_ids"] = inputs.input_ids
         else:
             kwargs["inputs_embeds"] = embeds
+        self.kept_state.put_back()
         try:
             with shared_keys.preferred() if cache is not None and self.shares_keys else nullcontext():
                 self.stack(**kwargs)
