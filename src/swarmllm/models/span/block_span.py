@@ -35,7 +35,7 @@ from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.first_block import give
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import is_rounded
-from swarmllm.models.positions import length_of_equal_rotation, max_positions, table_positions
+from swarmllm.models.positions import max_positions, table_positions
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
@@ -180,11 +180,6 @@ class BlockSpan:
         """Positions that a text may have, a prefix included; None if there is no table of them that could end."""
         table = self.table_positions  # the first entries of some are for padding, so texts may have `max_positions`
         return None if table is None else min(table.stop, self.max_positions or table.stop)
-
-    @cached_property
-    def max_equal_length(self) -> float:
-        """Positions up to which a row of a batch is computed alike, whatever other rows there are."""
-        return length_of_equal_rotation(text_config(self.stack.config))
 
     @cached_property
     def num_token_types(self) -> int:
