@@ -3,9 +3,11 @@
 Pydantic models here are what peers send: strict, frozen, bounded, and unknown (newer) fields are ignored.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -71,6 +73,9 @@ PeerText = Annotated[str, AfterValidator(printable)]
 """What a peer says in words, for people to read."""
 
 
+Length = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
 class StackTraits(PeerModel):
     """What a server found out about its blocks when it loaded them, so that clients need no guess."""
 
@@ -88,9 +93,33 @@ class StackTraits(PeerModel):
     """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
     skips_padding: Annotated[tuple[Literal["left", "right"], ...], Field(max_length=2)] = ()
     """Sides of a text on which padding may be left out of a batch: what is computed of the text stays the same."""
+    length_borders: Annotated[tuple[Length, ...], Field(max_length=16)] = ()
+    """Lengths in ascending order; calls that are longer compute all of their positions otherwise. LongRoPE has one: it
+    has other frequencies for longer calls."""
+    own_length_beyond: Length | None = None
+    """Positions beyond which calls of each length have frequencies of their own (dynamic NTK); None: there is no such
+    length."""
     takes_source: bool | None = None
     """Whether the blocks attend to an encoder's outputs, which a session is given with its first step; None takes
     no room in a record: they don't. A server of a version without encoder-decoders never says so."""
+
+    @property
+    def even_length(self) -> float:
+        """Positions up to which calls of all lengths compute alike."""
+        return min((*self.length_borders, self.own_length_beyond or inf), default=inf)
+
+    def arithmetic(self, length: int) -> int:
+        """Equal for lengths of calls that compute alike; the length is the largest position and 1."""
+        if self.own_length_beyond is not None and length > self.own_length_beyond:
+            return length
+        return -bisect_left(self.length_borders, length)
+
+    def last_alike(self, length: int) -> float:
+        """The largest length of calls that compute as those of this one."""
+        if self.own_length_beyond is not None and length > self.own_length_beyond:
+            return length
+        longer = (*self.length_borders, self.own_length_beyond or inf)
+        return min((border for border in longer if border >= length), default=inf)
 
 
 class BlockTraits(StackTraits):

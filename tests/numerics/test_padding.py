@@ -94,7 +94,7 @@ def test_frequencies_chosen_by_the_longest_row(tmp_path: Path) -> None:
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     blocks = load_block_span(open_checkpoint(str(tmp_path)), Span(1, 3), progress=False)
-    assert blocks.max_equal_length == config.max_position_embeddings
+    assert blocks.traits.even_length == config.max_position_embeddings
     assert blocks.traits.skips_padding == ()
 
 

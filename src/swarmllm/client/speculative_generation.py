@@ -193,7 +193,8 @@ class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # ty
                 **model_kwargs,
             )
         session: Any = cache.session
-        speculation = Speculation(self, name, session, speculator.drafter_for(cache), speculator.planner)
+        drafter = speculator.drafter_for(cache)
+        speculation = Speculation(self, name, session, drafter, speculator.planner, self.swarm_traits)
         return speculation.run(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )

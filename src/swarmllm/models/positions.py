@@ -1,12 +1,10 @@
-"""How long a text may be for a model: the entries of its tables of positions, and rotations that depend on it.
+"""How long a text may be for a model: the entries of its tables of positions.
 
 Called by `span/` and by whoever measures or limits texts.
 """
 
-from collections.abc import Iterable
-
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarmllm.models.architecture import text_config
 
@@ -54,22 +52,3 @@ def table_positions(stack: PreTrainedModel) -> range | None:
         rows = [len(table) for table in tables if _is_table(len(table), length)]
         ranges += [range(-offset, number - offset) for number in rows]
     return range(max(r.start for r in ranges), min(r.stop for r in ranges)) if ranges else None
-
-
-def length_of_equal_rotation(config: PreTrainedConfig) -> float:
-    """Positions up to which a rotary embedding rotates each position alike, whatever else is in the batch.
-
-    Two kinds look at the largest position of a batch and choose their frequencies by it (Phi-3 128k, dynamic NTK).
-    """
-
-    def limits(settings: object) -> Iterable[float]:
-        if isinstance(settings, dict):
-            if settings.get("rope_type", settings.get("type")) in ("dynamic", "longrope"):
-                original = settings.get("original_max_position_embeddings")
-                yield original or getattr(config, "original_max_position_embeddings", None) or length
-            for value in settings.values():
-                yield from limits(value)
-
-    length: float = getattr(config, "max_position_embeddings", 0)
-    found = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
-    return min((limit for settings in found for limit in limits(settings)), default=float("inf"))

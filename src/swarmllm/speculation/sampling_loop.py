@@ -28,11 +28,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from swarmllm.data_structures import BlockTraits
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.split_forward import SplitForward
 from swarmllm.speculation.drafters import MAX_MATCH, Drafter
 from swarmllm.speculation.planner import Plan, Planner
+
+UNIFORM = BlockTraits()
 
 
 class StepsAhead(Protocol):
@@ -132,12 +135,22 @@ class _Text:
 class Speculation:
     """One `generate()` of one row."""
 
-    def __init__(self, model: Any, cache_name: str, session: StepsAhead, drafter: Drafter, planner: Planner) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache_name: str,
+        session: StepsAhead,
+        drafter: Drafter,
+        planner: Planner,
+        traits: BlockTraits = UNIFORM,
+    ) -> None:
         self._model: PreTrainedModel = model
         self._cache_name = cache_name
         self._session = session
         self._drafter = drafter
         self._planner = planner
+        self._traits = traits
+        self._may_roll_back = True
         self._text: _Text
         self._kwargs: dict[str, Any] = {}
         """generate()'s arguments, renewed at each step: they fit the text when its last token is about to be fed."""
@@ -157,7 +170,6 @@ class Speculation:
         """Generate the text; returns what `GenerationMixin._sample` would. `model_kwargs` hold the session's cache."""
         self._text = text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         self._kwargs = model_kwargs
-        cache: RemoteCache = model_kwargs[self._cache_name]
         with self._drafter.following(self._model):
             self._generate(input_ids, generation_config)
         if streamer is not None:
@@ -168,30 +180,53 @@ class Speculation:
             sequences=text.ids,
             scores=text.scores if generation_config.output_scores else None,
             logits=text.logits if generation_config.output_logits else None,
-            past_key_values=cache,
+            past_key_values=self._cache,
         )
 
     def _generate(self, input_ids: Tensor, generation_config: GenerationConfig) -> None:
         text = self._text
         outputs = self._model._prefill(input_ids, generation_config, self._kwargs, is_first_iteration=True)
         self._advance(outputs)
+        self._follow_cache()
         self._drafter.extend(input_ids[0].tolist())
         self._drafter.extend([text.take(outputs.logits[:, -1])])
         self._planner.new_text()
         try:
             while not text.finished:
-                if self._planner.latency_pays and self._drafter.begin() and (plan := self._first_plan()):
+                if self._may_run_ahead() and self._drafter.begin() and (plan := self._first_plan()):
                     self._run_ahead(plan)
                 else:
                     self._step()
         finally:
             self._leave()
 
+    @property
+    def _cache(self) -> RemoteCache:
+        cache: RemoteCache = self._kwargs[self._cache_name]
+        return cache
+
+    def _follow_cache(self) -> None:
+        """Go on with the cache that the model has returned: it replaces its own where LongRoPE changes its table."""
+        session: Any = self._cache.session
+        if session is not self._session:
+            self._session = session
+            self._may_roll_back = not self._cache.forgets_early
+
     def _room(self) -> int:
-        """Most guesses that may follow the text and the guesses under way: none beyond what would be fed plainly."""
+        """Most guesses that may follow the text and the guesses under way: none beyond what would be fed plainly.
+
+        A step of several tokens must compute each as a step of one would, whose length is another.
+        """
         length = self._text.length + len(self._guesses)
-        limit = self._text._config.max_length
-        return min(limit - 1 if limit is not None else length + MAX_MATCH, self._session.max_length) - length
+        limit, alike = self._text._config.max_length, self._traits.last_alike(self._text.length)
+        most = min(limit - 1 if limit is not None else length + MAX_MATCH, self._session.max_length, alike)
+        return int(most - length)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether guesses can be taken back, and the next token doesn't begin another way to compute positions."""
+        arithmetic = self._traits.arithmetic
+        is_alike = arithmetic(self._text.length) == arithmetic(max(1, self._session.position))
+        return self._may_roll_back and is_alike and self._planner.latency_pays
 
     def _first_plan(self) -> Plan:
         self._planner.drafter = self._drafter.name
@@ -208,6 +243,7 @@ class Speculation:
         began_at = time.perf_counter()
         outputs = self._model(**inputs, return_dict=True)
         self._advance(outputs)
+        self._follow_cache()
         self._drafter.extend([self._text.take(outputs.logits[:, -1])])
         step_s = self._session.step_s
         client_s = time.perf_counter() - began_at - step_s

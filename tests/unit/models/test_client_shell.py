@@ -25,6 +25,8 @@ IDS = torch.tensor([[3, 4, 5]])
 
 
 class FakeSession:
+    is_generating = False
+
     def __init__(self) -> None:
         self.position = 0
 

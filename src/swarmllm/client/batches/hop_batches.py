@@ -18,6 +18,7 @@ from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import CorruptActivationsError
 from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
 from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs
+from swarmllm.models.boundary.cutting import decisive_rows
 from swarmllm.network.wire.protocol import MessageType
 
 Gradients = dict[str, Tensor]
@@ -132,7 +133,13 @@ class HopBatches:
 
 
 def micro_batches(inputs: BlockInputs, max_tokens: int, traits: BlockTraits) -> Iterator[BlockInputs]:
-    """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone."""
+    """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone.
+
+    Where the longest one decides how the others are computed, they stay together.
+    """
+    if decisive_rows(inputs, traits) is not None:
+        yield inputs
+        return
     size = max(1, max_tokens // (inputs.seq_len + inputs.num_prefix))
     num_parts = -(-inputs.batch_size // size)
     size = -(-inputs.batch_size // num_parts)

@@ -5,6 +5,9 @@ where it belongs. Outputs and gradients of padding are zeros, and what the calle
 padding nothing is moved or copied. (EnergonAI, section 4.3, leaves padding out between the attentions of its workers;
 here it isn't sent, either.)
 
+Where the longest row of a batch decides how all others are computed (`cutting.decisive_rows`), a micro-batch without
+such a row is given a copy of one, whose outputs go nowhere.
+
 On which sides this changes nothing of the texts, servers say (`BlockTraits.skips_padding`, from
 `models/span/padding_probe`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
 """
@@ -13,12 +16,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.cutting import decisive_rows
 
 logger = logging.getLogger(__name__)
 _INSTEAD = "to have it computed, open the model with client_config=ClientConfig(compute_padding=True)"
@@ -35,6 +40,8 @@ class Excerpt:
     """Positions [first, end)."""
     padding: Tensor | None
     """`[rows, end - first]`, where the micro-batch isn't text; None: all of it is."""
+    has_copy: bool = False
+    """Whether a row follows that is computed for the others' sake."""
 
 
 class Layout:
@@ -43,6 +50,8 @@ class Layout:
     def __init__(self, inputs: BlockInputs, traits: BlockTraits) -> None:
         self._traits, self._size = traits, (inputs.batch_size, inputs.seq_len)
         self._prefix = inputs.num_prefix
+        self._decisive = decisive_rows(inputs, traits)
+        self._stays_whole = self._decisive is not None and inputs.inner is not None
         self._firsts, self._ends = _texts(inputs, traits)
         true_lengths = self._ends - self._firsts
         self.is_whole = bool((true_lengths == inputs.seq_len).all())
@@ -55,6 +64,8 @@ class Layout:
 
     def split(self, shares: Sequence[float]) -> list[range]:
         """The rows by their places in the order of length, in parts of about these shares of all tokens."""
+        if self._stays_whole:
+            shares = [float(place == 0) for place in range(len(shares))]
         before = [0, *accumulate(self._lengths)]
         ends = [
             min(range(len(before)), key=lambda place: abs(before[place] - part * self.num_tokens))
@@ -68,6 +79,11 @@ class Layout:
     def micro_batches(self, part: range, max_tokens: int) -> Iterator[range]:
         """Groups of rows of at most `max_tokens`, each as long as its longest; a longer single row goes alone."""
         start = part.start
+        if self._stays_whole:
+            yield part
+            return
+        if self._decisive is not None:
+            max_tokens -= self._lengths[part.start]
         while start < part.stop:
             most, left = max(1, max_tokens // self._lengths[start]), part.stop - start
             size = -(-left // -(-left // most))  # about equally large if their lengths are
@@ -87,8 +103,12 @@ class Layout:
     def cut(self, inputs: BlockInputs, part: range) -> tuple[BlockInputs, Excerpt]:
         """These rows of the batch as a batch of their own, and where they belong."""
         if self.is_whole:
-            excerpt = Excerpt(torch.arange(part.start, part.stop), 0, inputs.seq_len, None)
-            return inputs.rows(part.start, part.stop, self._traits), excerpt
+            rows = torch.arange(part.start, part.stop)
+            if self._decisive is not None and not set(self._decisive) & set(part):
+                with_copy = torch.cat([rows, torch.tensor(self._decisive[:1])])
+                excerpt = Excerpt(rows, 0, inputs.seq_len, None, has_copy=True)
+                return inputs.rows_in_order(with_copy, self._traits), excerpt
+            return inputs.rows(part.start, part.stop, self._traits), Excerpt(rows, 0, inputs.seq_len, None)
         rows = torch.tensor(self._order[part.start : part.stop])
         first, end = self._columns(rows)
         positions = torch.arange(first, end)
@@ -104,7 +124,10 @@ class Layout:
         """What of the gradient of the batch's outputs belongs to a micro-batch: `[…, rows, end - first, …]`."""
         axis = self._traits.batch_axis
         if self.is_whole:
-            return whole.narrow(axis, int(excerpt.rows[0]), len(excerpt.rows))
+            of_rows = whole.narrow(axis, int(excerpt.rows[0]), len(excerpt.rows))
+            if not excerpt.has_copy:
+                return of_rows
+            return torch.cat([of_rows, torch.zeros_like(of_rows.narrow(axis, 0, 1))], dim=axis)
         part = whole.narrow(axis + 1, excerpt.first, excerpt.end - excerpt.first)
         part = part.index_select(axis, excerpt.rows.to(whole.device))
         return part if excerpt.padding is None else _cleared(part, excerpt.padding, axis)
@@ -113,7 +136,7 @@ class Layout:
         """The micro-batches' `hidden_states` or `inputs_embeds`, or gradients of these, as those of the batch."""
         axis, (like, _) = self._axis(name), parts[0]
         if self.is_whole:
-            return torch.cat([tensor for tensor, _ in parts], dim=axis)
+            return torch.cat([tensor.narrow(axis, 0, len(excerpt.rows)) for tensor, excerpt in parts], dim=axis)
         whole = like.new_zeros((*like.shape[:axis], *self._size, *like.shape[axis + 2 :]))
         for tensor, excerpt in parts:
             known = tensor if excerpt.padding is None else _cleared(tensor, excerpt.padding, axis)
@@ -167,7 +190,7 @@ def _texts(inputs: BlockInputs, traits: BlockTraits) -> tuple[Tensor, Tensor]:
     """The first position of each row that is to be computed, and that behind the last one."""
     count, length, mask = inputs.batch_size, inputs.seq_len, inputs.attention_mask
     firsts, ends = torch.zeros(count, dtype=torch.long), torch.full((count,), length)
-    if mask is None or mask.ndim != 2 or not traits.skips_padding:
+    if mask is None or mask.ndim != 2 or not traits.skips_padding or traits.even_length < inf:
         return firsts, ends
     if inputs.whole or inputs.inner is not None:  # who looks between the blocks gets all of it
         return firsts, ends

@@ -202,6 +202,7 @@ class InferenceSession:
     def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
         """Roll back to where the history and `input_ids` `[batch, seq]` part, for `generate()` to go on from there.
 
+        Or to 0, if a prompt of that length computes its positions otherwise than they were (`BlockTraits.arithmetic`).
         At least one token is left to compute. What was fed by `step()` is taken to be the beginning of `input_ids`.
         """
         same = min(self.position, input_ids.shape[1] - 1)
@@ -211,7 +212,8 @@ class InferenceSession:
             common = min(same, self.history.shape[1])
             differs = (self.history[:, :common].to(input_ids.device) != input_ids[:, :common]).any(0)
             same = int(differs.nonzero()[0]) if bool(differs.any()) else common
-        self.position = same
+        # What a shorter text computed otherwise would make another text of this one than it is without a session.
+        self.position = same if self._text.was_computed_as(input_ids.shape[1], same) else 0
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Make the batch consist of these rows of it, in this order, from the next step on; rows may repeat."""
@@ -270,6 +272,11 @@ class InferenceSession:
             yield
         finally:
             self._generating.release()
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a `generate()` goes on in this session."""
+        return self._generating.locked()
 
     def belongs_to(self, view: SwarmView) -> bool:
         """Whether it is a session of that model."""

@@ -106,7 +106,7 @@ class LocalLeg:
         """A cache with today's rows that ends at the text's position."""
         text, cache = self.text, self._cache
         selection, text.selection = text.selection, None
-        if cache is not None and cache.records_past == text.record_past:
+        if cache is not None and cache.records_past == text.record_past and text.goes_back_alike(text.position):
             try:
                 if selection is not None and cache.position:
                     cache.select_batch(selection)

@@ -11,6 +11,7 @@ from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.cutting import pieces
 from swarmllm.network.wire.messages import MAX_POSITION
 
 
@@ -85,7 +86,7 @@ class SessionText:
         return SessionText(self.traits, replace(self.room, _needed_length=0), self.record_past)
 
     def admit(self, position: int, inputs: BlockInputs) -> bool:
-        """Whether the servers' sessions have room for `inputs` at `position`; if not, new ones will have.
+        """Whether the servers' sessions can go on with `inputs` at `position`; if not, new ones can.
 
         Raises:
             SessionLengthExceededError, ConfigurationError: they can't follow; nothing has changed.
@@ -103,6 +104,7 @@ class SessionText:
         has_rows = kept > 0 or inputs.batch_size == self.batch_size  # the servers keep room for that many
         has_source = position > 0 or inputs.source_len <= self.source_length
         fits = is_same_adapter and has_rows and has_source and max_length == self.room.max_length
+        fits = fits and self.goes_back_alike(kept)
         self.source_length = max(self.source_length, inputs.source_len)
         self.room.take(position + inputs.seq_len, max_length)
         self.batch_size = inputs.batch_size
@@ -129,14 +131,17 @@ class SessionText:
 
     def chunks(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
         """A long prompt in pieces, so that several servers work on it at once."""
-        size = max(1, max_tokens // inputs.batch_size)
-        if not self.traits.chunked_prefill or inputs.seq_len <= size or inputs.looks_ahead(self.position):
-            yield inputs
-            return
-        num_chunks = -(-inputs.seq_len // size)
-        size = -(-inputs.seq_len // num_chunks)  # all about equally long
-        for start in range(0, inputs.seq_len, size):
-            yield inputs.columns(start, min(start + size, inputs.seq_len), self.position, self.traits)
+        for start, end in pieces(inputs, self.position, self.traits, max_tokens):
+            whole = end - start == inputs.seq_len
+            yield inputs if whole else inputs.columns(start, end, self.position, self.traits)
+
+    def goes_back_alike(self, position: int) -> bool:
+        """Whether caches that are rolled back to this position hold what computing the rest anew would give."""
+        return self._log.goes_back_alike(position)
+
+    def was_computed_as(self, length: int, position: int) -> bool:
+        """Whether all before `position` was computed as a prompt of that length would compute it."""
+        return self._log.was_computed_as(length + (self.adapter.num_prefix if self.adapter else 0), position)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
         """(position, inputs) of all up to `position`, in pieces of about `max_tokens`."""

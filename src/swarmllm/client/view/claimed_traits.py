@@ -5,7 +5,8 @@
     takes_source, encoder      the same
     extra_inputs               the client's: a server that asks for more is left out, one that asks for less is used
     forbidden_cuts             the client's where the client cuts; each server's for its own blocks, in routes
-    skips_padding              the client's: servers have no say
+    skips_padding, length_borders, own_length_beyond
+                               the client's: servers have no say
     chunked_prefill, rollback  the client's; a server that claims less is used only if nobody else serves its blocks,
                                and then its word counts from the beginning. Other code, as some accelerators run it,
                                may be able to do less than what the client has tried
@@ -86,6 +87,8 @@ def _together(claims: Sequence[BlockTraits]) -> BlockTraits:
         update={
             "extra_inputs": tuple(sorted({name for claimed in claims for name in claimed.extra_inputs})),
             "forbidden_cuts": tuple(sorted({cut for claimed in claims for cut in claimed.forbidden_cuts})),
+            "length_borders": tuple(sorted({border for claimed in claims for border in claimed.length_borders})),
+            "own_length_beyond": min(filter(None, (claimed.own_length_beyond for claimed in claims)), default=None),
             "skips_padding": tuple(
                 side for side in first.skips_padding if all(side in one.skips_padding for one in claims)
             ),

@@ -2,11 +2,13 @@
 
 A server keeps what it sent to its successor, the client what it sent to the first server. The log follows the session:
 rollbacks cut it, changes of the batch's rows are noted and applied only when somebody replays. Of the attention masks,
-which every step brings whole, those are kept that no later one begins with: one, as long as nobody changes it.
+which every step brings whole, those are kept that no later one begins with: one, as long as nobody changes it. Steps
+that were computed with other frequencies of their positions (`cutting.arithmetic`) are never joined.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.models.boundary.block_inputs import AXES, SOURCE, BlockInputs
+from swarmllm.models.boundary.cutting import arithmetic, pieces
 
 
 @dataclass(slots=True)
@@ -25,17 +28,21 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Masked:
-    """Steps one after the other that the last one's mask does for: each mask is how the next one begins."""
+class _Alike:
+    """Steps one after the other that are computed alike, with the last one's mask: each is how the next one begins."""
 
     start: int
+    arithmetic: int
     mask: Tensor | None
     """`[batch, end]`, for today's rows; or one with more axes, of a single step. None hides nothing."""
     beside: frozenset[str] = frozenset()
     """What else all of these steps have."""
 
-    def take_in(self, mask: Tensor | None, seq_len: int) -> bool:
+    def take_in(self, step: "_Alike", seq_len: int) -> bool:
         """Add the next step, of `seq_len` positions, unless its mask shows or hides something else before it."""
+        mask = step.mask
+        if self.arithmetic != step.arithmetic or self.beside != step.beside:
+            return False
         if any(known is not None and known.ndim > 2 for known in (self.mask, mask)):
             return False
         if not _same(self.mask, None if mask is None else mask[:, :-seq_len]):
@@ -58,7 +65,7 @@ class ActivationLog:
     def __init__(self, traits: BlockTraits) -> None:
         self._traits = traits
         self._entries: list[_Entry] = []
-        self._masked: list[_Masked] = []
+        self._alike: list[_Alike] = []
 
     @property
     def length(self) -> int:
@@ -81,12 +88,11 @@ class ActivationLog:
         self.rollback(position)
         if position != self.length:
             raise ValueError(f"can't append at position {position} to a log of {self.length}")
-        mask = inputs.attention_mask
         beside: dict[str, Any] = {name: _owned(getattr(inputs, name)) for name in (*AXES, *SOURCE)}
         has = frozenset(name for name in AXES if beside[name] is not None and name != "position_ids")
-        before = self._masked[-1] if self._masked else None
-        if before is None or before.beside != has or not before.take_in(mask, inputs.seq_len):
-            self._masked.append(_Masked(position, mask, has))
+        step = _Alike(position, arithmetic(inputs, position, self._traits), inputs.attention_mask, has)
+        if not self._alike or not self._alike[-1].take_in(step, inputs.seq_len):
+            self._alike.append(step)
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside)))
 
     def rollback(self, position: int) -> None:
@@ -94,39 +100,66 @@ class ActivationLog:
         dropped: Tensor | None = None
         while self._entries and self._entries[-1].position >= position:
             dropped = _compose(self._entries.pop().order, dropped)
-        while self._masked and self._masked[-1].start >= position:
-            self._masked.pop()
+        while self._alike and self._alike[-1].start >= position:
+            self._alike.pop()
         if not self._entries:
             return
-        self._masked[-1].cut(position)
+        self._alike[-1].cut(position)
         last = self._entries[-1]
-        kept = position - last.position
-        if kept < last.inputs.seq_len:
-            last.inputs = last.inputs.columns(0, kept, last.position, self._traits)
+        if position < self.length:
+            last.inputs = self._rest(position)
+            self._note_other_arithmetic(last)
         last.order = _compose(last.order, dropped)
+
+    def _rest(self, position: int) -> BlockInputs:
+        """What would be left of the step that holds this position."""
+        step = next(entry for entry in reversed(self._entries) if entry.position < position)
+        return step.inputs.columns(0, position - step.position, step.position, self._traits)
+
+    def _note_other_arithmetic(self, last: _Entry) -> None:
+        """What is left of the last step may be too short to be computed as all of it was."""
+        alike, now = self._alike[-1], arithmetic(last.inputs, last.position, self._traits)
+        if now == alike.arithmetic:
+            return
+        if alike.start < last.position:
+            rest = replace(alike, start=last.position)
+            alike.cut(last.position)
+            self._alike.append(rest)
+        self._alike[-1].arithmetic = now
+
+    def goes_back_alike(self, position: int) -> bool:
+        """Whether the positions before this one, computed by themselves, would come out as they did."""
+        if not 0 < position < self.length or self._traits.even_length == inf:
+            return True
+        (alike,) = [one for one in self._alike if one.start < position][-1:]
+        start = max(entry.position for entry in self._entries if entry.position < position)
+        return arithmetic(self._rest(position), start, self._traits) == alike.arithmetic
+
+    def was_computed_as(self, length: int, position: int) -> bool:
+        """Whether all before `position` was computed as a call of that length would compute it."""
+        wanted = self._traits.arithmetic(length)
+        return all(one.arithmetic == wanted for one in self._alike if one.start < position)
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order."""
         if self._entries:
             last, order = self._entries[-1], torch.tensor(list(indices), dtype=torch.long)
-            for masked in self._masked:
-                if masked.mask is not None and masked.mask.shape[0] == self.batch_size:
-                    masked.mask = masked.mask.index_select(0, order.to(masked.mask.device))
+            for alike in self._alike:
+                if alike.mask is not None and alike.mask.shape[0] == self.batch_size:
+                    alike.mask = alike.mask.index_select(0, order.to(alike.mask.device))
             last.order = _compose(last.order, order)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
         """(position, inputs) of all that is logged, with today's rows, in pieces of about `max_tokens`."""
         for past, call in self.calls():
-            can_be_cut = self._traits.chunked_prefill and not call.looks_ahead(past)
-            stride = max(1, max_tokens // call.batch_size) if can_be_cut else call.seq_len
-            for start in range(0, call.seq_len, stride):
-                end = min(start + stride, call.seq_len)
+            for start, end in pieces(call, past, self._traits, max_tokens):
                 yield past + start, call.columns(start, end, past, self._traits)
 
     def calls(self) -> list[tuple[int, BlockInputs]]:
         """(position, inputs) of all that is logged, with today's rows, in as few calls as it can be computed with.
 
-        That is one, unless a step's mask showed or hid something that an earlier one's didn't.
+        That is one, unless a step's mask showed or hid something that an earlier one's didn't, or the text has become
+        so long that its later steps were computed otherwise.
         """
         if not self._entries:
             return []
@@ -136,10 +169,10 @@ class ActivationLog:
             order = _compose(entry.order, order)
             pieces.append(entry.inputs if order is None else entry.inputs.rows_in_order(order, self._traits))
         steps = list(zip((entry.position for entry in self._entries), reversed(pieces), strict=True))
-        starts = [masked.start for masked in self._masked]
+        starts = [alike.start for alike in self._alike]
         return [
-            (start, self._joined([step for step in steps if start <= step[0] < end], masked.mask))
-            for masked, start, end in zip(self._masked, starts, [*starts[1:], self.length], strict=True)
+            (start, self._joined([step for step in steps if start <= step[0] < end], alike.mask))
+            for alike, start, end in zip(self._alike, starts, [*starts[1:], self.length], strict=True)
         ]
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:

@@ -3,6 +3,8 @@
     a remote cache is given                         its session goes on
     use_cache is False, or the model is an encoder  none: the blocks run on the whole batch at once
     use_cache=True, without gradients               a session is opened, and its cache returned
+    the same inside generate() of a user's session  the model has dropped the cache that it was given, as LongRoPE makes
+                                                    it do once a text is long enough: the session begins anew
     anything else, where transformers makes one     as without a cache; the one that is returned opens a session only
                                                     when it is continued, which computes what it holds once more
 
@@ -62,7 +64,9 @@ def cache_of_call(
         kwargs["use_cache"] = False
         kwargs[name] = None if prefix is None else TunedPrefixCache(config, len(prefix))
         return None, prefix
-    if shell.active_cache_session() is not None:
+    session = shell.active_cache_session()
+    is_replaced = session is not None and session.is_generating and session.position < given.shape[1]
+    if session is not None and (prefix is not None or not (is_replaced and kwargs.get("use_cache"))):
         raise ConfigurationError(
             "inside an inference_session(), go on with generate() or session.step(); for a forward beside the session "
             "pass use_cache=False"
@@ -74,6 +78,8 @@ def cache_of_call(
     at_once = asked and not torch.is_grad_enabled()
     opened = _of_generate(prefix, shell, batch_size) if at_once else None
     opened = opened or shell.new_remote_cache(batch_size, None)
+    if session is not None:
+        session.position = 0
     opened.deferred = not at_once
     opened.num_prefix = 0 if prefix is None else len(prefix)
     kwargs[name] = opened

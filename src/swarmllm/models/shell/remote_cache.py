@@ -35,6 +35,11 @@ class CacheSession(Protocol):
         """Roll back to a lower position."""
         ...
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether it is the user's own, and a `generate()` goes on in it."""
+        ...
+
     def select_batch(self, indices: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order; rows may repeat."""
         ...

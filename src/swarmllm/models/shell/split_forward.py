@@ -54,6 +54,8 @@ class SplitForward:
 
     # ------------------------------------------------------------------ a session, for this one step
 
+    is_generating = False
+
     def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Called where the blocks would run."""
         if self._hidden is None:

@@ -11,6 +11,8 @@ probes            what the blocks need and can do, seen when they are loaded
 probe_results     the same, kept on disk for the next start
 small_copy        the same, seen by clients without weights
 cache_probe       what their cache can do
+length_probe      at which lengths of a call its positions are computed otherwise
+kept_state        what modules keep of a call, put back before the next
 padding_probe     on which sides padding makes no difference
 random_inputs     what blocks are tried and measured on
 packing           calls of several sessions, run together where they can be

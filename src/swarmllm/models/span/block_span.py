@@ -35,10 +35,11 @@ from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.first_block import give
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import is_rounded
-from swarmllm.models.positions import length_of_equal_rotation, max_positions, table_positions
+from swarmllm.models.positions import max_positions, table_positions
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
+from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.span_cache import CacheSizes, SpanCache
 
@@ -81,6 +82,8 @@ class BlockSpan:
         self.digests = digests
         """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
         self.cache_sizes = CacheSizes()
+        self.kept_state = KeptState(self.stack, ())
+        """What modules keep of a call, as it was before the first one; put back before each."""
 
     def _require_arguments(self, model_name: str) -> None:
         """The model's forward must take what blocks need that keep a cache or attend to an encoder's outputs."""
@@ -177,11 +180,6 @@ class BlockSpan:
         """Positions that a text may have, a prefix included; None if there is no table of them that could end."""
         table = self.table_positions  # the first entries of some are for padding, so texts may have `max_positions`
         return None if table is None else min(table.stop, self.max_positions or table.stop)
-
-    @cached_property
-    def max_equal_length(self) -> float:
-        """Positions up to which a row of a batch is computed alike, whatever other rows there are."""
-        return length_of_equal_rotation(text_config(self.stack.config))
 
     @cached_property
     def num_token_types(self) -> int:
@@ -330,6 +328,7 @@ class BlockSpan:
             kwargs["input_ids"] = inputs.input_ids
         else:
             kwargs["inputs_embeds"] = embeds
+        self.kept_state.put_back()
         try:
             with shared_keys.preferred() if cache is not None and self.shares_keys else nullcontext():
                 self.stack(**kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError
+from swarmllm.models.boundary.cutting import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 
@@ -96,7 +97,8 @@ class Packer:
         shape[axis : axis + 2] = []
         # An adapter is applied to a whole forward, so calls with different ones take turns.
         # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
-        same = call.span, inputs.adapter, _num_axes(inputs.position_ids), *shape
+        how = arithmetic(inputs, call.cache.position, blocks.traits)
+        same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.RAGGED:
             return same
         if inputs.seq_len > MAX_PADDED_TOKENS:
@@ -120,7 +122,7 @@ class Packer:
             return False
         if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:
             return False
-        if inputs.hidden_states.dtype != self.blocks.dtype or call.end_position > self.blocks.max_equal_length:
+        if inputs.hidden_states.dtype != self.blocks.dtype:
             return False
         if inputs.position_ids is not None and not self.forward.takes_positions:
             return False

@@ -27,7 +27,7 @@ SIDES: tuple[Side, ...] = ("left", "right")
 
 def skippable_sides(span: BlockSpan, inputs: BlockInputs) -> tuple[Side, ...]:
     """The sides on which padding makes no difference; `inputs` are 3 random rows, as long as `probes` takes them."""
-    if inputs.seq_len < 6 or span.max_equal_length < inf:  # the latter choose frequencies by the longest row
+    if inputs.seq_len < 6 or span.traits.even_length < inf:  # the latter choose frequencies by the longest row
         return ()
     if any("Indexer" in type(module).__name__ for module in span.slots.modules()):
         return ()  # they attend to the best keys, and which of equally good ones depends on the width of the batch

@@ -23,6 +23,7 @@ from swarmllm.files import replace_file
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.span_cache import CacheSizes
 
 PROBES = "swarmllm_probes"
@@ -35,6 +36,7 @@ class _Result(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     traits: BlockTraits
     cache_sizes: CacheSizes
+    kept_state: tuple[str, ...]
 
 
 class ProbeResults:
@@ -53,6 +55,7 @@ class ProbeResults:
             return False
         blocks.traits, blocks.slots.block_output = found.traits, found.traits.block_output
         blocks.cache_sizes = found.cache_sizes
+        blocks.kept_state = KeptState(blocks.stack, found.kept_state)
         return True
 
     def traits_of(self, span: Span, dtype: torch.dtype) -> BlockTraits | None:
@@ -71,7 +74,7 @@ class ProbeResults:
 
     def keep(self, blocks: BlockSpan) -> None:
         """Note what has been found. Where that can't be written, the next start looks again."""
-        found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes)
+        found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes, kept_state=tuple(blocks.kept_state.names))
         path = self._path_of(blocks)
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

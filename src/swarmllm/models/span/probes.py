@@ -5,7 +5,9 @@ do are all observed. Each probe is a forward of the span over a handful of posit
 untouched. Called by `span/loading`.
 """
 
+import inspect
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +21,10 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_kinds import kind_of, parts_of_each_kind
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.cache_probe import CacheProbe
+from swarmllm.models.span.kept_state import KeptState
+from swarmllm.models.span.length_probe import ROWS, TIMES_LONGER, find_lengths
 from swarmllm.models.span.padding_probe import skippable_sides
-from swarmllm.models.span.random_inputs import SOURCE_LEN
+from swarmllm.models.span.random_inputs import SOURCE_LEN, random_inputs
 from swarmllm.models.span.span_cache import CacheSizes, SpanCache
 
 BATCH, MOST_SEQ = 3, 13
@@ -38,6 +42,7 @@ def probe(span: BlockSpan) -> None:
         UnsupportedModelError: the span can't be run, or the model can't be cut where it begins.
     """
     probe = _Probe(span)
+    fresh = KeptState.everything(span.stack)
     try:
         with torch.no_grad():
             probe.find_conventions()
@@ -45,10 +50,13 @@ def probe(span: BlockSpan) -> None:
         probe.found(takes_source=span.source_dim > 0 or None)
         with torch.inference_mode():
             probe.find_forbidden_cuts()
+            probe.find_lengths()
+            span.kept_state.add(fresh.changed(span.stack))
             if not span.hosted.role:  # what the encoder has at padding is what the decoder's mask must hide
                 probe.found(skips_padding=skippable_sides(span, probe.inputs()))
             if span.keeps_cache:
                 probe.find_cache_abilities()
+            span.kept_state.add(fresh.changed(span.stack))
     except UnsupportedModelError:
         raise
     except Exception as error:  # model code that misses what an earlier block would have left
@@ -213,6 +221,24 @@ class _Probe:
             return _same(self._run(inputs, part, cache), entering[part.end])
         except Exception:  # noqa: BLE001 - model code that misses what an earlier block would have left
             return False
+
+    def find_lengths(self) -> None:
+        """Find the lengths of calls at which their positions are computed otherwise."""
+        span = self.span
+        if "position_ids" not in inspect.signature(span.stack.forward).parameters:
+            return
+        table = span.table_positions
+        longest = TIMES_LONGER * (span.max_positions or 0) if table is None else table.stop
+        positions = torch.arange(self.seq, device=span.device).repeat(ROWS, 1)
+        inputs = replace(random_inputs(span, self.seq, ROWS), position_ids=positions)
+
+        def run() -> None:
+            for part in parts_of_each_kind(span):
+                self._run(inputs, part)
+
+        with suppress(Exception):  # model code that takes no such positions
+            found = find_lengths(span.stack, positions, run, longest)
+            self.found(length_borders=found.borders, own_length_beyond=found.own_beyond)
 
     def find_cache_abilities(self) -> None:
         """Find whether a prompt may come in pieces, and whether the cache can forget its last positions.

@@ -22,6 +22,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+from swarmllm.models.boundary.cutting import decisive_rows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.device.device import block_errors_translated, on_device
 
@@ -190,7 +191,7 @@ def _parts(blocks: BlockSpan, span: Span) -> list[Span]:
 
 def _groups(blocks: BlockSpan, inputs: BlockInputs, short_turns: bool) -> list[BlockInputs]:
     """The rows that go together: on a GPU, whose turns are short anyway, all."""
-    cut = short_turns and blocks.device.type == "cpu"
+    cut = short_turns and blocks.device.type == "cpu" and decisive_rows(inputs, blocks.traits) is None
     size = max(1, TURN_TOKENS // inputs.seq_len) if cut else inputs.batch_size
     if size >= inputs.batch_size:
         return [inputs]

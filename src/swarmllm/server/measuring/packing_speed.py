@@ -49,7 +49,7 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     """The fastest of the ways that are right for the packer's blocks."""
     blocks, ways = packer.blocks, packer.ways
     most_steps = ROUNDS * len(ways)  # of one session
-    longest = int(min(blocks.max_positions or max(CONTEXTS) + most_steps, blocks.max_equal_length)) - most_steps
+    longest = int(min(blocks.max_positions or max(CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
     if len(ways) == 1 or longest < 1:
         return ways[0]
     part = first_blocks(blocks, int(STEPS_S / (decode_ms_per_block / 1e3 * len(CONTEXTS))))

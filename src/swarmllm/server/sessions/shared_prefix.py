@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.cutting import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, Page, PrefixCache
@@ -38,6 +39,8 @@ class SharedPrefix:
         """The hash of all positions so far, by kind of input."""
         self._new: list[tuple[int, bytes]] = []
         """(end, digest) of the pages that the step in hand completes."""
+        self._arithmetic = 0
+        """How the blocks compute all of these positions: their frequencies may depend on a prompt's length."""
         self._adapter = ""
         """Name of the adapter that the pages are computed with, one of the server's; a client's own has no pages."""
         self._tail: Tensor | None = None
@@ -59,7 +62,7 @@ class SharedPrefix:
             and (inputs.adapter is None or bool(inputs.adapter.name))
             and inputs.token_type_ids is None
             and inputs.dropout_seeds is None
-            and end <= self._blocks.max_equal_length
+            and (position == 0 or self._arithmetic == arithmetic(inputs, position, self._blocks.traits))
             and cache.is_pageable
             # Exactly 1: some models count positions by adding up the mask, and would take a 2 for two of them.
             and (mask is None or (mask.shape == (1, end) and bool((mask == 1).all())))
@@ -70,6 +73,7 @@ class SharedPrefix:
         """Copy the pages that are known into the cache; returns the outputs of their positions, from `position` on."""
         if position == 0:
             self._hashes, self._tail = {}, None
+            self._arithmetic = arithmetic(inputs, position, self._blocks.traits)
             self._adapter = "" if inputs.adapter is None else inputs.adapter.name
         self._read(position, inputs)
         found = self._pages.find([digest for _, digest in self._new])
@@ -113,7 +117,8 @@ class SharedPrefix:
         self._end = end
 
     def _digest(self) -> bytes:
-        digest = hashlib.blake2b(f"{self._span} {self._blocks.dtype} {self._adapter}".encode())
+        about = f"{self._span} {self._blocks.dtype} {self._adapter} {self._arithmetic}"
+        digest = hashlib.blake2b(about.encode())
         for kind in sorted(self._hashes):
             digest.update(f" {kind} ".encode() + self._hashes[kind].digest())
         return digest.digest()

@@ -24,6 +24,7 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.activation_checks import plausible
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.cutting import uncut
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
@@ -310,9 +311,9 @@ class _StepInPieces:
         self.account = runner.account()
         self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
         self.num_tokens = header.seq_len * header.batch_size
-        can_be_cut = self.priority is Priority.PREFILL and runner.packer.blocks.traits.chunked_prefill
-        can_be_cut = can_be_cut and not (inputs.inner and inputs.inner.attentions)
-        can_be_cut = can_be_cut and not inputs.looks_ahead(header.position)
+        can_be_cut = self.priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
+        # Clients cut where a first piece has to be longer than others.
+        can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
         self.granule = header.batch_size if can_be_cut else self.num_tokens
         self.begun = False
         """Whether blocks may have seen some of it."""
