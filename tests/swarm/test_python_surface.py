@@ -66,7 +66,7 @@ IDS = torch.tensor([[5, 6, 7]])
 
 def test_it_shows_its_swarm(model: Any, swarm: LocalSwarm) -> None:
     lines = repr(model).splitlines()
-    first, second = (server.peer_id[-6:] for server in swarm.servers)
+    first, second = (server.peer_id[-4:] for server in swarm.servers)
     assert lines[0] == "LlamaForCausalLM("
     host = socket.gethostname()
     assert lines[1] == f"  (swarm): embedded, 8 blocks, 2 servers: 0:4 by {host} …{first}, 4:8 by {host} …{second}"

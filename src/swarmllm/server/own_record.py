@@ -17,6 +17,8 @@ from swarmllm.server.span_loader import Loaded, SpanLoader
 from swarmllm.version import __version__
 
 MAX_WAKE_S = MAX_MS / 1e3
+MOST_NAME = 64
+"""Characters of a server's name that others take."""
 
 
 @dataclass(eq=False)
@@ -59,7 +61,7 @@ class OwnRecord:
             dtype=str(self.loader.dtype).removeprefix("torch."),
             quant_type=self.loader.quantization.quant_type,
             version=__version__,
-            public_name=socket.gethostname()[:64] if config.public_name is None else config.public_name,
+            public_name=self._host_name() if config.public_name is None else config.public_name,
             hardware=hardware_name(self.loader.device, config.tensor_parallel),
             memory_left_bytes=max(0, free_bytes(self.loader.device)),
             machine=config.machine,
@@ -69,6 +71,11 @@ class OwnRecord:
             relays_for=0 if self.peer.relay is None else self.peer.relay.num_reservations,
         )
         return info if self.loaded is None else self.niceness.announced(self._with_figures(info, self.loaded))
+
+    def _host_name(self) -> str:
+        """The host's name, and the end of the peer id: a host may run several servers, and hosts may share a name."""
+        end = self.peer.peer_id[-4:]
+        return f"{socket.gethostname()[: MOST_NAME - len(end) - 2]} …{end}"
 
     def fall_asleep(self, wake_s: float) -> None:
         """Go on announcing what is known of the blocks, and what it takes to load them."""

@@ -119,7 +119,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Whether others can dial this server: auto, public or private. auto asks some of them; private: they can't, so it
     is reached through relays. `--announce_maddrs` means public."""
     public_name: str | None = None
-    """Name that `status` and pages show; 64 characters at most. None = the host's name. "" = none."""
+    """Name that `status` and pages show; 64 characters at most. None = the host's name, and the end of the peer id; an
+    empty name is none."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of those who may use this server; None = any."""
     priority_clients: tuple[str, ...] = ()

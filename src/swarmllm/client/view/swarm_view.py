@@ -79,10 +79,7 @@ class SwarmView:
     def __repr__(self) -> str:
         """What is known without asking anybody."""
         servers = sorted(self.look_ups.snapshot.servers, key=lambda server: (server.start, server.peer_id))
-        shown = [
-            f"{one.start}:{one.end} by {one.public_name} …{one.peer_id[-6:]}".replace("  ", " ")
-            for one in servers[:MOST_SHOWN]
-        ]
+        shown = [f"{one.start}:{one.end} by {one.public_name or one.peer_id[-6:]}" for one in servers[:MOST_SHOWN]]
         shown += [f"{len(servers) - MOST_SHOWN} more"] * (len(servers) > MOST_SHOWN)
         return f"{self.model_name}, {self.num_blocks} blocks, {len(servers)} servers: {', '.join(shown) or 'none seen'}"
 
