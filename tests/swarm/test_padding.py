@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
-from swarm_models import NUM_BLOCKS, OPTIONS, connected, prompt, wait_until
+from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, prompt, wait_until
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
@@ -115,6 +115,14 @@ def test_nothing_of_the_padding_reaches_anybody(model: Any, side: str) -> None:
             assert values[mask != 0].all()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_without_a_cache(model: Any, local: PreTrainedModel, side: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On the right, the next token follows padding, which is computed then."""
+    mask = {"attention_mask": mask_of(side)[:4]}
+    assert_same_tokens(model, local, prompt(4, WIDTH), max_new_tokens=3, use_cache=False, **mask)
+    assert not told(caplog)
 
 
 def average(model: Any, side: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,6 +50,9 @@ def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
         return False
     if task.endswith("ForSequenceClassification"):
         read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
+    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # as of generate()
+        read = torch.zeros_like(mask, dtype=torch.bool)
+        read[:, -kept:] = True
     elif labels is None:
         return None
     else:
