@@ -7,9 +7,11 @@ Where the shapes come from, as of November 2026, is said with each. Lengths are 
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
+from test_access import Socket
 from test_tools import TEMPLATE
 from web_gateway import NAME, RunningGateway, running_gateway
 
@@ -335,6 +337,15 @@ def test_a_hint_changes_nothing(asked: RunningGateway) -> None:
     assert hinted.headers["x-unused-fields"] == "user, verbosity"
     many = {**body, "messages": [{**USER, "cache_control": EPHEMERAL}] * 40}
     assert asked.http.post("/v1/chat/completions", json=many).headers["x-unused-fields"] == "messages[].cache_control"
+
+
+def test_a_websocket_says_it_at_the_end(asked: RunningGateway) -> None:
+    with closing(Socket(asked.url)) as socket:
+        for number, more in enumerate(({"verbosity": "low"}, {})):
+            socket.ask({"id": number, "prompt": SAID, "max_tokens": 1, **more})
+            while "done" not in (last := socket.answer()):
+                assert "error" not in last
+            assert last == {"done": True, "request": number} | ({"unused_fields": ["verbosity"]} if more else {})
 
 
 def test_what_could_change_the_answer_is_refused_as_before(asked: RunningGateway) -> None:

@@ -64,11 +64,15 @@ class Responder:
         """
         data = await read_body(request, self.config.max_body_bytes)
         if len(data) < LARGE_BYTES:
-            found = self.parse(kind, data)
+            found, unused = self._parse_and_note(kind, data)
         else:
-            found = await asyncio.to_thread(self.parse, kind, data)
-        request.scope[UNUSED] = unused_fields(found)
+            found, unused = await asyncio.to_thread(self._parse_and_note, kind, data)
+        request.scope[UNUSED] = unused
         return found, len(data)
+
+    def _parse_and_note(self, kind: type[Kind], data: bytes) -> tuple[Kind, list[str]]:
+        found = self.parse(kind, data)
+        return found, unused_fields(found)
 
     def parse(self, kind: type[Kind], body: bytes | str | dict[str, Any]) -> Kind:
         """As `read`, of a body that is there, or the fields of a form."""
