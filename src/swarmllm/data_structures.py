@@ -310,6 +310,14 @@ class SwarmSnapshot:
     def online(self) -> tuple[ServerInfo, ...]:
         return tuple(server for server in self.servers if server.state == ServerState.ONLINE)
 
+    def cache_room(self) -> int:
+        """The longest text, in tokens, for which some server of each block has cache left; 0: not known."""
+        room = [0] * self.num_blocks
+        for server in self.online():
+            for block in server.span:
+                room[block] = max(room[block], server.cache_tokens_left)
+        return min(room, default=0)
+
     def missing_blocks(self) -> tuple[int, ...]:
         """Blocks that no server which is online holds."""
         held = {block for server in self.online() for block in server.span}

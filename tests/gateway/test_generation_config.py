@@ -16,7 +16,6 @@ from web_gateway import NAME, RunningGateway, running_gateway
 from swarmllm import LocalSwarm
 from swarmllm.client.text_generation import TEXT_FIELDS, TextConfig, take_over_preferences
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 PROMPT = "Once upon a time there was a little"
@@ -140,11 +139,10 @@ def loaded(tmp_path: Path, fields: dict[str, Any]) -> GenerationConfig:
 
 def prefer(gateway: RunningGateway, config: GenerationConfig) -> None:
     """Have the gateway open its model as if the checkpoint had that file."""
-    before = gateway.gateway.models.first
-    before.swarm.generation_config = config
-    take_over_preferences(before.swarm, before.tokenizer, TEXT_FIELDS, name=NAME)
-    model = LanguageModel(before.swarm, before.tokenizer, name=before.name, max_length=before.max_length)
-    gateway.gateway.models._by_name[before.name] = model
+    model = gateway.gateway.models.first
+    model.swarm.generation_config = config
+    take_over_preferences(model.swarm, model.tokenizer, TEXT_FIELDS, name=NAME)
+    model.take_preferences()
 
 
 def answered(gateway: RunningGateway, **more: Any) -> list[tuple[str, str]]:

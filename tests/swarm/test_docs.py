@@ -18,7 +18,7 @@ OTHERS_FLAGS = {"build-arg", "gpus", "init"}
 
 
 def pages(repo_root: Path) -> dict[str, str]:
-    paths = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
+    paths = [repo_root / "README.md", *sorted((repo_root / "docs").rglob("*.md"))]
     return {path.name: path.read_text() for path in paths}
 
 

@@ -137,7 +137,7 @@ def open_model(
         tokenizer = load_tokenizer(
             config.model, revision=config.revision, token=hub_token(), cache_dir=default_cache_dir()
         )
-        if not features:
+        if model.can_generate():
             take_over_preferences(model, tokenizer, taken_over, name=config.model)
     except ConfigurationError:
         model.close()

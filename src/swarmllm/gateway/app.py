@@ -19,6 +19,7 @@ from swarmllm.gateway.apis.audio_routes import AudioRoutes
 from swarmllm.gateway.apis.embedding_routes import EmbeddingRoutes
 from swarmllm.gateway.apis.openai_routes import OpenAIRoutes
 from swarmllm.gateway.apis.openapi import document
+from swarmllm.gateway.apis.rerank_routes import RerankRoutes
 from swarmllm.gateway.apis.responder import Responder
 from swarmllm.gateway.apis.token_routes import TokenRoutes
 from swarmllm.gateway.apis.translated_routes import TranslatedRoutes
@@ -71,7 +72,7 @@ class Gateway:
         responder = Responder(self.models, self.engine, self.config)
         openai, other = OpenAIRoutes(responder, int(time.time())), TranslatedRoutes(responder)
         embedding, self.audio = EmbeddingRoutes(responder), AudioRoutes(responder)
-        tokens, pages = TokenRoutes(responder), PageFiles()
+        tokens, rerank, pages = TokenRoutes(responder), RerankRoutes(responder), PageFiles()
         generate = GenerateRoute(responder, self._rates)
         return [
             Route("/v1/models", openai.models),
@@ -86,11 +87,14 @@ class Gateway:
             Route("/api/chat", other.chat, methods=["POST"]),
             Route("/api/generate", other.generate, methods=["POST"]),
             Route("/api/tags", other.tags),
+            Route("/api/ps", other.running),
             Route("/api/show", other.show, methods=["POST"]),
             Route("/api/version", other.version),
             Route("/v1/embeddings", embedding.embeddings, methods=["POST"]),
             Route("/api/embed", embedding.embed, methods=["POST"]),
             Route("/api/embeddings", embedding.one_embedding, methods=["POST"]),
+            Route("/v1/rerank", rerank.rerank, methods=["POST"]),
+            Route("/rerank", rerank.rerank, methods=["POST"]),
             Route("/v1/audio/transcriptions", self.audio.transcriptions, methods=["POST"]),
             Route("/v1/audio/translations", self.audio.translations, methods=["POST"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),

@@ -18,14 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
-OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show")
-PROTECTED = ("/v1/", "/ws/", "/tokenize", "/detokenize", *OLLAMA)
+OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show")
+PROTECTED = ("/v1/", "/ws/", "/rerank", "/tokenize", "/detokenize", *OLLAMA)
 RATED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/api/chat", "/api/generate", "/v1/embeddings", "/api/embed", "/api/embeddings"),
-    *("/v1/audio/transcriptions", "/v1/audio/translations"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank", "/rerank"),
 )
 """On a WebSocket each message counts instead (`websocket`)."""
+UNUSED = "swarmllm.unused_fields"
+"""Where the scope has the fields of a request that were taken although they make no difference."""
 CALLER = "swarmllm.caller"
 """Where the scope says whose rate a request counts for."""
 ANY_HOST = "*"
@@ -103,6 +105,8 @@ class Guard:
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 more = {**SECURITY_HEADERS, **cors}
+                if unused := scope.get(UNUSED):
+                    more["x-unused-fields"] = ", ".join(unused)
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
                 self._on_response(scope["path"], message["status"])
             await send(message)
@@ -176,6 +180,7 @@ class Guard:
             "access-control-allow-origin": origin,
             "access-control-allow-headers": "authorization, content-type, x-api-key, anthropic-version, x-swarm-trace",
             "access-control-allow-methods": "GET, POST, DELETE",
+            "access-control-expose-headers": "x-queue-place, x-unused-fields",
             "access-control-max-age": "600",
             "vary": "Origin",
         }

@@ -39,8 +39,8 @@ class GatewayLimits:
     """Requests that generate at a time, each on a thread. Assumed: what a client's one process can feed."""
     max_waiting: int = 64
     """Requests that may wait for their turn; beyond that the answer is 429."""
-    max_length: int = 8192
-    """Most tokens of a prompt and its answer together; the model may allow less."""
+    max_length: int | None = None
+    """Most tokens of a prompt and its answer together. None = as many as the model allows and servers have room for."""
     default_max_tokens: int = 1024
     """Tokens of a chat's answer when the request doesn't say. Servers lease their caches for that many."""
     max_choices: int = 8

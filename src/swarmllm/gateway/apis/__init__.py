@@ -8,6 +8,7 @@ ollama              Ollama's
 responses           OpenAI's items
 stored_responses    those that are kept for the next request
 embedding_routes    /v1/embeddings, and Ollama's
+rerank_routes       /v1/rerank: texts in the order in which they fit a query
 audio_routes        /v1/audio/transcriptions and translations
 transcripts         the shapes of what was heard
 token_routes        /tokenize and /detokenize

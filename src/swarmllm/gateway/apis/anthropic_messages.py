@@ -60,6 +60,7 @@ Content = str | list[Block]
 
 
 class AnthropicMessage(Body):
+    harmless: ClassVar[Harmless] = CACHING
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -111,15 +112,8 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    harmless: ClassVar[Harmless] = {"display": ("summarized",)}
+    harmless: ClassVar[Harmless] = {"display": ("summarized",), "budget_tokens": ANYTHING}
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-
-    @model_validator(mode="after")
-    def _has_no_budget(self) -> "Thinking":
-        if self.type == "enabled":
-            raise ValueError('thoughts can\'t be held to budget_tokens here: use {"type": "adaptive"}')
-        return self
 
 
 class JsonFormat(Body):
@@ -182,7 +176,7 @@ class CountRequest(Body):
         silent = model.efforts.get("none")
         if kind == "disabled" and silent is None and model.thinks:
             raise ApiError(400, f"{model.name} can't be told not to think: leave thinking out", param="thinking")
-        return {} if kind == "adaptive" or silent is None else {"chat_template_kwargs": silent}
+        return {} if kind in ("adaptive", "enabled") or silent is None else {"chat_template_kwargs": silent}
 
     def _output(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -17,8 +17,9 @@ from swarmllm.gateway.engine.hearing_model import HearingModel, Transcript
 from swarmllm.gateway.engine.room import Taken
 from swarmllm.gateway.engine.sounds import checked_bytes, kept_bytes, read_sound, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.guard import CALLER, UNUSED
 from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
+from swarmllm.gateway.requests.unknown_fields import unused_fields
 from swarmllm.gateway.requests.uploads import Form, read_form
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class AudioRoutes:
             raise
         try:
             body = self._responder.parse(kind, form.fields)
+            request.scope[UNUSED] = unused_fields(body)
             model = self._responder.models.hearer(body.model)
             model.options(body.wanted())  # refused now, not when its turn comes
         except BaseException:

@@ -99,7 +99,7 @@ class EmbeddingRoutes:
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
             return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
-        return await self._answer(request, _Wanted(model, texts, body.dimensions), answer)
+        return await self._answer(request, Wanted(model, texts, body.dimensions), answer)
 
     async def embed(self, request: Request) -> Response:
         """`POST /api/embed`"""
@@ -113,21 +113,21 @@ class EmbeddingRoutes:
             found = {"model": body.model, "embeddings": vectors.tolist()}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
-        wanted = _Wanted(model, texts, body.dimensions, length, cuts=body.truncate is not False)
+        wanted = Wanted(model, texts, body.dimensions, length, cuts=body.truncate is not False)
         return await self._answer(request, wanted, answer)
 
     async def one_embedding(self, request: Request) -> Response:
         """`POST /api/embeddings`"""
         body, _ = await self._responder.read(request, OllamaEmbeddings)
         model = self._of_ollama(body.model)
-        wanted = _Wanted(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
+        wanted = Wanted(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
         return await self._answer(request, wanted, lambda vectors, _: {"embedding": vectors[0].tolist()})
 
     def _of_ollama(self, name: str) -> EmbeddingModel:
         models = self._responder.models
         return models.embedder(name if name in models else name.removesuffix(TAG))
 
-    async def _answer(self, request: Request, wanted: "_Wanted", answer: Any) -> Response:
+    async def _answer(self, request: Request, wanted: "Wanted", answer: Any) -> Response:
         """Compute, and answer with what `answer` makes of the vectors and the number of tokens; in a worker thread."""
         engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
@@ -142,7 +142,7 @@ class EmbeddingRoutes:
             return Response(await engine.compute(compute), media_type="application/json")
 
 
-class _Wanted:
+class Wanted:
     """The texts of a request, and what is wanted of them."""
 
     def __init__(

@@ -31,10 +31,10 @@ class Options(Body):
         **dict.fromkeys(("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "use_mmap", "use_mlock"), ANYTHING),
         **dict.fromkeys(("num_thread", "num_keep", "logits_all"), ANYTHING),
         **dict.fromkeys(("vocab_only", "embedding_only"), (False,)),
-        "repeat_last_n": (-1,),
+        "num_ctx": ANYTHING,  # the model's own is always there as a whole
         "penalize_newline": (True,),
     }
-    num_ctx: int | None = Field(None, description="At most the model's own, which is always there as a whole.")
+    repeat_last_n: int | None = Field(None, description="-1: all; another one goes without repeat_penalty.")
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(None, description="-1 or -2: as long as there is room.")
     temperature: float | None = None
     top_p: float | None = None
@@ -50,6 +50,15 @@ class Options(Body):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+    @model_validator(mode="after")
+    def _penalizes_all(self) -> "Options":
+        if self.repeat_last_n not in (None, -1) and self.repeat_penalty not in (None, 1):
+            raise ValueError("repeat_last_n can only be -1 here with a repeat_penalty: leave one of them out")
+        return self
+
+    def hints(self) -> list[str]:
+        return [] if self.repeat_last_n in (None, -1) else ["repeat_last_n"]
 
 
 class OllamaRequest(Body):
@@ -74,8 +83,6 @@ class OllamaRequest(Body):
 
     def _shared(self, model: LanguageModel) -> dict[str, Any]:
         given = self.options or Options.model_validate({})
-        if (given.num_ctx or 0) > model.max_length:
-            raise ApiError(400, f"num_ctx can be at most {model.max_length} here", param="options.num_ctx")
         names = ["temperature", "top_p", "top_k", "min_p", "typical_p", "tfs_z", "seed", "stop"]
         names += ["presence_penalty", "frequency_penalty"]
         found = {"model": model.name, **{name: getattr(given, name) for name in names}}
@@ -172,9 +179,10 @@ class OllamaGenerate(OllamaRequest):
     harmless: ClassVar[Harmless] = {
         **OllamaRequest.harmless,
         "context": ([],),
-        **dict.fromkeys(("suffix", "template"), ("",)),
+        "template": ("",),
     }
     prompt: str = ""
+    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
     system: str | None = None
     raw: bool | None = False
     images: list[str] | None = Field(None, description="In base64, for models that see.")
@@ -183,14 +191,16 @@ class OllamaGenerate(OllamaRequest):
     def _raw_is_raw(self) -> "OllamaGenerate":
         if self.raw and self.images:
             raise ValueError("images go without raw")
-        if self.raw and (self.system or self.think is not None):
-            raise ValueError("system and think go without raw")
+        if (self.raw or self.suffix) and (self.system or self.think is not None):
+            raise ValueError("system and think go without raw and suffix")
+        if self.suffix and self.images:
+            raise ValueError("images go without suffix")
         return self
 
     def asked(self, model: LanguageModel) -> ChatRequest | CompletionRequest:
         """A chat, unless the prompt is raw or the model was never taught to chat."""
         shared = self._shared(model)
-        if not self.raw and model.tokenizer.chat_template:
+        if not self.raw and not self.suffix and model.tokenizer.chat_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
             messages.append({"role": "user", "content": _seen_and_said(self.prompt, self.images)})
             return ChatRequest.model_validate({"messages": messages, **shared, **self._of_chats(model)})
@@ -199,7 +209,8 @@ class OllamaGenerate(OllamaRequest):
         given = {"": None, "json": {"type": "object"}}
         schema = given.get(self.format) if isinstance(self.format, str) else self.format
         longest = {} if "max_tokens" in shared else {"max_tokens": None}
-        return CompletionRequest.model_validate({"prompt": self.prompt, **shared, **longest, "guided_json": schema})
+        more = {"guided_json": schema, "suffix": self.suffix}
+        return CompletionRequest.model_validate({"prompt": self.prompt, **shared, **longest, **more})
 
 
 class OllamaAnswer(Answer):
@@ -284,16 +295,31 @@ def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
     }
 
 
+def loaded(model: OfferedModel, started_at: str) -> dict[str, Any]:
+    """A model of `/api/ps`: each is always loaded, by servers."""
+    return {
+        **{name: value for name, value in described(model, started_at).items() if name != "modified_at"},
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": 0,
+        "context_length": model.max_length,
+    }
+
+
 def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
     """What `/api/show` says."""
     family = str(model.swarm.config.model_type)
     writes = isinstance(model, LanguageModel)
     text = str(model.tokenizer.chat_template or "") if writes else ""
     thinks = isinstance(model, LanguageModel) and model.thinks
+    fills_in = isinstance(model, LanguageModel) and model.middle_form is not None
+    if fills_in:
+        text += "{# .Suffix #}"  # older clients look for it
     capabilities = {
         "completion": writes,
         "embedding": isinstance(model, EmbeddingModel),
+        "vision": isinstance(model, LanguageModel) and model.eyes is not None,
         "tools": "tools" in text,
+        "insert": fills_in,
         "thinking": thinks,
     }
     info = {"general.architecture": family, f"{family}.context_length": model.max_length}

@@ -8,6 +8,7 @@ from pydantic.json_schema import models_json_schema
 from swarmllm.gateway.apis.anthropic_messages import CountRequest, MessagesRequest
 from swarmllm.gateway.apis.embedding_routes import EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate
+from swarmllm.gateway.apis.rerank_routes import RerankRequest
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.apis.token_routes import DetokenizeRequest, TokenizeRequest
 from swarmllm.gateway.apis.translated_routes import ShowRequest
@@ -19,7 +20,7 @@ from swarmllm.version import __version__
 _BODIES = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountRequest, OllamaChat, OllamaGenerate),
     *(ShowRequest, TokenizeRequest, DetokenizeRequest, EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings),
-    *(TranscriptionRequest, TranslationRequest),
+    *(TranscriptionRequest, TranslationRequest, RerankRequest),
 )
 _ERRORS = {
     400: "The request can't be answered as it is.",
@@ -71,6 +72,8 @@ def document() -> dict[str, Any]:
             "/v1/messages": {"post": _post("Answer a conversation, as Anthropic's API does.", "MessagesRequest")},
             "/v1/messages/count_tokens": {"post": _post("How long such a conversation is.", "CountRequest")},
             "/v1/embeddings": {"post": _post("Embeddings of texts.", "EmbeddingsRequest")},
+            "/v1/rerank": {"post": _post("Texts in the order in which they fit a query.", "RerankRequest")},
+            "/rerank": {"post": _post("The same.", "RerankRequest")},
             "/v1/audio/transcriptions": {"post": _post("What is said in a sound.", "TranscriptionRequest", form=True)},
             "/v1/audio/translations": {"post": _post("The same, in English.", "TranslationRequest", form=True)},
             "/api/embed": {"post": _post("Embeddings of texts, as Ollama gives them.", "OllamaEmbed")},
@@ -79,6 +82,7 @@ def document() -> dict[str, Any]:
             "/api/generate": {"post": _post("Answer a prompt, as Ollama does.", "OllamaGenerate", lines=True)},
             "/api/show": {"post": _post("What is known of a model, as Ollama has it.", "ShowRequest", lines=True)},
             "/api/tags": {"get": _get("The models, as Ollama lists them.", 401)},
+            "/api/ps": {"get": _get("The models that are loaded, as Ollama lists them: all.", 401)},
             "/api/version": {"get": _get("The version of the gateway.")},
             "/tokenize": {"post": _post("The tokens of a text or a conversation.", "TokenizeRequest")},
             "/detokenize": {"post": _post("The text of tokens.", "DetokenizeRequest")},

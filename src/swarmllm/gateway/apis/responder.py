@@ -20,12 +20,12 @@ from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.engine.pictures import bad_picture, free_memory, keep_memory, unpacked_bytes
 from swarmllm.gateway.engine.room import Room, Taken, default_bytes
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.guard import CALLER, UNUSED
 from swarmllm.gateway.requests.chat_messages import ChatMessage, picture_urls
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.remote_pictures import RemotePictures
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
-from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
+from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown, unused_fields
 from swarmllm.gateway.settings import GatewayConfig
 
 KEEPALIVE_S = 15.0
@@ -64,8 +64,15 @@ class Responder:
         """
         data = await read_body(request, self.config.max_body_bytes)
         if len(data) < LARGE_BYTES:
-            return self.parse(kind, data), len(data)
-        return await asyncio.to_thread(self.parse, kind, data), len(data)
+            found, unused = self._parse_and_note(kind, data)
+        else:
+            found, unused = await asyncio.to_thread(self._parse_and_note, kind, data)
+        request.scope[UNUSED] = unused
+        return found, len(data)
+
+    def _parse_and_note(self, kind: type[Kind], data: bytes) -> tuple[Kind, list[str]]:
+        found = self.parse(kind, data)
+        return found, unused_fields(found)
 
     def parse(self, kind: type[Kind], body: bytes | str | dict[str, Any]) -> Kind:
         """As `read`, of a body that is there, or the fields of a form."""

@@ -19,10 +19,9 @@ from swarmllm.gateway.tokens.events import Event, TextPiece
 
 
 class ItemPart(Body):
-    harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],)}
+    harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],), "detail": ANYTHING}
     type: str
     text: str = ""
-    detail: Literal["auto"] | None = None
     image_url: str | None = Field(None, description="data:image/…;base64,…, for models that see.")
 
     @model_validator(mode="after")
@@ -98,7 +97,7 @@ class Format(Body):
 
 
 class Text(Body):
-    harmless: ClassVar[Harmless] = {"verbosity": ("medium",)}
+    harmless: ClassVar[Harmless] = {"verbosity": ANYTHING}
     format: Format | None = None
 
 

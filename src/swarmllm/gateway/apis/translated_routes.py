@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.apis.anthropic_messages import AnthropicAnswer, CountRequest, MessagesRequest
-from swarmllm.gateway.apis.ollama import TAG, OllamaAnswer, OllamaChat, OllamaGenerate, described, now, shown
+from swarmllm.gateway.apis.ollama import TAG, OllamaAnswer, OllamaChat, OllamaGenerate, described, loaded, now, shown
 from swarmllm.gateway.apis.responder import Responder
 from swarmllm.gateway.apis.responses import Item, ResponsesAnswer, ResponsesRequest
 from swarmllm.gateway.apis.stored_responses import StoredResponses
@@ -20,6 +20,8 @@ from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.requests.unknown_fields import Body
 from swarmllm.version import __version__
 
+MOST_FILLED = 8
+"""An answer that may go on as long as there is room has so many times the usual tokens: servers lease their caches."""
 Given = TypeVar("Given")
 Asking = TypeVar("Asking")
 
@@ -27,8 +29,15 @@ Asking = TypeVar("Asking")
 class ShowRequest(Body):
     """`POST /api/show`."""
 
-    model: str
+    model: str | None = None
+    name: str | None = Field(None, description="The model, as older clients call it.")
     verbose: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> "ShowRequest":
+        if (self.model or self.name) is None:
+            raise ValueError("give the name of a model")
+        return self
 
 
 class TranslatedRoutes:
@@ -115,17 +124,22 @@ class TranslatedRoutes:
             num_bytes,
             partial(OllamaAnswer, is_chat=is_chat),
             stream=body.stream is not False,
-            default_max_tokens=model.max_length if body.fills else None,
+            default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
         )
 
     async def tags(self, _: Request) -> Response:
         """`GET /api/tags`"""
         return JSONResponse({"models": [described(model, self._started_at) for model in self._responder.models]})
 
+    async def running(self, _: Request) -> Response:
+        """`GET /api/ps`"""
+        return JSONResponse({"models": [loaded(model, self._started_at) for model in self._responder.models]})
+
     async def show(self, request: Request) -> Response:
         """`POST /api/show`"""
         body, _ = await self._responder.read(request, ShowRequest)
-        return JSONResponse(shown(self._responder.models.any(self._without_tag(body.model)), self._started_at))
+        model = self._responder.models.any(self._without_tag(body.model or body.name or ""))
+        return JSONResponse(shown(model, self._started_at))
 
     async def version(self, _: Request) -> Response:
         """`GET /api/version`"""

@@ -3,7 +3,7 @@
 A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id`, that is
 a number or a short string, which is repeated in all that answers it. Several may be under way at a time.
 `{"cancel": id}` ends one, hanging up ends all.
-After the last chunk comes `{"done": true}`, or `{"error": …}`.
+After the last chunk comes `{"done": true}`, with `unused_fields` if there were any, or `{"error": …}`.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, Rates
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.requests.unknown_fields import unused_fields
 
 TOO_BIG = 1009
 TRY_AGAIN_LATER = 1013
@@ -142,7 +143,8 @@ class _Conversation:
                 raise answer.error
             for chunk in answer.last_chunks():
                 await self._send(label, chunk)
-            await self._send(label, {"done": True})
+            unused = [name for name in await asyncio.to_thread(unused_fields, body) if name != "id"]
+            await self._send(label, {"done": True, **({"unused_fields": unused} if unused else {})})
         except (ApiError, SwarmError) as error:
             await self._send(label, ApiError.of(error).body())
         finally:

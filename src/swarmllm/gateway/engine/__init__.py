@@ -9,6 +9,7 @@ room              memory for pictures and sounds, shared by all requests
 pictures          pictures in chats, as it takes them
 embedding_model   one of them that gives embeddings
 embedding_recipe  what it makes of hidden states
+ranking_model     one of them that says how well a text fits a query
 hearing_model     one of them that writes down what it hears
 sounds            files with sound, as it takes them
 generation        one request: a session of its own, tokens out, cancellation, failover, the local fallback

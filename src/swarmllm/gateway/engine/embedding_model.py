@@ -13,7 +13,7 @@ from torch import Tensor
 from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
 from swarmllm.gateway.engine.embedding_recipe import EmbeddingRecipe
-from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.models.architecture import decoder_stack, text_config
 from swarmllm.models.positions import max_positions
 
@@ -24,9 +24,11 @@ BATCH_TOKENS = 8192
 class EmbeddingModel(OfferedModel):
     """One model for all requests; any thread may call it."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, recipe: EmbeddingRecipe, *, name: str, max_length: int) -> None:
+    def __init__(
+        self, swarm: Any, tokenizer: Any, recipe: EmbeddingRecipe, *, name: str, max_length: int | None
+    ) -> None:
         known = (recipe.max_length, max_positions(decoder_stack(swarm)), tokenizer.model_max_length)
-        super().__init__(swarm, tokenizer, name=name, max_length=min(max_length, *(one for one in known if one)))
+        super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, *known))
         self.recipe = recipe
         self.size: int = text_config(swarm.config).hidden_size * len(recipe.pooling)
         """Numbers of an embedding."""
@@ -35,7 +37,9 @@ class EmbeddingModel(OfferedModel):
         self._pad_id = tokenizer.pad_token_id or 0
 
     @classmethod
-    def open(cls, config: ClientModelConfig, recipe: EmbeddingRecipe, *, name: str | None, max_length: int) -> Self:
+    def open(
+        cls, config: ClientModelConfig, recipe: EmbeddingRecipe, *, name: str | None, max_length: int | None
+    ) -> Self:
         """Join the swarm and load what the gateway needs itself.
 
         Raises:
@@ -73,7 +77,7 @@ class EmbeddingModel(OfferedModel):
             SwarmError: the swarm fails.
         """
         found: dict[int, Tensor] = {}
-        for places in _batches([len(ids) for ids in rows]):
+        for places in batches([len(ids) for ids in rows]):
             go_on()
             longest = max(len(rows[place]) for place in places)
             ids = torch.full((len(places), longest), self._pad_id)
@@ -87,7 +91,7 @@ class EmbeddingModel(OfferedModel):
         return torch.stack([found[place] for place in range(len(rows))])
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Places of texts that are computed together: those of nearly the same length."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from swarmllm.client.text_generation import SPEECH_FIELDS, open_model
 from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.sounds import Samples
 from swarmllm.gateway.errors import ApiError
 from swarmllm.models.architecture import decoder_stack
@@ -148,11 +148,11 @@ class Listener:
 class HearingModel(OfferedModel):
     """One model for all requests; any thread may call it."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str, max_length: int) -> None:
+    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str, max_length: int | None) -> None:
         from transformers import AutomaticSpeechRecognitionPipeline
 
         known = getattr(swarm.config, "max_target_positions", None) or max_positions(decoder_stack(swarm))
-        super().__init__(swarm, tokenizer, name=name, max_length=min(max_length, known or max_length))
+        super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, known))
         self.rate: int = extractor.sampling_rate
         """Samples per second."""
         self._pipeline = AutomaticSpeechRecognitionPipeline(swarm, feature_extractor=extractor, tokenizer=tokenizer)
@@ -164,7 +164,7 @@ class HearingModel(OfferedModel):
             self._have_it_tell()
 
     @classmethod
-    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int) -> Self:
+    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
         """Join the swarm and load what the gateway needs itself.
 
         Raises:

@@ -16,13 +16,14 @@ from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_F
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
-from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing.call_forms import CallForm, form_of, special_tokens, template_of
 from swarmllm.gateway.output_parsing.harmony import EFFORTS, HarmonyForm, speaks_harmony
 from swarmllm.gateway.output_parsing.reasoning import BEGIN, END, ReasoningReader, thinks
 from swarmllm.gateway.tokens.grammar import Grammars
+from swarmllm.gateway.tokens.middle import MiddleForm
 from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS, Spelling
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
@@ -38,30 +39,26 @@ class LanguageModel(OfferedModel):
         tokenizer: Any,
         *,
         name: str,
-        max_length: int,
+        max_length: int | None,
         local: LocalFallback | None = None,
         eyes: Eyes | None = None,
     ) -> None:
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
-        super().__init__(swarm, tokenizer, name=name, max_length=min(max_length, positions or max_length))
-        self.preferences: GenerationConfig = swarm.generation_config
-        """The checkpoint's preferences. Requests say how `generate()` is called, so the models themselves ask for
-        nothing: transformers would take over from them what a call leaves open."""
-        for model in (swarm, *([] if local is None else [local.model])):
-            model.generation_config = GenerationConfig()
+        self._most_room = 0
+        self._is_given_length = max_length is not None
+        super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, positions))
         self.local = local
+        self.take_preferences()
         self.eyes = eyes
         """What makes of pictures what the model takes; None: it doesn't see."""
         self.templates = ChatTemplates()
         self.cache_name = cache_argument(decoder_stack(swarm))
-        self.eos_ids = _eos_ids(self.preferences, tokenizer)
-        self.pad_id: int = next((i for i in (tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
         self.num_scores = swarm.get_output_embeddings().weight.shape[0]
         self._grammars: Grammars | None = None
         self._making_grammar = threading.Lock()
 
     @classmethod
-    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int) -> Self:
+    def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
         """Join the swarm and load what the gateway needs itself.
 
         Raises:
@@ -82,6 +79,33 @@ class LanguageModel(OfferedModel):
     def close(self) -> None:
         self.templates.close()
         super().close()
+
+    def take_preferences(self) -> None:
+        """Take the generation config from the models that write.
+
+        Requests say how `generate()` is called, so the models themselves ask for nothing: transformers would take over
+        from them what a call leaves open.
+        """
+        self.preferences: GenerationConfig = self.swarm.generation_config
+        """What the checkpoint prefers."""
+        for model in (self.swarm, *([] if self.local is None else [self.local.model])):
+            model.generation_config = GenerationConfig()
+        self.eos_ids = _eos_ids(self.preferences, self.tokenizer)
+        self.pad_id: int = next((i for i in (self.tokenizer.pad_token_id, *self.eos_ids) if i is not None), 0)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its answer: as the gateway was told, or else as the model has positions and
+        servers have had room since the gateway began."""
+        if self._is_given_length:
+            return self._longest
+        self._most_room = max(self._most_room, self.swarm.swarm.look_ups.snapshot.cache_room())
+        return min(self._longest, self._most_room or self._longest)
+
+    @cached_property
+    def middle_form(self) -> MiddleForm | None:
+        """How it is asked for what stands between two texts; None: it hasn't learned that."""
+        return MiddleForm.of(self.tokenizer)
 
     def grammars(self) -> Grammars:
         """For answers that follow a constraint; its tables are made when they are first needed.

@@ -13,6 +13,7 @@ from swarmllm.gateway.engine.embedding_recipe import recipe_of
 from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.ranking_model import RankingModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.models.architecture import Task, task_of
@@ -38,6 +39,7 @@ _USES = {
     EmbeddingModel: _Uses(
         "an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings"
     ),
+    RankingModel: _Uses("a model that ranks texts", "ranks texts", "ranks no texts", "/v1/rerank", "no_ranking"),
     HearingModel: _Uses(
         "a model that hears", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_hearing"
     ),
@@ -103,6 +105,12 @@ class ModelChoice:
         """The same of one that is to give embeddings."""
         return self._of_kind(name, EmbeddingModel)
 
+    def ranker(self, name: str | None) -> RankingModel | EmbeddingModel:
+        """The same of one that is to rank texts; without a name the first that was made for it, or gives embeddings."""
+        first = [one for kind in (RankingModel, EmbeddingModel) for one in self if isinstance(one, kind)]
+        found = self.any(name) if name is not None or not first else first[0]
+        return found if isinstance(found, EmbeddingModel) else self._of_kind(found.name, RankingModel)
+
     def hearer(self, name: str | None) -> HearingModel:
         """The same of one that is to write down what it hears."""
         return self._of_kind(name, HearingModel)
@@ -147,11 +155,11 @@ class ModelChoice:
             model.close()
 
 
-def _open(config: ClientModelConfig, name: str | None, max_length: int) -> OfferedModel:
+def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -> OfferedModel:
     """What a checkpoint is for, its files say.
 
     Raises:
-        ConfigurationError: neither to write nor to embed nor to hear; and what opening it raises.
+        ConfigurationError: neither to write nor to embed nor to rank nor to hear; and what opening it raises.
     """
     where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
     checkpoint = open_checkpoint(config.model, **where)
@@ -161,9 +169,11 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int) -> Offer
     task = task_of(checkpoint.config)
     if task == Task.SPEECH_SEQ_TO_SEQ:
         return HearingModel.open(config, name=name, max_length=max_length)
+    if task == Task.SEQUENCE_CLASSIFICATION:
+        return RankingModel.open(config, name=name, max_length=max_length)
     if task in WRITES:
         return LanguageModel.open(config, name=name, max_length=max_length)
     raise ConfigurationError(
-        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings or hear: "
-        "use it from Python"
+        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings, rank "
+        "texts or hear: use it from Python"
     )

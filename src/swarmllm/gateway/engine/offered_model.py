@@ -6,6 +6,14 @@ from typing import Any
 
 from swarmllm.client.local_fallback import LocalFallback
 
+UNKNOWN_LENGTH = 8192
+"""Tokens of a model that doesn't say how many it takes. Assumed."""
+
+
+def shortest(*lengths: int | None) -> int:
+    """The least of these that are known."""
+    return min((one for one in lengths if one), default=UNKNOWN_LENGTH)
+
 
 class OfferedModel:
     """A model that requests can name."""
@@ -20,10 +28,14 @@ class OfferedModel:
         self.name = name
         """In the API."""
         self.fingerprint = swarm.swarm.fingerprint
-        self.max_length = max_length
-        """Most tokens of a text; of a prompt and its answer together."""
+        self._longest = max_length
         self.num_scores: int = swarm.get_input_embeddings().weight.shape[0]
         """Tokens that it has, those for padding of its tables included."""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a text; of a prompt and its answer together."""
+        return self._longest
 
     def about(self) -> dict[str, Any]:
         """Facts for people who look at its swarm."""

@@ -15,7 +15,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class ImageUrl(Body):
-    harmless: ClassVar[Harmless] = {"detail": ("auto",)}
+    harmless: ClassVar[Harmless] = {"detail": ANYTHING}  # the model's own processor chooses the size
     url: str = Field(description="data:image/…;base64,…")
 
 
@@ -78,6 +78,7 @@ class Function(Body):
 class Tool(Body):
     """What the model may call."""
 
+    harmless: ClassVar[Harmless] = {"cache_control": ANYTHING}
     type: Literal["function"]
     function: Function
 

@@ -6,7 +6,7 @@
 import secrets
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from swarmllm.client.text_generation import COLDEST
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
@@ -58,7 +58,8 @@ class Sampling(DecodingFields):
         "store": (False,),
         "service_tier": ("auto", "default"),
         "modalities": (["text"],),
-        "verbosity": ("medium",),
+        "verbosity": ANYTHING,
+        "best_of": (1,),
         "function_call": ("none", "auto"),
         # of vLLM
         **dict.fromkeys(("request_id", "guided_decoding_backend"), ANYTHING),
@@ -131,7 +132,7 @@ class Sampling(DecodingFields):
             stop=stop,
             constraint=constraint,
             min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=(*(self.stop_token_ids or ()), *self._more_ends(model)),
             ignore_eos=bool(self.ignore_eos),
             kept_tokens=self._kept_tokens(model),
             score_prompt=self._score_prompt(),
@@ -198,6 +199,10 @@ class Sampling(DecodingFields):
         return found
 
     def _kept_tokens(self, model: LanguageModel) -> frozenset[int]:
+        return frozenset()
+
+    def _more_ends(self, model: LanguageModel) -> frozenset[int]:
+        """Tokens that end an answer besides the model's own and those of the request."""
         return frozenset()
 
     def _max_tokens(self) -> int | None:
@@ -273,19 +278,18 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
 
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise ValueError("text before a suffix can't be written by this model")
-        return value
+    @model_validator(mode="after")
+    def _echoes_no_suffix(self) -> "CompletionRequest":
+        if self.suffix and self.echo:
+            raise ValueError("echo goes without suffix")
+        return self
 
     @field_validator("best_of")
     @classmethod
-    def _no_best_of(cls, value: int | None) -> int | None:
-        if value is not None and value > 1:
+    def _no_best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value > (info.data.get("n") or 1):
             raise ValueError("best_of is not supported; use n")
         return value
 
@@ -298,7 +302,10 @@ class CompletionRequest(Sampling):
         prompt: Any = self.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
-        found = [model.encode(p) if isinstance(p, str) else list(p) for p in prompt]
+        if self.suffix:
+            found = [self._around(model, p) for p in prompt]
+        else:
+            found = [model.encode(p) if isinstance(p, str) else list(p) for p in prompt]
         for ids in found:
             if not ids:
                 raise ApiError(400, "the prompt is empty: give at least one token", param="prompt", code="empty_prompt")
@@ -307,6 +314,17 @@ class CompletionRequest(Sampling):
                     400, f"the model has only {model.num_scores} tokens", param="prompt", code="invalid_value"
                 )
         return found
+
+    def _around(self, model: LanguageModel, prefix: str | list[int]) -> list[int]:
+        if model.middle_form is None:
+            message = f"{model.name} has no tokens for what stands between two texts: leave suffix out"
+            raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        before = model.encode(prefix, special_tokens=False) if isinstance(prefix, str) else list(prefix)
+        after = model.encode(self.suffix or "", special_tokens=False)
+        return model.middle_form.prompt(model.encode(""), before, after)
+
+    def _more_ends(self, model: LanguageModel) -> frozenset[int]:
+        return model.middle_form.ends if self.suffix and model.middle_form is not None else frozenset()
 
     def _max_tokens(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens

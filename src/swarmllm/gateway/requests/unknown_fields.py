@@ -5,6 +5,7 @@ values. Called by the routes for each request that has passed its checks.
 """
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from swarmllm.gateway.errors import ApiError
 
 MOST_NAMES = 32
-"""Characters of an unknown name that are repeated."""
+"""Characters of an unknown name that are repeated, and fields that the header names."""
 
 
 class Anything:
@@ -24,6 +25,7 @@ class Anything:
 
 
 ANYTHING = Anything()
+"""A hint: it is taken whatever it says, and named in the header `X-Unused-Fields`."""
 Harmless = dict[str, tuple[Any, ...] | Anything]
 """By name, the values that change nothing about the answer; None is always one. Any other value is refused."""
 
@@ -34,6 +36,10 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[Harmless] = {}
 
+    def hints(self) -> list[str]:
+        """Names of fields of its own that made no difference, beside those that are harmless with any value."""
+        return []
+
     @classmethod
     def known_names(cls) -> list[str]:
         """The names of all fields that it may have."""
@@ -42,7 +48,7 @@ class Body(BaseModel):
 
 def refuse_unknown(body: Body, *, lenient: bool) -> None:
     """Raises ApiError for the first field that isn't honoured; `lenient`: only for those that are known."""
-    for part, path, name, value in _extras(body, ""):
+    for part, path, name, value in _extras(body):
         harmless = part.harmless.get(name)
         if value is None or (harmless is not None and value in harmless):
             continue
@@ -57,13 +63,29 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
             raise ApiError(400, f"unknown field {where!r}: {hint}", param=where, code="unknown_parameter")
 
 
-def _extras(part: Any, path: str) -> Iterator[tuple[Body, str, str, Any]]:
+def unused_fields(body: Body) -> list[str]:
+    """Paths of fields that were taken although they make no difference to the answer; who asked is told of them."""
+    found = set()
+    for part, path in _parts(body, ""):
+        extras = [name for name, value in (part.model_extra or {}).items() if value is not None]
+        names = [*part.hints(), *(name for name in extras if part.harmless.get(name, ANYTHING) is ANYTHING)]
+        found |= {re.sub(r"\[\d+\]", "[]", path) + name[:MOST_NAMES] for name in names}
+    return sorted(path for path in found if re.fullmatch(r"[\w.\[\]-]+", path, re.ASCII))[:MOST_NAMES]
+
+
+def _extras(body: Body) -> Iterator[tuple[Body, str, str, Any]]:
     """(the object, the path to it, a field's name, its value) of all fields that no class declares."""
-    if isinstance(part, list):
-        for place, one in enumerate(part):
-            yield from _extras(one, f"{path[:-1]}[{place}].")
-    if isinstance(part, Body):
+    for part, path in _parts(body, ""):
         for name, value in (part.model_extra or {}).items():
             yield part, path, name, value
+
+
+def _parts(part: Any, path: str) -> Iterator[tuple[Body, str]]:
+    """(an object of the request, the path to it), the request itself first."""
+    if isinstance(part, list):
+        for place, one in enumerate(part):
+            yield from _parts(one, f"{path[:-1]}[{place}].")
+    if isinstance(part, Body):
+        yield part, path
         for name in part.model_fields_set & type(part).model_fields.keys():
-            yield from _extras(getattr(part, name), f"{path}{name}.")
+            yield from _parts(getattr(part, name), f"{path}{name}.")
