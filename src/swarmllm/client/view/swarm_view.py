@@ -6,6 +6,7 @@ batches; runs in the client's event loop.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -182,11 +183,12 @@ class SwarmView:
 
         Servers that say they can do less than the model's blocks are on it only if nobody else serves these.
         """
-        deadline = time.monotonic() + self.config.route_timeout_s
+        deadline = math.inf
         weak: set[str] = set()
         while True:
             route = self.routes.alternative(span, weak) if weak else None
-            servers = [hop.server for hop in route or await self.routes.find_soon(span)]
+            servers = [hop.server for hop in route or await self.routes.find_soon(span, patient=True)]
+            deadline = min(deadline, time.monotonic() + self.config.route_timeout_s)
             answers = await asyncio.gather(*map(self.look_ups.verified.greet, servers), return_exceptions=True)
             greetings: list[ServedBlocks] = []
             weaker: set[str] = set()
