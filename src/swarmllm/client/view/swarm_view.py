@@ -58,6 +58,8 @@ class SwarmView:
         self.counts: Counter[str] = Counter()
         """Events so far: errors by their code, what servers said of others (`accusations`), `repairs`,
         `spot_checks`, `spot_checks_failed`."""
+        self.model_place = name
+        """What `--model` takes for the model on this machine; its name in the swarm may lack the way to a directory."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
