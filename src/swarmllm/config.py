@@ -214,6 +214,9 @@ class ClientConfig(SwarmConfig):
     route_timeout_s: float = 20.0
     """Seconds to wait for somebody to serve missing blocks. Then comes a MissingBlocksError; also for blocks whose only
     servers are announced, but fail."""
+    start_timeout_s: float = 600.0
+    """Seconds to wait for a swarm that is just starting: at most a minute for one on the local network, the rest for
+    blocks that servers announce they load. Assumed: a disk reads 300 GB in the meantime."""
     max_retries: int = 8
     """Attempts to repair one step or batch, as long as other servers are left, before the last error is raised."""
     ban_s: float = 15.0
@@ -305,8 +308,8 @@ class ClientConfig(SwarmConfig):
             object.__setattr__(self, "compression", "none")  # what is compared closely must not have been rounded
         if not 0 <= self.min_gain_to_move <= 1:
             raise ConfigurationError(f"min_gain_to_move must be 0 to 1, not {self.min_gain_to_move}")
-        if self.max_retries < 0 or self.ban_s < 0:
-            raise ConfigurationError("max_retries and ban_s can't be negative")
+        if self.max_retries < 0 or self.ban_s < 0 or self.start_timeout_s < 0:
+            raise ConfigurationError("max_retries, ban_s and start_timeout_s can't be negative")
 
     def _follow(self, invites: Sequence[Invite]) -> None:
         self._follow_lists(invites, "allowed_servers")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client.view import routes
-from swarmllm.data_structures import RouteHop, ServerInfo, Span
+from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
@@ -301,3 +301,33 @@ def test_on_real_servers(llama: Path, local: PreTrainedModel, case: str) -> None
         assert model.swarm.counts["repairs"] >= 1
         assert model.swarm.health.blamed(now=0.0) == {swarm.servers[victim].peer_id}
     assert generated.tolist() == generate_seeded(local, ids, max_new_tokens=8).tolist()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
+    blocks: Blocks, is_loaded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer than for those that nobody has: two terminals may have been started together."""
+    start_timeout_s = 120.0 if is_loaded else 0.2
+    with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.1, start_timeout_s=start_timeout_s) as swarm:
+        loading = swarm.servers[1]
+        loading.info = loading.info.model_copy(update={"state": ServerState.JOINING, "public_name": "bob"})
+        view, num_looks = blocks.loop.run(swarm.new_view()), 0
+        look = view.look_ups.refresh
+
+        async def looking() -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            if is_loaded and num_looks == 40:
+                loading.info = loading.info.model_copy(update={"state": ServerState.ONLINE})
+            return await look()
+
+        view.look_ups.refresh = looking  # type: ignore[method-assign]
+        if is_loaded:
+            assert blocks.loop.run(view.traits()) == swarm.traits
+        else:
+            with pytest.raises(MissingBlocksError, match="blocks 3:6"):
+                blocks.loop.run(view.traits())
+    (told,) = [record.getMessage() for record in caplog.records if "looking again" in record.getMessage()]
+    assert "blocks 3:6, but bob is loading them" in told

@@ -314,6 +314,11 @@ def test_a_full_storage_is_told(page: Page, gateway: RunningGateway) -> None:
     expect(page.locator(".message")).to_have_count(4)
 
 
+def test_the_command_to_join_works_in_any_directory(gateway: RunningGateway) -> None:
+    command = gateway.swarm()["join"].split()
+    assert command[:4] == ["swarmllm", "server", "--model", str(embedded_model_path())]
+
+
 def test_a_server_dies_while_it_answers(page: Page) -> None:
     with local_swarm((0, 4), (4, 8), (4, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
         gateway.wait_until_seen(3)
@@ -352,7 +357,7 @@ def test_a_server_dies_while_it_answers(page: Page) -> None:
             server.kill()
         expect(page.locator("#verdict")).to_contain_text("served by nobody")
         expect(page.locator("#advice")).to_contain_text("--block_indices 0:8")
-        expect(page.locator("#join")).to_contain_text("swarmllm server --model")
+        expect(page.locator("#join")).to_contain_text(f"swarmllm server --model {embedded_model_path()}")
         expect(page.locator("#events")).to_contain_text("blocks 0:4")
         expect(page.locator("#picture .cell.missing")).to_have_count(8)
 

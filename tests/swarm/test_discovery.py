@@ -1,5 +1,6 @@
 """Peers of one local network find each other; here on the loopback interface only, or between network namespaces."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -56,10 +57,24 @@ async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.Mo
             await until_refused()
         monkeypatch.setattr(discovery, "LOOK_S", 4)
         with pytest.raises(MissingBlocksError, match=r"only of .*theirs"):
-            await find_swarm("third", "c" * 32, interfaces=LOOPBACK)
+            await find_swarm("third", "c" * 32, look_on_s=0, interfaces=LOOPBACK)
         monkeypatch.undo()
         await second.end()
         assert await find_any_swarm(interfaces=LOOPBACK) == (maddr,)
+
+
+async def test_a_swarm_that_begins_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
+    finding = asyncio.create_task(find_swarm("ours", OURS, interfaces=LOOPBACK))
+    while "looking on" not in caplog.text:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.01)
+    async with announcement() as first:
+        first.start(LOOPBACK)
+        (maddr,) = await finding
+    assert first._peer_id in maddr
+    assert "no swarm of ours" in caplog.text
 
 
 async def test_nonsense_of_others_is_skipped() -> None:
@@ -184,25 +199,30 @@ def test_two_machines_find_each_other_without_addresses(two_machines: tuple[str,
     model = embedded_model_path()
     serve = ["server", "--model", model, "--num_threads", "1"]
     first_log, second_log = tmp_path / "first", tmp_path / "second"
-    with running(two_machines[0], *serve, "--block_indices", "0:4", "--new_swarm", log=first_log) as first:
+    with (  # at the same time
+        running(two_machines[0], *serve, "--block_indices", "0:4", "--new_swarm", log=first_log) as first,
+        running(two_machines[1], *serve, "--block_indices", "4:8", log=second_log) as second,
+    ):
+
+        def at_second(*args: str) -> subprocess.CompletedProcess[str]:
+            command = ["ip", "netns", "exec", two_machines[1], sys.executable, "-m", "swarmllm", *args]
+            return subprocess.run(command, capture_output=True, text=True)
+
+        early = at_second("generate", "--model", model, "--max_new_tokens", "5", "Once upon a time")
+        assert early.returncode == 0, early.stderr
         until_joinable(first, first_log)
+        until_joinable(second, second_log)
         until_announced(first_log)
-        with running(two_machines[1], *serve, "--block_indices", "4:8", log=second_log) as second:
-            until_joinable(second, second_log)
 
-            def at_second(*args: str) -> subprocess.CompletedProcess[str]:
-                command = ["ip", "netns", "exec", two_machines[1], sys.executable, "-m", "swarmllm", *args]
-                return subprocess.run(command, capture_output=True, text=True)
-
-            status = at_second("status", "--json")
-            assert status.returncode == 0, status.stderr
-            (swarm,) = json.loads(status.stdout)["models"]
-            logs = first_log.read_text() + second_log.read_text() + status.stderr
-            assert swarm["missing_blocks"] == [], logs
-            assert len(swarm["servers"]) == 2, logs
-            story = at_second("generate", "--model", model, "--max_new_tokens", "5", "Once upon a time")
-            assert story.returncode == 0, story.stderr
-            assert story.stdout.startswith("Once upon a time")
-            assert "looking for a swarm" in story.stderr
-            off = at_second("status", "--no_lan_discovery")
-            assert off.returncode == 2
+        status = at_second("status", "--json")
+        assert status.returncode == 0, status.stderr
+        (swarm,) = json.loads(status.stdout)["models"]
+        logs = first_log.read_text() + second_log.read_text() + status.stderr
+        assert swarm["missing_blocks"] == [], logs
+        assert len(swarm["servers"]) == 2, logs
+        story = at_second("generate", "--model", model, "--max_new_tokens", "5", "Once upon a time")
+        assert story.returncode == 0, story.stderr
+        assert story.stdout.startswith("Once upon a time")
+        assert "looking for a swarm" in story.stderr
+        off = at_second("status", "--no_lan_discovery")
+        assert off.returncode == 2

@@ -87,6 +87,7 @@ def _view_of(
         fingerprint=fingerprint(checkpoint),
         num_blocks=checkpoint.num_blocks,
     )
+    view.model_place = checkpoint.place
     tell_stacks(view, spans, config)
     view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
     # Here and not when a route is explained: building a model sets torch's random state back to what it was

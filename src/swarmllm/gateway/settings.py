@@ -69,6 +69,9 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
 
     route_timeout_s: float = 5.0
     """Seconds to wait for somebody to serve missing blocks, before the answer is 503."""
+    start_timeout_s: float = 0.0
+    """Seconds that one try waits for a swarm that is just starting. A gateway says what is missing meanwhile, and tries
+    again until the swarm is complete."""
     host: str = "127.0.0.1"
     """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
     port: int = 8080

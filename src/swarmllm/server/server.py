@@ -179,6 +179,8 @@ class Server:
             await peer.serve_streams(
                 StreamHandler(self._access, links, fingerprint=fingerprint(checkpoint), compression=config.compression)
             )
+            await announcer.announce()  # as one that is joining, before anybody finds this server on the network
+            self._announcement.start()
             life = SpanLife(record, self._access, announcer, others, partial(self._tell_online, record))
             await life.run(stop)
         await at_most(FAREWELL_S, announcer.withdraw())
@@ -213,7 +215,6 @@ class Server:
         blocks = f"[{record.span.start}, {record.span.end})"
         print(f"swarmllm: serving blocks {blocks} of {self._checkpoint.name} as {self._peer.peer_id}", flush=True)
         print(f"swarmllm: join with --initial_peers {' '.join(self._peer.join_maddrs)}", flush=True)
-        self._announcement.start()
 
 
 def _wanted_cores(record: OwnRecord) -> int:

@@ -77,6 +77,17 @@ def test_what_a_config_tells(sharded: Path) -> None:
     assert block_bytes(checkpoint) == [block] * 4
 
 
+def test_a_directory_is_named_so_that_it_is_found_from_everywhere(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(sharded.parent)
+    opened = open_checkpoint(sharded.name)
+    assert opened.public_name == sharded.name
+    monkeypatch.chdir(tmp_path)
+    assert opened.place != sharded.name
+    assert open_checkpoint(str(sharded)).place == str(sharded)
+
+
 def test_a_client_asks_for_nothing_of_the_blocks(sharded: Path) -> None:
     names = client_tensor_names(open_checkpoint(str(sharded)))
     assert sorted(names) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]

@@ -13,7 +13,7 @@ from swarmllm.config import ClientConfig, address_book_path
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError, WeightsMismatchError
 from swarmllm.network.p2p.block_directory import BlockDirectory
-from swarmllm.network.p2p.discovery import find_swarm
+from swarmllm.network.p2p.discovery import LOOK_ON_S, find_swarm
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
@@ -75,7 +75,9 @@ class LookUps:
                     "name peers of the swarm with initial_peers=[…] (a server prints them when it starts), "
                     "or set SWARMLLM_INITIAL_PEERS"
                 )
-            initial_peers = await find_swarm(self.name, self.fingerprint)
+            initial_peers = await find_swarm(
+                self.name, self.fingerprint, look_on_s=min(LOOK_ON_S, self.config.start_timeout_s)
+            )
         self._peer = await Peer.create(
             initial_peers=initial_peers,
             identity_path=self.config.identity_path,

@@ -17,7 +17,7 @@ from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.look_ups import LookUps
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import RouteHop, Span, SwarmSnapshot
+from swarmllm.data_structures import RouteHop, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError
 from swarmllm.network.p2p.block_directory import DEFAULT_TTL_S
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
@@ -74,14 +74,15 @@ class Routes:
             return await self.find_soon(span, self._updated(costs))
         return route
 
-    async def find_soon(self, span: Span, costs: RouteCosts | None = None) -> list[RouteHop]:
-        """`find`, without waiting for pings."""
+    async def find_soon(self, span: Span, costs: RouteCosts | None = None, *, patient: bool = False) -> list[RouteHop]:
+        """`find`, without waiting for pings. `patient`: wait for blocks that servers are loading, too."""
         self._distances.used_at = time.monotonic()
         costs = costs or self.costs()
         await self._know_enough()
         await self._meet_voters()
         deadline = time.monotonic() + self._config.route_timeout_s
-        told = False
+        loaded_by = max(deadline, time.monotonic() + self._config.start_timeout_s)
+        told: str | None = None
         while True:
             now = time.monotonic()
             try:
@@ -100,11 +101,15 @@ class Routes:
             except MissingBlocksError as error:
                 if costs.inner_states:
                     self._check_old(span, costs, error)
-                if not told:  # once is enough to explain the silence
+                loading = self._loading(error) if patient else ""
+                if loading:
+                    deadline = min(loaded_by, time.monotonic() + self._config.route_timeout_s)
+                if told is None or (loading and not told):  # once is enough to explain the silence
                     if not self._snapshot.servers:  # of this model: name those that there are
                         error = await self._look_ups.explained(error, None, "")
-                    logger.warning("%s; looking again for %.0f s", error, max(0.0, deadline - time.monotonic()))
-                told = True
+                    until = loaded_by if loading else deadline
+                    logger.warning("%s%s; looking again for %.0f s", error, loading, max(0.0, until - time.monotonic()))
+                    told = loading
 
     def alternative(
         self, span: Span, without: Collection[str], *, even_avoided: bool = False, inner_states: bool = False
@@ -200,6 +205,15 @@ class Routes:
     def give_up(self) -> None:
         """Nobody is left for some blocks: what begins from now on may use servers of other weights."""
         self._weights.forget()
+
+    def _loading(self, error: MissingBlocksError) -> str:
+        """Half a sentence, if servers announce that they are loading all the blocks that are missing."""
+        servers = [server for server in self._snapshot.servers if server.state == ServerState.JOINING]
+        if not servers or not all(any(block in server.span for server in servers) for block in error.block_idxs):
+            return ""
+        first = servers[0]
+        who = f"{first.public_name or first.peer_id} is" if len(servers) == 1 else f"{len(servers)} servers are"
+        return f", but {who} loading them"
 
     def _left_out(self, error: MissingBlocksError) -> str:
         """Half a sentence, if servers of missing blocks aren't used because their weights are others."""

@@ -6,6 +6,7 @@ batches; runs in the client's event loop.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ class SwarmView:
         self.counts: Counter[str] = Counter()
         """Events so far: errors by their code, what servers said of others (`accusations`), `repairs`,
         `spot_checks`, `spot_checks_failed`."""
+        self.model_place = name
+        """What `--model` takes for the model on this machine; its name in the swarm may lack the way to a directory."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
@@ -182,11 +185,12 @@ class SwarmView:
 
         Servers that say they can do less than the model's blocks are on it only if nobody else serves these.
         """
-        deadline = time.monotonic() + self.config.route_timeout_s
+        deadline = math.inf
         weak: set[str] = set()
         while True:
             route = self.routes.alternative(span, weak) if weak else None
-            servers = [hop.server for hop in route or await self.routes.find_soon(span)]
+            servers = [hop.server for hop in route or await self.routes.find_soon(span, patient=True)]
+            deadline = min(deadline, time.monotonic() + self.config.route_timeout_s)
             answers = await asyncio.gather(*map(self.look_ups.verified.greet, servers), return_exceptions=True)
             greetings: list[ServedBlocks] = []
             weaker: set[str] = set()

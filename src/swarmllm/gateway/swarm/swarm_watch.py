@@ -52,7 +52,7 @@ class SwarmWatch:
         self._looked_at = time.monotonic()
         peers = view.config.initial_peers or ()
         # Without addresses, a server finds the swarm on the local network.
-        server = ["swarmllm", "server", "--model", view.model_name, *(["--initial_peers", *peers] if peers else [])]
+        server = ["swarmllm", "server", "--model", view.model_place, *(["--initial_peers", *peers] if peers else [])]
         self._beside = {"join": shlex.join(server), "about": about}
         """What is shown beside the picture: the command that adds a server, and what `about` says."""
         self._shown = self._render()

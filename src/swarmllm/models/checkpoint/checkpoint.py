@@ -67,6 +67,12 @@ class Checkpoint:
         """The hub's commit, if the checkpoint comes from there (also through a directory of its cache)."""
         return self._source.commit
 
+    @property
+    def place(self) -> str:
+        """What `--model` takes for it in whatever directory of this machine: the hub id, or the whole path."""
+        is_local = self._source.is_local and self._source.commit is None
+        return str(Path(self.name).absolute()) if is_local else self.public_name
+
     def file_beside(self, filename: str) -> Path | None:
         """Another file of the checkpoint, if it has it."""
         return self._source.path(filename, required=False)

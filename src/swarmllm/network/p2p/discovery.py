@@ -1,9 +1,10 @@
 """Peers on the same local network (LAN) find each other by multicast DNS, so that nobody has to type addresses.
 
 A server that began a swarm, or found it this way, announces one service `<peer id>._swarmllm._tcp.local.` per process:
-where it listens, and the fingerprint of its checkpoint. Servers and clients that were given no addresses listen for a
-few seconds and join peers of the same fingerprint, so that swarms of different models never mix. Servers, the client
-and the commands call it; nothing here imports zeroconf before it is needed.
+where it listens, and the fingerprint of its checkpoint. It does so before it loads blocks: whoever is started at the
+same time finds it. Servers and clients that were given no addresses listen for a while and join peers of the same
+fingerprint, so that swarms of different models never mix. Servers, the client and the commands call it; nothing here
+imports zeroconf before it is needed.
 
 Whoever is on the network can announce what they like. What is heard is therefore bounded and checked, and is believed
 no more than an address that somebody typed.
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 SERVICE = "_swarmllm._tcp.local."
 LOOK_S = 3.0
 """Seconds to listen for the first peer. Answers come within 0.2 s, or 1.2 s where a packet was lost."""
+LOOK_ON_S = 60.0
+"""Seconds to listen on where no swarm of the checkpoint is heard. Assumed: longer than a server that is started at the
+same time takes to import and to read its checkpoint."""
 GRACE_S = 0.3
 """Seconds to listen on for others, once one has answered."""
 MAX_FOUND = 32
@@ -185,22 +189,30 @@ class _Look:
         await asyncio.gather(*self._asking, return_exceptions=True)
 
 
-async def find_swarm(model: str, fingerprint: str, *, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Initial peers of the swarm of this checkpoint on the local network.
+async def find_swarm(
+    model: str, fingerprint: str, *, look_on_s: float = LOOK_ON_S, interfaces: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Initial peers of the swarm of this checkpoint on the local network, also of one that begins meanwhile.
 
     Raises:
         MissingBlocksError: there is none. The message says what was found instead, and what to do.
     """
     logger.info("no initial peers were given: looking for a swarm of %s on the local network", model)
-    peers = await find_peers(lambda peer: peer.fingerprint == fingerprint, interfaces=interfaces)
-    ours = [peer for peer in peers if peer.fingerprint == fingerprint]
-    if not ours:
-        others = ", ".join(sorted({f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers}))
-        heard = f", only of {others}" if others else ""
-        raise MissingBlocksError(
-            f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network{heard}: "
-            "name peers with --initial_peers (in Python: initial_peers=[…]), or start a swarm with --new_swarm"
+    for timeout_s, left_s in ((LOOK_S, look_on_s), (look_on_s, 0.0)):
+        peers = await find_peers(
+            lambda peer: peer.fingerprint == fingerprint, timeout_s=timeout_s, interfaces=interfaces
         )
+        if ours := [peer for peer in peers if peer.fingerprint == fingerprint]:
+            break
+        others = ", ".join(sorted({f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers}))
+        missing = MissingBlocksError(
+            f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network"
+            f"{f', only of {others}' if others else ''}: name peers with --initial_peers "
+            "(in Python: initial_peers=[…]), or start a swarm with --new_swarm"
+        )
+        if not left_s:
+            raise missing
+        logger.warning("%s; looking on for %g s, as one may just be starting", missing, left_s)
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
     return initial_peers_of(ours)
 
