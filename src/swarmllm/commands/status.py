@@ -18,6 +18,7 @@ from swarmllm.swarm.block_map import (
     describe_coverage,
     describe_different_weights,
     describe_machines,
+    describe_shared_identities,
     describe_swarm,
     state_name,
     terminal_width,
@@ -63,6 +64,7 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
                 *self._missing(initial_peers),
+                *(f"  {line}" for line in describe_shared_identities(self.snapshot)),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
             ]
