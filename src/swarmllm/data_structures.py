@@ -204,6 +204,10 @@ class ServerInfo(PeerModel):
     traits: BlockTraits = BlockTraits()
     weights: Annotated[str, Field(max_length=DIGEST_CHARS * MAX_DIGESTS, pattern=r"^[0-9A-Za-z_-]*$")] = ""
     """What of the checkpoint its blocks are made of: `DIGEST_CHARS` characters for each; empty: not told."""
+    instance: Annotated[str, Field(max_length=16, pattern=r"^[0-9a-f]*$")] = ""
+    """Another one whenever the server begins; empty: not told."""
+    identity_shared: bool = False
+    """Whether it has seen another process with its peer id: then it isn't known which of them is reached."""
     relays_for: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     """Peers that are reached through this server at present, as nobody can dial them."""
     inner_states: bool = False

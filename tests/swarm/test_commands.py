@@ -111,6 +111,16 @@ def test_status_for_programs(bootstrap: str, servers: list[str]) -> None:
     assert all(server["throughput"] > 0 for server in model["servers"])
 
 
+def test_status_of_a_directory(bootstrap: str, servers: list[str], tmp_path: Path) -> None:
+    done = command("status", "--json", "--model", MODEL, "--initial_peers", bootstrap)
+    assert [len(model["servers"]) for model in json.loads(done.stdout)["models"]] == [2]
+    done = command("status", "--model", tmp_path, "--initial_peers", bootstrap)
+    assert (done.returncode, sentence(done.stderr)) == (
+        2,
+        f"swarmllm: {tmp_path} has no config.json, so it is no checkpoint of transformers, and there is no GGUF file",
+    )
+
+
 def test_status_of_a_model_that_nobody_serves(bootstrap: str, servers: list[str]) -> None:
     done = command("status", "--model", "some/other", "--initial_peers", bootstrap)
     assert done.returncode == 1

@@ -2,13 +2,17 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from swarmllm.commands import status as status_command
-from swarmllm.commands.status import ModelStatus, look_twice, look_up
+from swarmllm.commands.status import ModelStatus, fingerprint_of_files, is_on_this_machine, look_twice, look_up
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot, printable
-from swarmllm.errors import MissingBlocksError
+from swarmllm.demo.embedded_model import embedded_model_path
+from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.network.wire.messages import ErrorHeader, Target
 from swarmllm.swarm.block_map import (
     describe_adapters,
@@ -228,3 +232,26 @@ def test_adapters_and_where_they_are_missing() -> None:
         8, (server("a", 0, 5, adapters=("poet@1", "clerk@2")), server("b", 5, 8, adapters=("poet@1",)))
     )
     assert describe_adapters(snapshot) == ["adapter clerk@2: not on blocks 5:8", "adapter poet@1: complete"]
+
+
+def test_a_directory_is_the_checkpoint_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(embedded_model_path()).parent)
+    expected = fingerprint(open_checkpoint(str(embedded_model_path())))
+    for model in (str(embedded_model_path()), "./embedded", "embedded"):
+        assert is_on_this_machine(model)
+        assert fingerprint_of_files(model) == expected
+    assert not is_on_this_machine("owner/name")
+    assert not is_on_this_machine("name-of-a-model")
+    with pytest.raises(ConfigurationError, match=r"the directory '\./none' does not exist"):
+        is_on_this_machine("./none")
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+        fingerprint_of_files(str(tmp_path))
+
+
+async def test_models_of_one_name_are_told_apart_by_files() -> None:
+    other = RECORD.model_copy(update={"fingerprint": "fedcba9876543210"})
+    directory = Directory({RECORD: [server("a", 0, 8)], other: [server("b", 0, 4)]})
+    (found,) = await look_up(directory, "./model", other.fingerprint)
+    assert found.record == other
+    with pytest.raises(MissingBlocksError, match=r"serves the checkpoint in \./model \(fingerprint 0{12}\); it serves"):
+        await look_up(directory, "./model", "0" * 16)

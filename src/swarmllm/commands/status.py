@@ -10,14 +10,16 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, announce_imports, run_command
-from swarmllm.config import SwarmConfig, address_book_path, require_addresses
+from swarmllm.config import SwarmConfig, address_book_path, require_addresses, require_model_place
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.files import user_path
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
     describe_different_weights,
     describe_machines,
+    describe_shared_identities,
     describe_swarm,
     state_name,
     terminal_width,
@@ -63,6 +65,7 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
                 *self._missing(initial_peers),
+                *(f"  {line}" for line in describe_shared_identities(self.snapshot)),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
             ]
@@ -106,18 +109,49 @@ class ModelStatus:
         }
 
 
-async def look_up(directory: "BlockDirectory", name: str | None = None) -> list[ModelStatus]:
-    """All models of the swarm, or those called `name` (a path or hub id may be shortened to its last part).
+def is_on_this_machine(model: str) -> bool:
+    """Whether this is the place of a checkpoint, or else a hub id or the name of a model of the swarm.
 
     Raises:
-        MissingBlocksError: nobody serves `name`.
+        ConfigurationError: it looks like a place on this machine, but there is nothing.
+    """
+    require_model_place(model)
+    place, _, kind = model.rpartition(":")  # of a GGUF file
+    return user_path(model).exists() or bool(place and "/" not in kind and user_path(place).is_dir())
+
+
+def fingerprint_of_files(place: str) -> str:
+    """The fingerprint of a checkpoint on this machine.
+
+    Raises:
+        SwarmError: there is none.
+    """
+    from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+    from swarmllm.models.checkpoint.fingerprint import fingerprint  # imports torch
+
+    return fingerprint(open_checkpoint(place))
+
+
+async def look_up(
+    directory: "BlockDirectory", name: str | None = None, fingerprint: str | None = None
+) -> list[ModelStatus]:
+    """All models of the swarm, or those called `name` (a hub id may be shortened to its last part).
+
+    `fingerprint`: of the checkpoint that `name` is the place of.
+
+    Raises:
+        MissingBlocksError: nobody serves it.
         PeerUnreachableError: this peer's daemon died.
     """
     records = {record.fingerprint: record for record in (await directory.models()).values()}
     wanted = sorted(records.values(), key=lambda record: (record.name, record.fingerprint))
     if name is not None:
         names = {record.name for record in wanted}
-        wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
+        if fingerprint is not None:
+            name = f"the checkpoint in {name} (fingerprint {fingerprint[:12]})"
+            wanted = [record for record in wanted if record.fingerprint == fingerprint]
+        else:
+            wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
         if not wanted:
             served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model at all"
             raise MissingBlocksError(f"nobody in this swarm serves {name}; {served}")
@@ -128,16 +162,18 @@ async def look_up(directory: "BlockDirectory", name: str | None = None) -> list[
     return found
 
 
-async def look_twice(directory: "BlockDirectory", name: str | None = None) -> list[ModelStatus]:
+async def look_twice(
+    directory: "BlockDirectory", name: str | None = None, fingerprint: str | None = None
+) -> list[ModelStatus]:
     """What `look_up` finds, the second time if blocks seem to be missing: a node that answers too late is left out.
 
     Raises:
         MissingBlocksError, PeerUnreachableError: as `look_up`.
     """
-    models = await look_up(directory, name)
+    models = await look_up(directory, name, fingerprint)
     if any(status.snapshot.missing_blocks() for status in models):
         await asyncio.sleep(SECOND_LOOK_S)
-        models = await look_up(directory, name)
+        models = await look_up(directory, name, fingerprint)
     return models
 
 
@@ -146,7 +182,7 @@ class StatusConfig(SwarmConfig):
     """What to show."""
 
     model: str | None = None
-    """Name of the only model to show; its last part is enough."""
+    """Hub id or directory of the only model to show. Of a hub id the last part is enough."""
     json: bool = False
     """Print JSON, for programs."""
 
@@ -168,7 +204,9 @@ async def show_status(config: StatusConfig) -> None:
     """
     if not config.initial_peers and not config.lan_discovery:
         raise ConfigurationError("name peers of the swarm with --initial_peers (or SWARMLLM_INITIAL_PEERS)")
-    announce_imports(torch=False)
+    is_place = config.model is not None and is_on_this_machine(config.model)
+    announce_imports(torch=is_place)
+    fingerprint = fingerprint_of_files(config.model) if config.model is not None and is_place else None
     from swarmllm.network.p2p.block_directory import BlockDirectory
     from swarmllm.network.p2p.discovery import find_any_swarm
     from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
@@ -176,7 +214,7 @@ async def show_status(config: StatusConfig) -> None:
     initial_peers = config.initial_peers or await find_any_swarm()
     joining = Peer.create(initial_peers=initial_peers, client_mode=True, address_book=address_book_path())
     async with await joining as peer:
-        models = await look_twice(BlockDirectory(peer, config.swarm_name), config.model)
+        models = await look_twice(BlockDirectory(peer, config.swarm_name), config.model, fingerprint)
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
     else:

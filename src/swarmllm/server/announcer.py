@@ -26,8 +26,8 @@ NOTABLE_QUEUE_MS = 50.0
 
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
     """Whether clients would choose other routes if they knew: the queue, the free cache or the speed that is left for
-    them doubled or halved, or its addresses changed."""
-    if announced.addrs != now.addrs:
+    them doubled or halved, its addresses changed, or another process was seen with its identity."""
+    if announced.addrs != now.addrs or announced.identity_shared != now.identity_shared:
         return True
     for before, after, floor in (
         (announced.queue_ms, now.queue_ms, NOTABLE_QUEUE_MS),

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmllm.data_structures import MAX_DIGESTS, ServerInfo, ServerState, Span
 from swarmllm.network.p2p.peer import Peer
@@ -11,6 +11,7 @@ from swarmllm.server.device.memory import free_bytes
 from swarmllm.server.device.niceness import MAX_MS, Niceness
 from swarmllm.server.measuring.successors import Successors
 from swarmllm.server.peers.links import Links
+from swarmllm.server.peers.twins import Twins
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_loader import Loaded, SpanLoader
@@ -40,6 +41,7 @@ class OwnRecord:
     """What was last announced of blocks that nobody has used since, while they aren't in memory."""
     sessions: Sized = ()
     """Those on the blocks that are loaded."""
+    twins: Twins = field(default_factory=Twins)
 
     @property
     def budget(self) -> CacheBudget:
@@ -49,7 +51,7 @@ class OwnRecord:
     def describe(self) -> ServerInfo:
         """What is to be announced now."""
         if self.asleep is not None:
-            return self.asleep.model_copy(update={"addrs": self.peer.addrs})
+            return self.asleep.model_copy(update={"addrs": self.peer.addrs, "identity_shared": self.twins.seen})
         config, claim = self.config, self.claim
         info = ServerInfo(
             peer_id=self.peer.peer_id,
@@ -65,6 +67,8 @@ class OwnRecord:
             hardware=hardware_name(self.loader.device, config.tensor_parallel),
             memory_left_bytes=max(0, free_bytes(self.loader.device)),
             machine=config.machine,
+            instance=self.twins.instance,
+            identity_shared=self.twins.seen,
             adapters=self.loader.adapters.names,
             inner_states=True,
             claim=None if claim is None else (claim.start, claim.end),

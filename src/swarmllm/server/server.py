@@ -24,6 +24,7 @@ from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import LanAnnouncement, find_swarm
+from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.announcer import Announcer
@@ -39,6 +40,7 @@ from swarmllm.server.peers.other_servers import OtherServers
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.standing import Standing
 from swarmllm.server.peers.targets import Targets
+from swarmllm.server.peers.twins import Twins, greet_twin
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_life import FAREWELL_S, SpanLife, at_most
 from swarmllm.server.span_loader import SpanLoader
@@ -71,7 +73,8 @@ async def serve(config: ServerConfig) -> None:
     logger.info(
         "%s has %d blocks (fingerprint %s)", checkpoint.name, checkpoint.num_blocks, fingerprint(checkpoint)[:12]
     )
-    peer = await unless_stopped(stop, _join(config, checkpoint))
+    twins = Twins(config.update_period)
+    peer = await unless_stopped(stop, _join(config, checkpoint, twins))
     if peer is None:
         logger.info("leaving")
         return
@@ -83,7 +86,7 @@ async def serve(config: ServerConfig) -> None:
             model=checkpoint.public_name,
             fingerprint=fingerprint(checkpoint),
         ) as announcement:
-            await Server(config, checkpoint, peer, announcement).run(stop)
+            await Server(config, checkpoint, peer, announcement, twins).run(stop)
     finally:
         await peer.close()
 
@@ -96,8 +99,12 @@ def _open(config: ServerConfig) -> Checkpoint:
     return checkpoint
 
 
-async def _join(config: ServerConfig, checkpoint: Checkpoint) -> Peer:
+async def _join(config: ServerConfig, checkpoint: Checkpoint, twins: Twins) -> Peer:
     initial_peers = config.initial_peers
+    if config.identity_path is not None:
+        identity = Identity.load_or_create(config.identity_path)
+        if (maddr := await greet_twin(identity, initial_peers)) is not None:
+            twins.tell(f"it answers at {maddr}")
     if not initial_peers and not config.new_swarm:
         initial_peers = await find_swarm(checkpoint.public_name, fingerprint(checkpoint))
     relay = RelayRules(mbps=config.relay_mbps, servers=config.allowed_servers, clients=config.allowed_clients)
@@ -125,8 +132,11 @@ def _check_span(config: ServerConfig, checkpoint: Checkpoint) -> None:
 class Server:
     """What of a server lives as long as its process; `span_life` has the rest."""
 
-    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, peer: Peer, announcement: LanAnnouncement) -> None:
+    def __init__(
+        self, config: ServerConfig, checkpoint: Checkpoint, peer: Peer, announcement: LanAnnouncement, twins: Twins
+    ) -> None:
         self._config, self._checkpoint, self._peer, self._announcement = config, checkpoint, peer, announcement
+        self._twins = twins
         self._directory = BlockDirectory(peer, config.swarm_name)
         self._others = OtherServers(
             peer,
@@ -134,6 +144,7 @@ class Server:
             fingerprint=fingerprint(checkpoint),
             num_blocks=checkpoint.num_blocks,
             allowed=config.allowed_servers,
+            twins=twins,
         )
         self._niceness = Niceness()
         self._executor = Executor(Budget(max_sessions=config.max_batch_sessions), self._niceness)
@@ -166,7 +177,7 @@ class Server:
         links = Links(targets.open, tasks)
         successors = Successors(others.look, others.open_stream, config.update_period)
         peer.find_relays(lambda: others.relays(dict(successors.announced)))
-        record = OwnRecord(config, peer, loader, self._niceness, links, successors, span)
+        record = OwnRecord(config, peer, loader, self._niceness, links, successors, span, twins=self._twins)
         model = ModelRecord(
             name=checkpoint.public_name,
             fingerprint=fingerprint(checkpoint),
@@ -177,7 +188,13 @@ class Server:
         announcer = Announcer(self._directory, model, record.describe, config.update_period)
         with self._background(tasks, record, announcer):
             await peer.serve_streams(
-                StreamHandler(self._access, links, fingerprint=fingerprint(checkpoint), compression=config.compression)
+                StreamHandler(
+                    self._access,
+                    links,
+                    fingerprint=fingerprint(checkpoint),
+                    compression=config.compression,
+                    greeted=partial(self._twins.note_greeting, peer.peer_id),
+                )
             )
             await announcer.announce()  # as one that is joining, before anybody finds this server on the network
             self._announcement.start()

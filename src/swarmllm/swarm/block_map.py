@@ -120,6 +120,16 @@ def describe_different_weights(snapshot: SwarmSnapshot) -> list[str]:
     ]
 
 
+def describe_shared_identities(snapshot: SwarmSnapshot) -> list[str]:
+    """A line for each server that has seen another process with its peer id."""
+    return [
+        f"identity used twice: {short_peer_id(server.peer_id)} is the peer id of several processes, which take each "
+        "other's place: give each an --identity_path of its own"
+        for server in snapshot.servers
+        if server.identity_shared
+    ]
+
+
 def describe_machines(snapshot: SwarmSnapshot) -> list[str]:
     """A line for each machine with a server for each of several devices, as they say."""
     machines: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_peers, initial_peers_of
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.swarm.block_map import describe_shared_identities
 from swarmllm.swarm.stacks import describe_blocks
 
 DIAL_TIMEOUT_S = 3.0
@@ -107,6 +108,7 @@ async def _look_at_servers(peer: Peer, swarm_name: str | None) -> list[Finding]:
                 findings.append(
                     note(f"server {server.peer_id} of {record.name} is reached through a relay: see --port there")
                 )
+        findings += map(bad, describe_shared_identities(SwarmSnapshot(record.num_blocks, servers)))
         reached = sum(problem is None for problem in results)
         findings.append(ok(f"{record.name}: {reached} of {len(servers)} servers take connections from here"))
     return findings

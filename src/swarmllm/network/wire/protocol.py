@@ -73,6 +73,8 @@ class HelloHeader(PeerModel):
     """The checkpoint that the client wants to run; empty if it doesn't matter."""
     encodings: Encodings = ()
     contribution: Contribution | None = None
+    same_identity: bool = False
+    """Whether the client is going to serve by the very key that `contribution` proves to be known to it."""
 
 
 class WelcomeHeader(PeerModel):
@@ -91,6 +93,7 @@ async def hello(
     fingerprint: str = "",
     software: str = "",
     contribution: Contribution | None = None,
+    same_identity: bool = False,
     timeout_s: float = GREETING_TIMEOUT_S,
 ) -> WelcomeHeader:
     """Greet as the side that opened the stream.
@@ -110,6 +113,7 @@ async def hello(
             "fingerprint": fingerprint,
             "encodings": ENCODINGS,
             **({} if contribution is None else {"contribution": contribution.model_dump()}),
+            **({"same_identity": True} if same_identity else {}),
         },
     )
     message = await _greeting(stream, MessageType.WELCOME, timeout_s)

@@ -12,6 +12,7 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
 from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.wire.protocol import FrameStream
+from swarmllm.server.peers.twins import Twins
 from swarmllm.swarm.plausible import plausible
 
 CONNECT_TIMEOUT_S = 5.0
@@ -29,11 +30,12 @@ class OtherServers:
         fingerprint: str,
         num_blocks: int,
         allowed: Collection[str] | None,
+        twins: Twins | None = None,
     ) -> None:
         self._own_peer_id = peer.peer_id
         self._directory = directory
         self._fingerprint, self._num_blocks = fingerprint, num_blocks
-        self._allowed = allowed
+        self._allowed, self._twins = allowed, twins or Twins()
         self._met: tuple[ServerInfo, ...] = ()
         self.verified = VerifiedPeers(lambda: peer, fingerprint)
         self.on_seen: Callable[[Sequence[ServerInfo]], None] | None = None
@@ -42,6 +44,8 @@ class OtherServers:
     async def announced(self) -> SwarmSnapshot:
         """What servers say of themselves, this one included; they may not be there."""
         found = await self._directory.servers(self._fingerprint)
+        for own in (server for server in found if server.peer_id == self._own_peer_id):
+            self._twins.note_record(own)
         counted = None if self._allowed is None else {*self._allowed, self._own_peer_id}
         servers = tuple(server for server in found if counted is None or server.peer_id in counted)
         if self.on_seen is not None:

@@ -4,6 +4,7 @@ Called by `p2p/peer` for each stream that a client or a predecessor opens.
 """
 
 import logging
+from collections.abc import Callable
 
 from swarmllm.errors import ServerOverloadedError, SwarmError, WeightsMismatchError
 from swarmllm.network.wire.intake import Intake
@@ -19,8 +20,17 @@ logger = logging.getLogger(__name__)
 class StreamHandler:
     """Serves streams; one object for the whole server."""
 
-    def __init__(self, access: Access, links: Links, *, fingerprint: str, compression: str = "none") -> None:
-        self.access = access
+    def __init__(
+        self,
+        access: Access,
+        links: Links,
+        *,
+        fingerprint: str,
+        compression: str = "none",
+        greeted: Callable[[HelloHeader, str], None] = lambda *_: None,
+    ) -> None:
+        """`greeted` is told what each client has said, and its peer id."""
+        self.access, self._greeted = access, greeted
         self._links = links
         self._fingerprint = fingerprint
         self._compression = compression
@@ -38,6 +48,7 @@ class StreamHandler:
             stream.count_in(self._intake)
             greeting = await welcome(stream, software=__version__, info=access.greeting(), accept=self._accept)
             access.limits.standing.note(peer_id, greeting.contribution)
+            self._greeted(greeting, peer_id)
             stream.expect(access.large_messages_of(peer_id))
             await Dispatcher(stream, access, self._links, self._compression).serve()
         except SwarmError as error:
