@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
-from runs import StepTimes, check_resumes, default_model, save_loss_curve, settings, swarm_for, tokenizer_of
+from runs import check_resumes, default_model, save_loss_curve, settings, show_steps, swarm_for, tokenizer_of
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForSequenceClassification
@@ -65,7 +65,7 @@ def train(
         train_dataset=examples(tokenizer, 512, seed=0),
         data_collator=DataCollatorWithPadding(tokenizer),
     )
-    trainer.add_callback(StepTimes(model.get_base_model().remote_blocks))
+    show_steps(trainer, model.get_base_model().remote_blocks)
     trainer.train(resume_from_checkpoint=resume)
     save_loss_curve(trainer.state.log_history, output_dir / "loss.svg")
     model.save_pretrained(output_dir / "adapter")

@@ -1,13 +1,17 @@
-"""What the examples of training share: a swarm to train on, a line for each step, and a picture of the loss."""
+"""What the examples of training share: a swarm to train on, a line for each step, and a picture of the loss.
+
+In a notebook the picture grows with each step, below a bar of how much is done.
+"""
 
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from swarmllm import LocalSwarm, embedded_model_path
@@ -48,7 +52,7 @@ def settings(output_dir: Path, *, steps: int, lr: float, batch_size: int) -> dic
         "save_steps": max(1, steps // 4),
         "save_total_limit": 2,
         "report_to": [],
-        "disable_tqdm": True,  # `StepTimes` has a line for each step
+        "disable_tqdm": True,  # `show_steps` has a line or a bar for each step
         "use_cpu": not torch.cuda.is_available(),
         "seed": 0,
     }
@@ -66,11 +70,44 @@ class StepTimes(TrainerCallback):
 
     def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, Any] | None = None, **___: Any) -> None:
         if logs and "loss" in logs:
-            print(step_line(state.global_step, state.max_steps, float(logs["loss"]), *self.times()), flush=True)
+            self.show(step_line(state.global_step, state.max_steps, float(logs["loss"]), *self.times()), state)
+
+    def show(self, line: str, state: Any) -> None:
+        print(line, flush=True)
 
     def times(self) -> tuple[float, float]:
         """Seconds since the step began, and those of them that were spent waiting."""
         return time.perf_counter() - self._began, self._batches.waited_s - self._waited_s
+
+
+class LiveCurve(StepTimes):
+    """In a notebook: the same line above a bar and the loss so far, in one picture that is replaced with each step."""
+
+    def __init__(self, remote_blocks: Any) -> None:
+        super().__init__(remote_blocks)
+        self._shown: Any = None
+
+    def show(self, line: str, state: Any) -> None:
+        from IPython.display import SVG, display
+
+        left_s = (state.max_steps - state.global_step) * self.times()[0]
+        title = f"{line}; {left_s:.0f} s left" if left_s else line
+        axes = {"x": "optimizer step", "y": "loss (nats per token or text)", "right": state.max_steps}
+        done = state.global_step / state.max_steps
+        picture = SVG(curve(losses_by_step(state.log_history), title=title, done=done, **axes))
+        if self._shown is None:
+            self._shown = display(picture, display_id=True)
+        else:
+            self._shown.update(picture)
+
+
+def show_steps(trainer: Trainer, remote_blocks: Any) -> None:
+    """A line for each step; in a notebook, a picture that grows."""
+    if "ipykernel" in sys.modules:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(LiveCurve(remote_blocks))
+    else:
+        trainer.add_callback(StepTimes(remote_blocks))
 
 
 def step_line(step: int, num_steps: int, loss: float, took_s: float, waited_s: float) -> str:
@@ -78,21 +115,41 @@ def step_line(step: int, num_steps: int, loss: float, took_s: float, waited_s: f
     return f"step {step} of {num_steps}: loss {loss:.4f}, {took_s:.2f} s, {share:.0%} of it servers and network"
 
 
+def losses_by_step(history: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(entry["step"], float(entry["loss"])) for entry in history if "loss" in entry]
+
+
 def save_loss_curve(history: list[dict[str, Any]], path: Path) -> None:
     """A picture of the training loss by step, as SVG."""
-    points = [(entry["step"], float(entry["loss"])) for entry in history if "loss" in entry]
-    if points:
+    if points := losses_by_step(history):
         save_curve(points, path, title="Training loss", x="optimizer step", y="loss (nats per token or text)")
 
 
 def save_curve(points: Sequence[tuple[float, float]], path: Path, *, title: str, x: str, y: str) -> None:
     """A line through points, with a title and named axes that begin at 0."""
-    right, top = max(one for one, _ in points) or 1, max(one for _, one in points) or 1.0
+    path.write_text(curve(points, title=title, x=x, y=y))
+
+
+def curve(
+    points: Sequence[tuple[float, float]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    right: float | None = None,
+    done: float | None = None,
+) -> str:
+    """The same as SVG; `right`: where the axis ends, if further than the points; `done`: a share, for a bar above."""
+    right = right or max(one for one, _ in points) or 1
+    top = max(one for _, one in points) or 1.0
     line = " ".join(f"{60 + 520 * one / right:.1f},{260 - 220 * other / top:.1f}" for one, other in points)
-    path.write_text(
+    bar = "" if done is None else f'<path d="M60 29H{60 + 520 * done:.1f}" stroke="#2563eb" stroke-width="4"/>'
+    ground = "" if done is None else '<path d="M60 29H580" stroke="#dbe4f8" stroke-width="4"/>'
+    return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 310" font-family="sans-serif" font-size="12">'
-        '<rect width="600" height="310" fill="white"/><path d="M60 40V260H580" fill="none" stroke="gray"/>'
-        f'<text x="320" y="20" font-size="15" text-anchor="middle">{title}</text>'
+        f'<rect width="600" height="310" fill="white"/>{ground}{bar}'
+        '<path d="M60 40V260H580" fill="none" stroke="gray"/>'
+        f'<text x="320" y="20" font-size="{15 if done is None else 13}" text-anchor="middle">{title}</text>'
         f'<text x="320" y="300" text-anchor="middle">{x}</text>'
         f'<text x="14" y="150" text-anchor="middle" transform="rotate(-90 14 150)">{y}</text>'
         f'<text x="54" y="44" text-anchor="end">{top:.2f}</text><text x="54" y="264" text-anchor="end">0</text>'

@@ -261,7 +261,10 @@ def test_what_is_too_long_is_said_before_it_is_sent(page: Page, gateway: Running
     page.get_by_label("Message").fill("dog " * 1900)
     expect(page.locator("#long")).to_contain_text("With the conversation so far, this message has")
     page.get_by_role("button", name="New conversation").click()
+    page.get_by_label("Message").fill("dog")
     expect(page.locator("#long")).to_be_hidden()
+    page.get_by_label("Message").fill("dog " * 300_000)
+    expect(page.locator("#long")).to_contain_text("This message is too long: the body is larger than 1048576 bytes.")
 
 
 def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
