@@ -14,6 +14,7 @@ from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 from swarmllm.client.view import routes
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
 from swarmllm.swarm import retry
 
@@ -144,3 +145,29 @@ def test_a_model_that_cannot_be_tried_here_needs_servers_that_the_user_trusts(bl
         honest = swarm.traits
         assert blocks.loop.run(new_traits(swarm, own=False)) == honest
         check_session(swarm)
+
+
+def run_batch(swarm: InProcessSwarm, length: int) -> None:
+    given = torch.randn(2, length, swarm.blocks.all.embedding_dim)
+    inputs = BlockInputs(hidden_states=given, batch_size=2, seq_len=length)
+    output, computed = swarm.batches.forward(inputs, swarm.blocks.all.span, keep=True)
+    torch.testing.assert_close(output, swarm.blocks.all.forward(inputs), rtol=1e-4, atol=1e-4)
+    assert swarm.batches.backward(computed, torch.ones_like(output))["hidden_states"].shape == given.shape
+
+
+@pytest.mark.parametrize("layout", [[(0, 6), (0, 3), (3, 6)], [(0, 3), (0, 3), (3, 6)]])
+def test_a_server_that_claims_to_take_little_at_once_stops_no_batch(
+    blocks: Blocks, layout: list[tuple[int, int]]
+) -> None:
+    """It is by far the fastest, and a row is longer than it takes: only where it is alone, that is an error."""
+    little = FAST | {"max_batch_tokens": 1, "throughput": 1e6}
+    with InProcessSwarm(blocks, layout, announced=[little, {}, {}]) as swarm:
+        taken = Greetings(swarm, {}).taken
+        assert swarm.view.max_batch_tokens == swarm.servers[1].info.max_batch_tokens
+        run_batch(swarm, 9)
+        assert MessageType.FORWARD not in taken[swarm.servers[0].peer_id]
+        swarm.servers[1].listed = swarm.servers[2].listed = False
+        blocks.loop.run(swarm.view.look_ups.refresh())
+        if layout[0] == (0, 6):
+            with pytest.raises(ConfigurationError, match="one sample of 9 tokens is above the servers' limit of 1"):
+                run_batch(swarm, 9)

@@ -101,9 +101,13 @@ class SwarmView:
 
     @property
     def max_batch_tokens(self) -> int:
-        """Most tokens of one batch that every server takes which is known to serve."""
+        """Most tokens of one row for which every block has a server that takes them, as far as is known."""
         servers = self.look_ups.verified.confirmed(self.look_ups.snapshot.servers) or self.look_ups.snapshot.servers
-        return min((server.max_batch_tokens for server in servers), default=0)
+        most: dict[int, int] = {}
+        for server in servers:
+            for block in server.span:
+                most[block] = max(most.get(block, 0), server.max_batch_tokens)
+        return min(most.values(), default=0)
 
     @property
     def model_name(self) -> str:
