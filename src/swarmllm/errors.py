@@ -42,6 +42,8 @@ class SwarmError(Exception):
     """Whether doing the same again, after a refresh or with another peer, can succeed."""
     blames_peer: ClassVar[bool] = False
     """Whether the peer should be avoided for a while."""
+    said_by: str | None = None
+    """The server that says so of what it was asked; None: this side has found it out. Of a `PeerError`, see there."""
 
 
 class ConfigurationError(SwarmError, ValueError):

@@ -13,7 +13,15 @@ from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
 from swarmllm.client.view import routes
 from swarmllm.data_structures import BlockTraits
-from swarmllm.errors import ConfigurationError, MissingBlocksError
+from swarmllm.errors import (
+    ConfigurationError,
+    LocalProtocolError,
+    MissingBlocksError,
+    SessionClosedError,
+    SessionLengthExceededError,
+    WeightsMismatchError,
+)
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
 from swarmllm.swarm import retry
 
@@ -144,3 +152,83 @@ def test_a_model_that_cannot_be_tried_here_needs_servers_that_the_user_trusts(bl
         honest = swarm.traits
         assert blocks.loop.run(new_traits(swarm, own=False)) == honest
         check_session(swarm)
+
+
+def run_batch(swarm: InProcessSwarm, length: int) -> None:
+    given = torch.randn(2, length, swarm.blocks.all.embedding_dim)
+    inputs = BlockInputs(hidden_states=given, batch_size=2, seq_len=length)
+    output, computed = swarm.batches.forward(inputs, swarm.blocks.all.span, keep=True)
+    torch.testing.assert_close(output, swarm.blocks.all.forward(inputs), rtol=1e-4, atol=1e-4)
+    assert swarm.batches.backward(computed, torch.ones_like(output))["hidden_states"].shape == given.shape
+
+
+@pytest.mark.parametrize("layout", [[(0, 6), (0, 3), (3, 6)], [(0, 3), (0, 3), (3, 6)]])
+def test_a_server_that_claims_to_take_little_at_once_stops_no_batch(
+    blocks: Blocks, layout: list[tuple[int, int]]
+) -> None:
+    """It is by far the fastest, and a row is longer than it takes: only where it is alone, that is an error."""
+    little = FAST | {"max_batch_tokens": 1, "throughput": 1e6}
+    with InProcessSwarm(blocks, layout, announced=[little, {}, {}]) as swarm:
+        taken = Greetings(swarm, {}).taken
+        assert swarm.view.max_batch_tokens == swarm.servers[1].info.max_batch_tokens
+        run_batch(swarm, 9)
+        assert MessageType.FORWARD not in taken[swarm.servers[0].peer_id]
+        swarm.servers[1].listed = swarm.servers[2].listed = False
+        blocks.loop.run(swarm.view.look_ups.refresh())
+        if layout[0] == (0, 6):
+            with pytest.raises(ConfigurationError, match="one sample of 9 tokens is above the servers' limit of 1"):
+                run_batch(swarm, 9)
+
+
+REFUSALS = {
+    "configuration": ConfigurationError,
+    "length_exceeded": SessionLengthExceededError,
+    "weights_mismatch": WeightsMismatchError,
+    "session_closed": SessionClosedError,
+    "remote_protocol": LocalProtocolError,
+}
+"""Codes of errors that say nobody could do what was asked, and what a client makes of them."""
+
+
+def refuse(swarm: InProcessSwarm, servers: set[int], code: str) -> None:
+    """From now on these servers answer every request so."""
+    liars = {swarm.servers[number].peer_id for number in servers}
+
+    def say_no(server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
+        if kind is not MessageType.RESULT or server.peer_id not in liars:
+            return kind, header, chunks
+        return MessageType.ERROR, {"code": code, "message": "nobody can do that", "id": header["id"]}, ()
+
+    swarm.on_send = say_no
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_server_that_refuses_everything_ends_nothing(blocks: Blocks, code: str) -> None:
+    """Its error says that it is the client's mistake, whoever is asked."""
+    with InProcessSwarm(blocks, [(0, 6), (0, 3), (3, 6)], announced=[FAST, {}, {}]) as swarm:
+        refuse(swarm, {0}, code)
+        check_session(swarm)
+        assert swarm.view.blamed == {swarm.servers[0].peer_id}
+        reference = Reference(blocks.all)
+        swarm.on_send = lambda _, *message: message
+        swarm.view.health.succeeded(swarm.servers[0].peer_id)
+        with swarm.session(max_length=64) as session:
+            for step in range(4):
+                given = torch.randn(1, 1, blocks.all.embedding_dim)
+                torch.testing.assert_close(session.step(given), reference.step(given), rtol=1e-4, atol=1e-4)
+                if step == 1:  # in the middle of a text
+                    refuse(swarm, {0}, code)
+    with InProcessSwarm(blocks, [(0, 6), (0, 6)], announced=[FAST | {"throughput": 1e4}, {}]) as swarm:
+        refuse(swarm, {0}, code)
+        run_batch(swarm, 9)
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_what_all_servers_refuse_is_the_client_s_mistake(blocks: Blocks, code: str) -> None:
+    with InProcessSwarm(blocks, [(0, 6), (0, 6)]) as swarm:
+        refuse(swarm, {0, 1}, code)
+        with pytest.raises(REFUSALS[code], match="nobody can do that"):
+            check_session(swarm)
+        assert swarm.view.blamed == set()
+        with pytest.raises(REFUSALS[code], match="nobody can do that"):
+            run_batch(swarm, 9)

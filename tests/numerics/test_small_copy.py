@@ -18,9 +18,11 @@ from tests.numerics.tiny_models import VARIANTS
 from tests.selection import sampled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmllm.data_structures import BlockTraits
+from swarmllm.client.view.claimed_traits import check_claims, lacking_abilities
+from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
 from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.span import small_copy
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.small_copy import traits_of
@@ -161,3 +163,20 @@ def test_a_model_that_no_copy_is_like(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(small_copy, "probe", fail)
     tiny_models.tiny_config("llama").save_pretrained(tmp_path)
     assert traits_of(open_checkpoint(str(tmp_path))) is None
+
+
+@pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *VARIANTS], 24))
+def test_no_honest_server_contradicts_it(name: str, tmp_path: Path) -> None:
+    """Whichever blocks it has, and however it keeps their weights."""
+    tiny_models.save_tiny(name, tmp_path, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(str(tmp_path))
+    found = traits_of(checkpoint)
+    assert found is not None
+    for span in (Span(0, 3), Span(1, 4)):
+        if found.forbidden_cuts and {span.start, span.end} & {*found.forbidden_cuts}:
+            continue
+        for quantization in (FULL_PRECISION, Quantization("int8", smallest=1)):
+            blocks = load_block_span(checkpoint, span, progress=False, quantization=quantization)
+            served = ServedBlocks(start=span.start, end=span.end, traits=blocks.traits)
+            check_claims("server", served, found, None)
+            assert lacking_abilities(served, found, None) == ()

@@ -29,6 +29,8 @@ SAME_CUT_S = 1.0
 """Streams to one peer that are cut within this time have ended together. Assumed."""
 CUT_FORGOTTEN_S = 60.0
 """After this, a cut counts as the first one again: relays come and go. Assumed."""
+MOST_REFUSALS = 3
+"""Servers that are asked whether a request can't be done by anybody. Assumed: so many liars are rarely the best."""
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
 
@@ -45,6 +47,8 @@ class Retries:
     """Since blocks were first found missing."""
     failures: int = 0
     missing_since: float = math.inf
+    refused_by: list[str] = field(default_factory=list)
+    """Servers that say nobody can do what they were asked."""
 
     def next_delay_s(self, error: SwarmError, now: float = 0.0) -> float | None:
         """Seconds to wait before trying again after `error`; None = give up and raise it."""

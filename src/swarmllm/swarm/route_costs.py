@@ -62,6 +62,8 @@ class RouteCosts:
     """Tokens that the session will lease."""
     avoided_s: Mapping[str, float] = field(default_factory=dict)
     """Peers that are used only where nobody else is left, and for how much longer: those with the least time first."""
+    row_tokens: int = 0
+    """Tokens of the longest row of a batch. Servers that take less at once are used only where there is nobody else."""
     inner_states: bool = False
     """Whether only servers are of use that tell what passes between their blocks."""
     relayed: bool = False

@@ -35,6 +35,31 @@ def test_values_and_errors_cross(loop: EventLoop) -> None:
         loop.run(fail())
 
 
+def test_the_calling_thread_does_something_meanwhile(loop: EventLoop) -> None:
+    done = asyncio.Event()
+    cancelled = threading.Event()
+
+    async def wait() -> int:
+        try:
+            await done.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 42
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        loop.run(wait(), meanwhile=fail)
+    assert cancelled.wait(60)
+    assert loop.run(wait(), meanwhile=lambda: loop.call_soon(set_event(done))) == 42
+
+
+async def set_event(event: asyncio.Event) -> None:
+    event.set()
+
+
 def test_a_closed_loop_runs_nothing(loop: EventLoop) -> None:
     loop.close()
     loop.close()

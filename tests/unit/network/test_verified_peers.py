@@ -7,8 +7,14 @@ from random import Random
 import pytest
 from tests.unit.network.fake_servers import LOADED, FakePeer, info, peer_id
 
-from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerState
-from swarmllm.errors import BlocksNotServedError, PeerUnreachableError, ServerOverloadedError, WeightsMismatchError
+from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo, ServerState
+from swarmllm.errors import (
+    BlocksNotServedError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    ServerOverloadedError,
+    WeightsMismatchError,
+)
 from swarmllm.network.p2p import verified_peers
 from swarmllm.network.p2p.verified_peers import CHANGED_S, CONFIRMED_S, REFUTED_S, VerifiedPeers
 
@@ -46,6 +52,22 @@ async def test_ghosts_are_not_counted(peer: FakePeer, verified: VerifiedPeers) -
     assert peer_id("ghost1") not in verified
     assert all(verified.is_refuted(one) for one in [*ghosts, *liars])
     assert not verified.is_refuted(honest)
+
+
+async def test_a_greeting_that_cannot_be_true_refutes_its_server(peer: FakePeer) -> None:
+    def check(server: ServerInfo, served: ServedBlocks) -> None:
+        if served.traits is not None and served.traits.batch_axis:
+            raise RemoteProtocolError("which is not so", server.peer_id)
+
+    lie = ServedBlocks(start=LOADED.start, end=LOADED.end, traits=BlockTraits(batch_axis=1))
+    peer.says = {peer_id("honest"): LOADED, peer_id("liar"): lie}
+    verified = VerifiedPeers(lambda: peer, FINGERPRINT, check=check, clock=lambda: peer.now)  # type: ignore[arg-type,return-value]
+    honest, liar = info("honest"), info("liar")
+    assert await verified.verify([honest, liar]) == (honest,)
+    assert verified.is_refuted(liar)
+    with pytest.raises(RemoteProtocolError, match="which is not so"):
+        await verified.open_stream(liar)
+    await verified.close()
 
 
 async def test_nobody_is_dialled_twice_until_it_is_time(peer: FakePeer, verified: VerifiedPeers) -> None:

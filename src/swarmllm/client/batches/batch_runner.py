@@ -95,8 +95,8 @@ class BatchRunner:
         """The rows by length, split over several routes in proportion to their throughput."""
         config = self._view.config
         most_routes = min(config.max_parallel_routes, inputs.batch_size)
-        shows = inputs.inner is not None
-        routes = await self._view.routes.parallel(span, layout.num_tokens, most_routes, inner_states=shows)
+        costs = self._view.routes.costs(row_tokens=layout.longest, inner_states=inputs.inner is not None)
+        routes = await self._view.routes.parallel(span, layout.num_tokens, most_routes, costs)
         groups: list[tuple[int, list[Job[tuple[Tensor, list[Stage]]]]]] = []
         parts: list[tuple[BlockInputs, Excerpt]] = []
         for (route, _), part in zip(routes, layout.split([share for _, share in routes]), strict=True):

@@ -19,6 +19,7 @@ from swarmllm.errors import MissingBlocksError, SessionLostError, SwarmError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries
+from swarmllm.swarm.route_costs import RouteCosts
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,12 @@ class MicroBatches:
         `without_pushed`: the stages aren't needed, and what was passed on is not among them.
         """
         run = _Forward(inputs, span.start, keep, without_pushed)
-        shows = inputs.inner is not None
         retries = self._view.retries()
         while run.start < span.end:
             try:
-                hops, route = route or await self._find(Span(run.start, span.end), shows), None
+                hops, route = route or await self._find(Span(run.start, span.end), inputs), None
                 while hops:
-                    hops = self._view.routes.without_blamed(hops, inner_states=shows)
+                    hops = self._view.routes.without_blamed(hops, self._costs(inputs))
                     pieces = self._hops.pieces(hops, run.inputs)
                     run.pushing = run.pushing and len(pieces) == len(hops)
                     hops = pieces
@@ -93,9 +93,11 @@ class MicroBatches:
                 await self._pause(retries, error, Span(run.start, span.end))
         return run.inputs.hidden_states, run.stages
 
-    async def _find(self, span: Span, shows: bool) -> list[RouteHop]:
-        costs = self._view.routes.costs(inner_states=True) if shows else None
-        return await self._view.routes.find(span, costs)
+    async def _find(self, span: Span, inputs: BlockInputs) -> list[RouteHop]:
+        return await self._view.routes.find(span, self._costs(inputs))
+
+    def _costs(self, inputs: BlockInputs) -> RouteCosts:
+        return self._view.routes.costs(row_tokens=inputs.row_tokens, inner_states=inputs.inner is not None)
 
     async def _forward_hop(self, run: _Forward, hop: RouteHop) -> None:
         outputs, kept = await self._hops.forward(hop, run.inputs, keep=run.keep)
@@ -176,7 +178,8 @@ class MicroBatches:
                 await self._pause(retries, error, stage.span)
         while True:
             try:
-                route = await self._view.routes.find(stage.span)
+                costs = self._view.routes.costs(row_tokens=stage.inputs.row_tokens)
+                route = await self._view.routes.find(stage.span, costs)
                 if len(route) > 1:
                     _, parts = await self.forward(stage.inputs, stage.span)
                     if len(parts) > 1:

@@ -61,6 +61,8 @@ class Layout:
         self._lengths = [lengths[row] + self._prefix for row in self._order]
         self.num_tokens = sum(self._lengths)
         """Positions that are to be computed, those of prefixes included."""
+        self.longest = max(self._lengths)
+        """Those of the longest row."""
 
     def split(self, shares: Sequence[float]) -> list[range]:
         """The rows by their places in the order of length, in parts of about these shares of all tokens."""

@@ -96,9 +96,10 @@ class SpotChecks:
         self, hop: RouteHop, inputs: BlockInputs, without: set[str]
     ) -> tuple[Tensor, list[ServerInfo]] | None:
         """The hop's result from other servers, and which they were; None if there are none."""
-        route = self._view.routes.alternative(hop.span, without)
+        costs = self._view.routes.costs(row_tokens=inputs.row_tokens)
+        route = self._view.routes.alternative(hop.span, without, costs=costs)
         if route is None:  # better somebody doubtful than nobody: one alone could say what he likes
-            route = self._view.routes.alternative(hop.span, without, even_avoided=True)
+            route = self._view.routes.alternative(hop.span, without, even_avoided=True, costs=costs)
         if route is None:
             return None
         try:

@@ -163,6 +163,8 @@ class Chain:
         except SwarmError:
             self._hang_up()  # whoever keeps the exception keeps this session: servers need not
             raise
+        if error.said_by is not None:
+            self._hops.lose(error.said_by)
 
     async def _verify(self, outputs: list[Tensor]) -> None:
         """Spot check of the last step; what was wrong is taken back, to be run again."""

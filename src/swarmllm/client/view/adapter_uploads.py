@@ -83,6 +83,8 @@ class AdapterUploads:
         try:
             await connection.request(MessageType.ADAPTER, header, {"values": part.flat()}, timeout_s=timeout_s)
         except LocalProtocolError as error:
-            raise ConfigurationError(f"this adapter doesn't fit the model's blocks: {error}") from None
+            refusal = ConfigurationError(f"this adapter doesn't fit the model's blocks: {error}")
+            refusal.said_by = error.said_by
+            raise refusal from None
         self.num_uploads += 1
         return handle

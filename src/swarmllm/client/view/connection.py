@@ -200,8 +200,11 @@ class Connection:
     def _error(self, refusal: ErrorHeader) -> SwarmError:
         accused = refusal.peer_id
         if refusal.code == RemoteProtocolError.code and accused is None:  # else it is about its neighbour
-            return LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
-        error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
+            error: SwarmError = LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
+        else:
+            error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
+        if not isinstance(error, PeerError):
+            error.said_by = self.peer_id
         if isinstance(error, PeerError) and accused is not None:
             error.accused_by = self.peer_id
             request = None if refusal.id is None else self._pending.get(refusal.id)

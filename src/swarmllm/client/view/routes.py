@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from swarmllm.client.view.active_adapter import ActiveAdapter
@@ -112,7 +113,7 @@ class Routes:
                     told = loading
 
     def alternative(
-        self, span: Span, without: Collection[str], *, even_avoided: bool = False, inner_states: bool = False
+        self, span: Span, without: Collection[str], *, even_avoided: bool = False, costs: RouteCosts | None = None
     ) -> list[RouteHop] | None:
         """A route for `span` without these peers and those to be avoided, as far as is known; None if there is none.
 
@@ -121,28 +122,28 @@ class Routes:
         lacking = self._health.quarantined | self._active_adapter.lacked_by(self._snapshot)
         avoid = (lacking if even_avoided else self._avoided(time.monotonic())) | frozenset(without)
         try:
-            return self._best(span, avoid, self.costs(inner_states=inner_states))
+            return self._best(span, avoid, costs or self.costs())
         except MissingBlocksError:
             return None
 
-    def without_blamed(self, route: list[RouteHop], *, inner_states: bool = False) -> list[RouteHop]:
+    def without_blamed(self, route: list[RouteHop], costs: RouteCosts) -> list[RouteHop]:
         """The route, or another one for its blocks if one of its servers has failed meanwhile and can be spared."""
         if self._health.blamed(time.monotonic()).isdisjoint(hop.server.peer_id for hop in route):
             return route
         span = Span(route[0].span.start, route[-1].span.end)
-        return self.alternative(span, (), inner_states=inner_states) or route
+        return self.alternative(span, (), costs=costs) or route
 
     async def parallel(
-        self, span: Span, num_tokens: int, max_routes: int, *, inner_states: bool = False
+        self, span: Span, num_tokens: int, max_routes: int, costs: RouteCosts | None = None
     ) -> list[tuple[list[RouteHop], float]]:
-        """Routes for a batch, and what share of it each should take.
+        """Routes for a batch of that many tokens, and what share of it each should take.
 
         Raises:
             MissingBlocksError: nobody serves some blocks.
         """
-        costs = replace(self.costs(inner_states=inner_states), forward_tokens=num_tokens)
+        costs = replace(costs or self.costs(), forward_tokens=num_tokens)
         route = await self.find(span, costs)
-        avoid = self._avoided(time.monotonic()) | self._useless(costs)
+        avoid = self._avoided(time.monotonic()) | self._useless(costs) | self._too_small(costs)
         if max_routes == 1 or any(hop.server.peer_id in avoid for hop in route):
             return [(route, 1.0)]
         servers = confirmed = self._verified.confirmed(self._snapshot.servers)
@@ -166,7 +167,13 @@ class Routes:
         return target if is_worth_moving(current, target, costs, tokens_left=tokens_left, min_gain=gain) else None
 
     def costs(
-        self, *, context_tokens: int = 0, batch_size: int = 1, cache_tokens: int = 0, inner_states: bool = False
+        self,
+        *,
+        context_tokens: int = 0,
+        batch_size: int = 1,
+        cache_tokens: int = 0,
+        row_tokens: int = 0,
+        inner_states: bool = False,
     ) -> RouteCosts:
         """The costs of hops to this client, as far as it knows now."""
         return RouteCosts(
@@ -174,6 +181,7 @@ class Routes:
             context_tokens=context_tokens,
             batch_size=batch_size,
             cache_tokens=cache_tokens,
+            row_tokens=row_tokens,
             inner_states=inner_states,
             relayed=not self._config.push,
         )
@@ -281,6 +289,17 @@ class Routes:
         return route
 
     def _best(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
+        """The best route of servers that take enough tokens at once, or else of any.
+
+        Raises:
+            MissingBlocksError: there is none.
+        """
+        if too_small := self._too_small(costs):
+            with suppress(MissingBlocksError):
+                return self._best_met(span, too_small.union(avoid), costs)
+        return self._best_met(span, avoid, costs)
+
+    def _best_met(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
         """The best route of servers that have been met, if there is one; better ones are met meanwhile.
 
         Else the best of those of which nothing bad is known, and else of all.
@@ -310,6 +329,11 @@ class Routes:
         """Peers that don't know how to answer what is wanted."""
         servers = self._snapshot.online() if costs.inner_states else ()
         return frozenset(server.peer_id for server in servers if not server.inner_states)
+
+    def _too_small(self, costs: RouteCosts) -> frozenset[str]:
+        """Peers that say they don't take so many tokens at once."""
+        servers = self._snapshot.online() if costs.row_tokens else ()
+        return frozenset(server.peer_id for server in servers if server.max_batch_tokens < costs.row_tokens)
 
     def _avoided(self, now: float) -> frozenset[str]:
         """Peers that no route should use now."""

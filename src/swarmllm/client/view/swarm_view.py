@@ -30,7 +30,7 @@ from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.swarm.explain import Route, explain_route
-from swarmllm.swarm.retry import PeerHealth, Retries
+from swarmllm.swarm.retry import MOST_REFUSALS, PeerHealth, Retries
 from swarmllm.swarm.routing import route_cost_ms
 
 logger = logging.getLogger(__name__)
@@ -104,9 +104,13 @@ class SwarmView:
 
     @property
     def max_batch_tokens(self) -> int:
-        """Most tokens of one batch that every server takes which is known to serve."""
+        """Most tokens of one row for which every block has a server that takes them, as far as is known."""
         servers = self.look_ups.verified.confirmed(self.look_ups.snapshot.servers) or self.look_ups.snapshot.servers
-        return min((server.max_batch_tokens for server in servers), default=0)
+        most: dict[int, int] = {}
+        for server in servers:
+            for block in server.span:
+                most[block] = max(most.get(block, 0), server.max_batch_tokens)
+        return min(most.values(), default=0)
 
     @property
     def model_name(self) -> str:
@@ -254,6 +258,8 @@ class SwarmView:
         Raises:
             SwarmError: none does, and why.
         """
+        if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
+            return
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
@@ -262,6 +268,21 @@ class SwarmView:
                 self.routes.give_up()
             raise reason from error
         await asyncio.sleep(delay_s)
+
+    def _asks_others(self, error: SwarmError, said_by: str, retries: Retries, span: Span) -> bool:
+        """Whether others are asked what a server says nobody can do: its word alone proves nothing.
+
+        It is blamed meanwhile, until others have said the same.
+        """
+        retries.refused_by.append(said_by)
+        self.health.report(RemoteProtocolError(str(error), said_by), time.monotonic())
+        is_believed = len(retries.refused_by) >= MOST_REFUSALS
+        if not is_believed and self.routes.alternative(span, retries.refused_by) is not None:
+            logger.warning("the server %s refuses, so others are asked: %s", said_by, error)
+            return True
+        for peer_id in retries.refused_by:
+            self.health.succeeded(peer_id)
+        return False
 
     def report(self, error: SwarmError) -> bool:
         """Take note of a failure, so that later routes avoid the peer if it is to blame; False if they did already."""

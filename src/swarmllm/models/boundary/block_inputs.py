@@ -97,6 +97,11 @@ class BlockInputs:
         """Positions of a batch, of all its rows, that take memory on a server; for limits."""
         return self.batch_size * (self.seq_len + self.num_prefix)
 
+    @property
+    def row_tokens(self) -> int:
+        """Positions of one row of a batch."""
+        return self.seq_len + self.num_prefix
+
     def has_ones_mask(self, past: int) -> bool:
         """Whether a server can make the mask itself; to read it once more costs less than to send it every time."""
         mask, shape = self.attention_mask, (self.batch_size, past + self.seq_len)
