@@ -117,6 +117,7 @@ def text(length: int, seed: int = 0) -> Tensor:
 def written(model: Any, ids: Tensor, new: int = NEW, **options: Any) -> tuple[Tensor, Tensor]:
     """The text and its logits."""
     settings = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    settings["attention_mask"] = torch.ones_like(ids)  # a token of padding that the model has written is text
     output = model.generate(ids, **{**settings, **options})
     return output.sequences, torch.stack(output.logits)
 
@@ -172,7 +173,10 @@ def test_beams(case: Case) -> None:
         model = case.client(swarm)
         for length in (BORDER - 4, BORDER + 9):
             settings = {"max_new_tokens": NEW, "do_sample": False, **options, "return_dict_in_generate": True}
-            got, want = (one.generate(text(length), **settings) for one in (model, case.local))
+            ids = text(length)
+            got, want = (
+                one.generate(ids, attention_mask=torch.ones_like(ids), **settings) for one in (model, case.local)
+            )
             assert torch.equal(got.sequences, want.sequences)
             torch.testing.assert_close(got.sequences_scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
 

@@ -60,9 +60,9 @@ def rope(rope_type: str, **more: Any) -> dict[str, Any]:
 
 def save_rope(kind: str, directory: Path) -> PreTrainedModel:
     """A model of that rotary type, or of an architecture that does more about it, with weights that show mistakes."""
-    model = _model(kind)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
+        model = _model(kind)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(directory)
