@@ -8,7 +8,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from swarmllm.gateway.errors import ApiError
 
@@ -28,11 +29,29 @@ Harmless = dict[str, tuple[Any, ...] | Anything]
 """By name, the values that change nothing about the answer; None is always one. Any other value is refused."""
 
 
+def _fail_fast(schema: Any) -> None:
+    """Else a list of 240,000 wrong things makes as many errors, and that in each type that a field may have."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = [*schema.values()]
+    if isinstance(schema, list | tuple):
+        for one in schema:
+            _fail_fast(one)
+
+
 class Body(BaseModel):
     """A part of a request's JSON."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[Harmless] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """What pydantic makes of the fields, but each list is given up at the first thing that is wrong in it."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @classmethod
     def known_names(cls) -> list[str]:
@@ -52,7 +71,7 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
             reason = f"can only be {allowed} here" if allowed else "is not supported here"
             raise ApiError(400, f"{where} {reason}: leave it out", param=where, code="unsupported_parameter")
         if not lenient:
-            near = difflib.get_close_matches(name, part.known_names(), n=1)
+            near = difflib.get_close_matches(name[:MOST_NAMES], part.known_names(), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise ApiError(400, f"unknown field {where!r}: {hint}", param=where, code="unknown_parameter")
 
@@ -60,7 +79,7 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
 def _extras(part: Any, path: str) -> Iterator[tuple[Body, str, str, Any]]:
     """(the object, the path to it, a field's name, its value) of all fields that no class declares."""
     if isinstance(part, list):
-        for place, one in enumerate(part):
+        for place, one in enumerate(part if part and isinstance(part[0], Body | list) else ()):  # numbers have none
             yield from _extras(one, f"{path[:-1]}[{place}].")
     if isinstance(part, Body):
         for name, value in (part.model_extra or {}).items():
