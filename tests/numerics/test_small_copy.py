@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swarmllm.client.view.claimed_traits import check_claims, lacking_abilities
 from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
 from swarmllm.models.architecture import stacks
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.span import small_copy
 from swarmllm.models.span.loading import load_block_span
@@ -153,14 +153,20 @@ def test_of_large_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert max(sizes) < small_copy.MOST_BYTES
 
 
+def config_alone(name: str, directory: Path) -> Checkpoint:
+    """A tiny model without weights."""
+    config = tiny_models.tiny_config(name)
+    config.dtype = "float32"
+    config.save_pretrained(directory)
+    return open_checkpoint(str(directory))
+
+
 def test_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory and in files."""
     probed = []
     probe = small_copy.probe
     monkeypatch.setattr(small_copy, "probe", lambda blocks: (probed.append(blocks), probe(blocks)))
-    tiny_models.tiny_config("llama").save_pretrained(tmp_path / "one")
-    tiny_models.tiny_config("bloom").save_pretrained(tmp_path / "two")
-    one, two = (open_checkpoint(str(tmp_path / name)) for name in ("one", "two"))
+    one, two = (config_alone(name, tmp_path / name) for name in ("llama", "bloom"))
     found = [traits_of(checkpoint, tmp_path / "kept") for checkpoint in (one, two, one, two)]
     assert found[:2] == found[2:]
     assert found[0] != found[1]
@@ -178,8 +184,7 @@ def test_a_model_that_no_copy_is_like(tmp_path: Path, monkeypatch: pytest.Monkey
         raise RuntimeError("the sizes of tensors must match")
 
     monkeypatch.setattr(small_copy, "probe", fail)
-    tiny_models.tiny_config("llama").save_pretrained(tmp_path)
-    assert traits_of(open_checkpoint(str(tmp_path))) is None
+    assert traits_of(config_alone("llama", tmp_path)) is None
 
 
 @pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *VARIANTS], 24))
