@@ -93,7 +93,8 @@ class _Shrink:
 def traits_of(checkpoint: Checkpoint, directory: Path | None = None) -> BlockTraits | None:
     """The traits of all blocks of the checkpoint; None: no copy of this model runs. Results are kept in `directory`.
 
-    Reads no weights. Takes some tenths of a second the first time, and `MOST_BYTES` of memory at most.
+    Reads no weights but, where the config has no dtype, the header of a file. Takes some tenths of a second the first
+    time, and `MOST_BYTES` of memory at most.
     """
     try:
         found = [_traits_of_stack(checkpoint, stack, directory) for stack in stacks(checkpoint.config)]
