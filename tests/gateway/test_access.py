@@ -318,7 +318,7 @@ def test_a_gateway_whose_daemon_died_ends_and_says_so(swarm: LocalSwarm) -> None
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        (daemon,) = psutil.Process(process.pid).children()
+        (daemon,) = (one for one in psutil.Process(process.pid).children() if "p2pd" in one.name())
         daemon.kill()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
