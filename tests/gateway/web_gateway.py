@@ -1,5 +1,6 @@
 """A gateway for tests: in this process, on a port of its own, in front of a real local swarm."""
 
+import asyncio
 import re
 import threading
 import time
@@ -29,8 +30,10 @@ NAME = "embedded"
 class RunningGateway:
     """`url`, the `gateway` itself to look into, and clients."""
 
-    def __init__(self, gateway: Gateway, url: str, listener: int) -> None:
+    def __init__(self, gateway: Gateway, url: str, listener: int, loop: asyncio.AbstractEventLoop) -> None:
         self.gateway = gateway
+        self.loop = loop
+        """In which it serves."""
         self.listener = listener
         """The file descriptor of the socket that it listens on."""
         self.url = url.rstrip("/")
@@ -74,7 +77,8 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
         thread = threading.Thread(target=server.run, name="gateway under test")
         thread.start()
         wait_until(lambda: server.started or not thread.is_alive(), "the gateway started")
-        running = RunningGateway(gateway, address(server), server.servers[0].sockets[0].fileno())
+        (listening,) = server.servers
+        running = RunningGateway(gateway, address(server), listening.sockets[0].fileno(), listening.get_loop())
         try:
             yield running
         finally:

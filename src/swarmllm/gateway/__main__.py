@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -73,6 +74,8 @@ async def serve(config: GatewayConfig) -> None:
         models = await _given_up(opening) if stopping.done() else await opening
         if models is not None and not stopping.done():
             models.start()
+            gc.collect()
+            gc.freeze()  # torch's objects stay: to look through them takes the event loop some tenths of a second
             gateway = Gateway(models, config)
             async with gateway.watching():
                 waiting.go_on(gateway.app)
@@ -178,8 +181,9 @@ def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
             log_level=logging.WARNING,
             access_log=False,
             server_header=False,
-            http=http_protocol(config.max_connections),
+            http=http_protocol(config.max_connections),  # type: ignore[arg-type]
             ws="wsproto",
+            ws_per_message_deflate=False,  # a few kilobytes would be unpacked into gigabytes before they are counted
             ws_max_size=config.max_body_bytes,
             lifespan="on",
             timeout_graceful_shutdown=LINGER_S,

@@ -6,9 +6,13 @@ request has limits of its own (`responder.read_body`). Used by `gateway/__main__
 
 import asyncio
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+if TYPE_CHECKING:
+    import h11
 
 _turns = itertools.count(1)
 HEAD_TIMEOUT_S = 15.0
@@ -16,13 +20,44 @@ HEAD_TIMEOUT_S = 15.0
 advance and send a head in one packet; uvicorn itself closes idle connections 5 s after an answer."""
 
 
-def http_protocol(max_connections: int) -> type[H11Protocol]:
-    """The protocol of a server with a bounded number of connections at a time, WebSockets included."""
+SLICE_BYTES = 1 << 10
+"""Read of a connection at a time; uvloop reads 32 of them before others have their turn. In chunks or frames of one
+byte, which cost some microseconds each, its own 256 KiB would hold the event loop up for 0.3 s."""
+
+
+def http_protocol(max_connections: int) -> Callable[..., asyncio.BufferedProtocol]:
+    """Makes the protocols of a server with a bounded number of connections at a time, WebSockets included."""
 
     class Patient(_Patient):
         most = max_connections
 
-    return Patient
+    return lambda **options: _InSlices(Patient(**options))
+
+
+class _InSlices(asyncio.BufferedProtocol):
+    """Hands what comes to a protocol of uvicorn, a slice at a time."""
+
+    def __init__(self, inner: Any) -> None:
+        self._buffer = memoryview(bytearray(SLICE_BYTES))
+        self._inner = inner
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def get_buffer(self, _hint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._inner.data_received(bytes(self._buffer[:num_bytes]))
 
 
 class _Patient(H11Protocol):
@@ -50,6 +85,10 @@ class _Patient(H11Protocol):
         super().data_received(data)
         if not self.is_idle or self not in self.connections:  # it has become a WebSocket
             self._stop_waiting()
+
+    def handle_websocket_upgrade(self, event: "h11.Request") -> None:
+        super().handle_websocket_upgrade(event)
+        self.transport.set_protocol(_InSlices(self.transport.get_protocol()))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -23,6 +23,9 @@ from swarmllm.errors import (
 RETRY_AFTER_S = 5
 """Assumed: after that a queue has moved on, or a server has come."""
 
+MAX_ERRORS = 1000
+"""Of a body, that are looked through for the first one. With more it is not meant to be right."""
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -71,6 +74,8 @@ class ApiError(Exception):
 
         Where a field may be of several types, what is wrong in the one that it has says more than that it has no other.
         """
+        if error.error_count() > MAX_ERRORS:
+            return cls(400, f"{error.error_count()} fields can't be as they are: /docs says how", code="invalid_value")
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)

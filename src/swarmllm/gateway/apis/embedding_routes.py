@@ -1,7 +1,6 @@
 """`/v1/embeddings`, and Ollama's `/api/embed` and `/api/embeddings` over it. Part of `app`."""
 
 import base64
-import json
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from torch import Tensor
 
 from swarmllm.gateway.apis.ollama import TAG, Options
-from swarmllm.gateway.apis.responder import Responder, cancelled_when_gone
+from swarmllm.gateway.apis.responder import LargeAnswer, Responder, cancelled_when_gone
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.engine import Waiter
 from swarmllm.gateway.errors import ApiError
@@ -110,7 +109,7 @@ class EmbeddingRoutes:
 
         def answer(vectors: Tensor, num_tokens: int) -> dict[str, Any]:
             took_ns = round((time.perf_counter() - began_at) * 1e9)
-            found = {"model": body.model, "embeddings": vectors.tolist()}
+            found = {"model": body.model, "embeddings": [one.tolist() for one in vectors]}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
         wanted = Wanted(model, texts, body.dimensions, length, cuts=body.truncate is not False)
@@ -131,15 +130,15 @@ class EmbeddingRoutes:
         """Compute, and answer with what `answer` makes of the vectors and the number of tokens; in a worker thread."""
         engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
-        def compute() -> bytes:
+        def compute() -> Response:
             rows = wanted.rows()
             num_tokens = sum(map(len, rows))
             vectors = wanted.model.embed(rows, wanted.dimensions, waiter.go_on)
             engine.count_prompt(num_tokens)
-            return json.dumps(answer(vectors, num_tokens), separators=(",", ":")).encode()
+            return LargeAnswer(answer(vectors, num_tokens))
 
         async with cancelled_when_gone(request.receive, waiter):
-            return Response(await engine.compute(compute), media_type="application/json")
+            return await engine.compute(compute)
 
 
 class Wanted:

@@ -150,12 +150,12 @@ class ResponsesRequest(Body):
         """What is new in the conversation."""
         return [Item(content=self.input)] if isinstance(self.input, str) else self.input
 
-    def as_chat(self, before: list[Item]) -> ChatRequest:
-        """The same as a chat, behind what was said before."""
+    def as_chat(self, before: list[dict[str, Any]]) -> ChatRequest:
+        """The same as a chat, behind the items of what was said before."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        for item in (*before, *self.items()):
+        for item in (*map(Item.model_validate, before), *self.items()):
             item.add_to(messages)
         asked: dict[str, Any] = {
             "model": self.model,

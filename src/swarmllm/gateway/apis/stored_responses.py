@@ -1,6 +1,7 @@
 """Responses that are kept for the next request (`store`), in memory and in bounds. Used by `translated_routes`."""
 
 import json
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,13 @@ class Stored:
 
 
 class StoredResponses:
-    """The one that was used longest ago is forgotten first."""
+    """The one that was used longest ago is forgotten first. From any thread: long answers are written in one."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def keeps_any(self) -> bool:
@@ -37,14 +39,18 @@ class StoredResponses:
         num_bytes = len(json.dumps([response, items]))
         if num_bytes > self._max_bytes:
             return
-        self._stored[name] = Stored(owner, response, items, num_bytes)
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+        with self._lock:
+            self._stored[name] = Stored(owner, response, items, num_bytes)
+            self._num_bytes += num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
 
     def get(self, name: str, owner: str) -> Stored:
         """Raises ApiError: there is none of this name, or no longer, or it is somebody else's."""
-        found = self._stored.get(name)
+        with self._lock:
+            found = self._stored.get(name)
+            if found is not None and found.owner == owner:
+                self._stored.move_to_end(name)
         if found is None or found.owner != owner:
             raise ApiError(
                 404,
@@ -52,10 +58,11 @@ class StoredResponses:
                 param="previous_response_id",
                 code="response_not_found",
             )
-        self._stored.move_to_end(name)
         return found
 
     def forget(self, name: str, owner: str) -> None:
         """Raises ApiError: as `get`."""
-        self._num_bytes -= self.get(name, owner).num_bytes
-        del self._stored[name]
+        self.get(name, owner)
+        with self._lock:
+            found = self._stored.pop(name, None)
+            self._num_bytes -= 0 if found is None else found.num_bytes

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from swarmllm.gateway.apis.responder import Responder
+from swarmllm.gateway.apis.responder import LargeAnswer, Responder
 from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
@@ -58,25 +58,25 @@ class TokenRoutes:
         """`POST /tokenize`"""
         body, _ = await self._responder.read(request, TokenizeRequest)
         if body.messages is None:
-            return JSONResponse(await asyncio.to_thread(self._tokenize, body))
+            return await asyncio.to_thread(self._tokenize, body)
         model = self._models.named(body.model)
         async with self._responder.unpacking(model, body.messages, request.scope[CALLER]) as memory:
             loop, threads = asyncio.get_running_loop(), model.templates.threads
             found = await loop.run_in_executor(threads, self._tokenize, body)
         if memory is not None:
             memory.free()
-        return JSONResponse(found)
+        return found
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`"""
         body, _ = await self._responder.read(request, DetokenizeRequest)
-        return JSONResponse(await asyncio.to_thread(self._detokenize, body))
+        return await asyncio.to_thread(self._detokenize, body)
 
     @property
     def _models(self) -> ModelChoice:
         return self._responder.models
 
-    def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    def _tokenize(self, body: TokenizeRequest) -> Response:
         if body.messages is not None:
             writer = self._models.named(body.model)
             messages = [message.for_template() for message in body.messages]
@@ -91,10 +91,11 @@ class TokenRoutes:
             model = self._models.any(body.model)
             ids = model.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)
         found = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
-        return found | ({"token_strs": [model.token_text(one) for one in ids]} if body.return_token_strs else {})
+        texts = {"token_strs": [model.token_text(one) for one in ids]} if body.return_token_strs else {}
+        return LargeAnswer(found | texts)
 
-    def _detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+    def _detokenize(self, body: DetokenizeRequest) -> Response:
         model = self._models.any(body.model)
         if max(body.tokens, default=0) >= model.num_scores:
             raise ApiError(400, f"the model has only {model.num_scores} tokens", param="tokens", code="invalid_value")
-        return {"prompt": model.decode(body.tokens, special_tokens=True)}
+        return LargeAnswer({"prompt": model.decode(body.tokens, special_tokens=True)})

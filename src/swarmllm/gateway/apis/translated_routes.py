@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.apis.anthropic_messages import AnthropicAnswer, CountRequest, MessagesRequest
 from swarmllm.gateway.apis.ollama import TAG, OllamaAnswer, OllamaChat, OllamaGenerate, described, loaded, now, shown
-from swarmllm.gateway.apis.responder import Responder
-from swarmllm.gateway.apis.responses import Item, ResponsesAnswer, ResponsesRequest
+from swarmllm.gateway.apis.responder import Responder, aside
+from swarmllm.gateway.apis.responses import ResponsesAnswer, ResponsesRequest
 from swarmllm.gateway.apis.stored_responses import StoredResponses
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.pictures import free_memory
@@ -53,13 +53,13 @@ class TranslatedRoutes:
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`"""
         body, num_bytes = await self._responder.read(request, MessagesRequest)
-        chat = _translated(body.as_chat, self._responder.models.named(body.model))
+        chat = await _translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
         return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`"""
         body, num_bytes = await self._responder.read(request, CountRequest)
-        chat = _translated(body.as_chat, self._responder.models.named(body.model))
+        chat = await _translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
         _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
         free_memory([prompt])
         return JSONResponse({"input_tokens": len(prompt)})
@@ -73,11 +73,13 @@ class TranslatedRoutes:
         if body.store and not self._stored.keeps_any:
             raise ApiError(400, "this gateway keeps no responses: leave store out", param="store")
         before: list[dict[str, Any]] = []
+        num_before = 0
         if body.previous_response_id is not None:
             earlier = self._stored.get(body.previous_response_id, owner)
-            before = [*earlier.items, *earlier.response["output"]]
-        chat = _translated(body.as_chat, [Item.model_validate(one) for one in before])
-        items = [*before, *(item.model_dump(exclude_none=True) for item in body.items())]
+            before, num_before = [*earlier.items, *earlier.response["output"]], earlier.num_bytes
+        num_all = num_bytes + num_before
+        chat = await _translated(num_all, body.as_chat, before)
+        items = [*before, *await aside(num_bytes, lambda: [one.model_dump(exclude_none=True) for one in body.items()])]
 
         def keep(name: str, response: dict[str, Any]) -> None:
             if body.store is not False:
@@ -117,7 +119,7 @@ class TranslatedRoutes:
             empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
             found = {"model": model.name, "created_at": now(), **empty}
             return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is always loaded
-        asked = _translated(body.asked, model)
+        asked = await _translated(num_bytes, body.asked, model)
         return await self._responder.answer(
             request,
             asked,
@@ -152,13 +154,13 @@ class TranslatedRoutes:
         return name if name in self._responder.models else name.removesuffix(TAG)
 
 
-def _translated(translate: Callable[[Given], Asking], given: Given) -> Asking:
-    """What `translate` makes of it.
+async def _translated(num_bytes: int, translate: Callable[[Given], Asking], given: Given) -> Asking:
+    """What `translate` makes of it and so many bytes.
 
     Raises:
         ApiError: a chat can't be like that.
     """
     try:
-        return translate(given)
+        return await aside(num_bytes, lambda: translate(given))
     except ValidationError as error:
         raise ApiError.invalid(error) from None

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from swarmllm.errors import SwarmError
 from swarmllm.gateway.apis.openai_answers import OpenAIAnswer
-from swarmllm.gateway.apis.responder import Responder
+from swarmllm.gateway.apis.responder import Responder, aside, read_json
 from swarmllm.gateway.engine.engine import Answering
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, Rates
@@ -101,7 +101,8 @@ class _Conversation:
         """One message; all but those that cancel count for the rate of `caller`."""
         label: Any = None
         try:
-            message = _read(text)
+            data = text.encode()
+            message = await aside(len(data), lambda: _read(data))
             if "cancel" in message:
                 self._cancel(str(_label(message["cancel"])))
                 return
@@ -111,13 +112,16 @@ class _Conversation:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
             if len(self._under_way) >= MAX_REQUESTS:
                 raise ApiError(429, f"one socket may have {MAX_REQUESTS} requests under way", code="queue_full")
-            parse = self._responder.parse
-            body = parse(ChatRequest, text) if "messages" in message else parse(CompletionRequest, text)
+            body = await aside(len(data), lambda: self._asked(message))
         except ApiError as error:
             await self._send(label, error.body())
         else:
             self._under_way[str(label)] = None
-            tasks.create_task(self._answer(label, body, len(text)), name="answer on a WebSocket")
+            tasks.create_task(self._answer(label, body, len(data)), name="answer on a WebSocket")
+
+    def _asked(self, message: dict[str, Any]) -> ChatRequest | CompletionRequest:
+        parse = self._responder.parse
+        return parse(ChatRequest, message) if "messages" in message else parse(CompletionRequest, message)
 
     def cancel_all(self) -> None:
         """The socket is closed."""
@@ -158,12 +162,9 @@ class _Conversation:
         await self._socket.send_text(json.dumps(message, separators=(",", ":")))
 
 
-def _read(text: str) -> dict[str, Any]:
+def _read(data: bytes) -> dict[str, Any]:
     """Raises: ApiError: it is no JSON object."""
-    try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as error:  # brackets within brackets, or a number of thousands of digits
-        raise ApiError(400, f"not JSON: {error}", code="invalid_json") from None
+    message = read_json(data)
     if not isinstance(message, dict):
         raise ApiError(400, "a message is a JSON object", code="invalid_value")
     return message

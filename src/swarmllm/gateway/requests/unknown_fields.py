@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from swarmllm.gateway.errors import ApiError
 
@@ -30,6 +31,17 @@ Harmless = dict[str, tuple[Any, ...] | Anything]
 """By name, the values that change nothing about the answer; None is always one. Any other value is refused."""
 
 
+def _fail_fast(schema: Any) -> None:
+    """Else a list of 240,000 wrong things makes as many errors, and that in each type that a field may have."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = [*schema.values()]
+    if isinstance(schema, list | tuple):
+        for one in schema:
+            _fail_fast(one)
+
+
 class Body(BaseModel):
     """A part of a request's JSON."""
 
@@ -39,6 +51,13 @@ class Body(BaseModel):
     def hints(self) -> list[str]:
         """Names of fields of its own that made no difference, beside those that are harmless with any value."""
         return []
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """What pydantic makes of the fields, but each list is given up at the first thing that is wrong in it."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @classmethod
     def known_names(cls) -> list[str]:
@@ -58,7 +77,7 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
             reason = f"can only be {allowed} here" if allowed else "is not supported here"
             raise ApiError(400, f"{where} {reason}: leave it out", param=where, code="unsupported_parameter")
         if not lenient:
-            near = difflib.get_close_matches(name, part.known_names(), n=1)
+            near = difflib.get_close_matches(name[:MOST_NAMES], part.known_names(), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise ApiError(400, f"unknown field {where!r}: {hint}", param=where, code="unknown_parameter")
 
@@ -83,7 +102,7 @@ def _extras(body: Body) -> Iterator[tuple[Body, str, str, Any]]:
 def _parts(part: Any, path: str) -> Iterator[tuple[Body, str]]:
     """(an object of the request, the path to it), the request itself first."""
     if isinstance(part, list):
-        for place, one in enumerate(part):
+        for place, one in enumerate(part if part and isinstance(part[0], Body | list) else ()):  # numbers have none
             yield from _parts(one, f"{path[:-1]}[{place}].")
     if isinstance(part, Body):
         yield part, path
