@@ -143,3 +143,25 @@ def test_only_what_is_needed_is_imported_and_hivemind_is_whole_for_others_in_the
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert done.stdout == "only what is needed\nall of hivemind\n", done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_daemon_that_ends_closes_only_its_own_files(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """A file that is opened right after gets the number of one that was closed."""
+
+    async def scenario() -> list[int]:
+        counts = []
+        for _ in range(3):
+            peer = await Peer.create()
+            await peer.close()
+            opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            for number in opened:
+                os.close(number)  # fails if somebody else has closed it
+            counts.append(psutil.Process().num_fds())
+        return counts
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        counts = runner.run(scenario())
+    assert counts[1] == counts[2], "no file is left open"

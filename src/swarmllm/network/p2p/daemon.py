@@ -263,9 +263,10 @@ class Daemon:
             logger.warning("p2pd (process %d) does not end, although it was killed", self.pid)
         if ending:
             await asyncio.wait(ending, timeout=EXIT_TIMEOUT_S)
-        for pipe in (self._pipe, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        # Not both: the loop closes the pipe in a later turn, by its number, which may be another file's by then.
+        pipe = self._pipe or self._process.stdout
+        if pipe is not None:
+            pipe.close()
         self._private.remove()
 
     async def _ends_by(self, end: Callable[[], None]) -> bool:
