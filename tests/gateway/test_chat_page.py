@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import FilePayload, Page, expect
+from playwright.sync_api import FilePayload, Page, Route, expect
 from test_pages import ANSWERS, DONE, ITEMS, browser, page, pytestmark, say, settings, violations  # noqa: F401
 from web_gateway import RunningGateway
 
@@ -303,6 +303,21 @@ def test_a_broken_answer_can_be_gone_on_with_after_a_reload(page: Page, gateway:
     broken = {"role": "assistant", "content": "b", "finish": "length"}
     opened(page, gateway.url, {"role": "user", "content": "a"}, broken)
     expect(page.get_by_role("button", name="Continue")).to_be_visible()
+
+
+def test_nothing_is_regenerated_before_the_model_is_known(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/v1/models", hold)
+    opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    expect(page.get_by_role("button", name="Copy")).to_be_visible()
+    expect(page.get_by_role("button", name="Regenerate")).to_have_count(0)
+    for route in held:
+        route.continue_()
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
 def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:  # noqa: F811

@@ -86,7 +86,7 @@ function element(message) {
   const isBroken = message.content && model?.chat && (message.finish === "length" || message.notices?.some(({ cut }) => cut));
   return renderMessage(message, {
     busy,
-    onRegenerate: isOwn ? regenerate : null,
+    onRegenerate: isOwn && model ? regenerate : null, // there is nobody to ask before the gateway has named a model
     onContinue: isOwn && isBroken ? goOn : null,
     onEdit: message.role === "user" && mayAct ? () => edit(message) : null,
     onVersion: mayAct ? (version, label) => turnTo(open.messages.indexOf(message), version, label) : null,
