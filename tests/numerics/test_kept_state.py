@@ -102,3 +102,12 @@ def test_what_modules_keep_is_known_at_the_next_start(tmp_path: Path) -> None:
     assert second.kept_state.names == first.kept_state.names != ()
     assert second.traits == first.traits
     check_interleavings(second, LENGTHS, count=0)
+
+
+def test_offloaded_blocks_are_left_alone(tmp_path: Path) -> None:
+    """Their buffers share memory, which holds another block's by the time that somebody compares."""
+    save_rope("dynamic", tmp_path)
+    options = {"dtype": torch.float32, "progress": False, "num_offloaded": 2}
+    blocks = load_block_span(open_checkpoint(str(tmp_path)), Span(0, NUM_BLOCKS), **options)  # type: ignore[arg-type]
+    assert all(name.startswith("rotary_emb.") for name in blocks.kept_state.names)
+    check_interleavings(blocks, LENGTHS, count=0)

@@ -5,7 +5,7 @@ which another session's call must not find. `probes` compares all attributes bef
 those that changed are put back before each call (`BlockSpan`), so that a call depends on its own inputs alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -65,11 +65,15 @@ class KeptState:
 
     def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
         self._attributes = {name: _Attribute.of(*_place(root, name)) for name in names}
+        self._left_out: set[int] = set()
 
     @classmethod
-    def everything(cls, root: nn.Module) -> "KeptState":
-        """All that a call might change."""
-        return cls(root, sorted(_names(root)))
+    def everything(cls, root: nn.Module, without: Iterable[Tensor] = ()) -> "KeptState":
+        """All that a call might change, but for these buffers, which somebody else looks after."""
+        left_out = {id(tensor) for tensor in without}
+        found = cls(root, sorted(_names(root, left_out)))
+        found._left_out = left_out
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,7 +83,7 @@ class KeptState:
         """Those that aren't any more what they were, as they were; new ones had been absent."""
         found = KeptState(root, ())
         found._attributes = {name: one for name, one in self._attributes.items() if one.has_changed()}
-        for name in sorted(_names(root) - self._attributes.keys()):
+        for name in sorted(_names(root, self._left_out) - self._attributes.keys()):
             module, attribute = _place(root, name)
             found._attributes[name] = _Attribute(module, attribute, _ABSENT)
         return found
@@ -100,15 +104,16 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root.get_submodule(path), attribute
 
 
-def _names(root: nn.Module) -> set[str]:
-    return {f"{path}.{name}" if path else name for path, module in root.named_modules() for name in _state(module)}
+def _names(root: nn.Module, left_out: Container[int]) -> set[str]:
+    named = ((path, name) for path, module in root.named_modules() for name in _state(module, left_out))
+    return {f"{path}.{name}" if path else name for path, name in named}
 
 
-def _state(module: nn.Module) -> Iterator[str]:
+def _state(module: nn.Module, left_out: Container[int]) -> Iterator[str]:
     """Names of what an architecture's own module may keep: numbers, texts, tensors, but no weights."""
     if type(module).__module__.startswith("swarmllm."):
         return
-    yield from module._buffers
+    yield from (name for name, buffer in module._buffers.items() if id(buffer) not in left_out)
     for name, value in vars(module).items():
         if name not in _OF_TORCH and isinstance(value, _KINDS):
             yield name

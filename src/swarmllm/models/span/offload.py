@@ -179,6 +179,11 @@ class OffloadedBlocks:
         """The device's memory for all of them: where each piece begins, and its bytes."""
         return {slot.flat.data_ptr(): slot.flat.nbytes for slot in self._slots}
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers of all blocks; their data come and go."""
+        return [tensor for block in self._blocks.values() for tensor in block.tensors]
+
     def take(self, block_idx: int, block: nn.Module) -> None:
         """Move a block's weights out of memory; from now on they come when it is called.
 

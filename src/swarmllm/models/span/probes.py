@@ -42,7 +42,8 @@ def probe(span: BlockSpan) -> None:
         UnsupportedModelError: the span can't be run, or the model can't be cut where it begins.
     """
     probe = _Probe(span)
-    fresh = KeptState.everything(span.stack)
+    # The memory of blocks that are offloaded holds now this block and now that one.
+    fresh = KeptState.everything(span.stack, () if span.offloaded is None else span.offloaded.tensors)
     try:
         with torch.no_grad():
             probe.find_conventions()
