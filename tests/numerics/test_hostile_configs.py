@@ -181,7 +181,7 @@ def test_says_what_is_wrong(case: str, tmp_path: Path) -> None:
 def test_a_generation_config_that_makes_no_sense(said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_config("llama")))
     (tmp_path / "generation_config.json").write_text(said)
-    with pytest.raises(ConfigurationError, match="can't be used: .*correct the file or delete it"):
+    with pytest.raises(ConfigurationError, match=r"can't be used: .*correct the file or delete it"):
         open_checkpoint(str(tmp_path)).generation_config()
 
 
