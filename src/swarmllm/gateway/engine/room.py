@@ -7,17 +7,16 @@ pictures are (`remote_pictures`). Lives in the event loop.
 import asyncio
 from collections import Counter, OrderedDict, deque
 
-import psutil
-
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
+from swarmllm.machine_memory import total_memory_bytes
 
 MEMORY_SHARE = 1 / 4
-"""Of the machine's memory, for all pictures and sounds. Assumed: embeddings, head and answers need the rest."""
+"""Of the memory that this process may use, for all pictures and sounds. Assumed: answers need the rest."""
 
 
 def default_bytes() -> int:
     """Memory for pictures and sounds if nothing else is said."""
-    return int(psutil.virtual_memory().total * MEMORY_SHARE)
+    return int(total_memory_bytes() * MEMORY_SHARE)
 
 
 class Taken:
