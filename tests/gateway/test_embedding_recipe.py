@@ -69,7 +69,7 @@ def test_what_cannot_be_computed_is_refused_when_the_model_is_opened(tmp_path: P
 
 def test_what_neither_writes_nor_embeds_is_refused(tmp_path: Path) -> None:
     BertForSequenceClassification(KINDS["bert"].config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="is a sequence classification model, and a gateway offers"):
+    with pytest.raises(ConfigurationError, match="tells 2 classes of texts apart, and a gateway offers"):
         ModelChoice.open(GatewayConfig(model=(str(tmp_path),), initial_peers=()))
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swarm_models import generate_seeded, prompt, wait_until
+from swarm_models import connected, generate_seeded, prompt, wait_until
 from tests.numerics.test_call_sequences import Pair, run_sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarmllm import LocalSwarm
 from swarmllm.client.session import inference_session
 from swarmllm.errors import SessionClosedError, SessionLengthExceededError
 from swarmllm.models.architecture import find_blocks
@@ -30,7 +31,9 @@ def loop(model: Any, ids: Tensor, num_tokens: int, **options: Any) -> tuple[Tens
 
 
 @pytest.mark.parametrize("num_examples", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_any_sequence_of_calls(model: Any, llama: Path, num_examples: int) -> None:
+def test_any_sequence_of_calls(swarm: LocalSwarm, llama: Path, num_examples: int) -> None:
+    """Padding included, which clients leave out by default."""
+
     @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
@@ -38,7 +41,8 @@ def test_any_sequence_of_calls(model: Any, llama: Path, num_examples: int) -> No
         find_blocks(local).blocks.requires_grad_(False)
         run_sequence(Pair(local, model, "past_key_values"), data)
 
-    check()
+    with connected(llama, swarm.initial_peers, compute_padding=True) as model:
+        check()
 
 
 @pytest.mark.parametrize("use_cache", [True, None])

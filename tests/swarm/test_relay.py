@@ -74,8 +74,8 @@ async def test_ours_takes_the_place_of_p2pds_own_for_certain(
     """p2pd's has a limit, and comes back in a p2pd that finds itself public unless it is told not to."""
     spawn = daemon_module._spawn
 
-    async def spawn_so(directory: Any, identity: Any, settings: Any) -> Any:
-        return await spawn(directory, identity, (*settings, f"-forceReachability{reachability}", "-autonat"))
+    def spawn_so(directory: Any, identity: Any, settings: Any) -> Any:
+        return spawn(directory, identity, (*settings, f"-forceReachability{reachability}", "-autonat"))
 
     monkeypatch.setattr(daemon_module, "_spawn", spawn_so)
     relay, other = await new_peer(relay=RelayRules()), await new_peer()

@@ -82,7 +82,7 @@ def test_slices_are_modules_that_compose(model: Any) -> None:
         assert sum(len(part) for part in parts) == NUM_BLOCKS
         for got, expected in zip(run(*parts), whole, strict=True):
             torch.testing.assert_close(got, expected)
-    assert str(blocks[2:6][1:3]) == "RemoteBlocks(blocks [3, 5))"
+    assert str(blocks[2:6][1:3]) == "RemoteBlocks(blocks 3:5)"
     with pytest.raises(ConfigurationError, match="contiguous"):
         blocks[::2]
 

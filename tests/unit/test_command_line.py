@@ -355,7 +355,9 @@ def test_what_a_client_can_be_told_every_command_can(name: str) -> None:
 def test_what_is_not_given_is_as_clients_have_it() -> None:
     assert ClientConfig(**TextConfig(model="m").client_settings()) == ClientConfig()
     # who asks a gateway is told soon what is missing, and asks again
-    assert ClientConfig(**GatewayConfig(model="m").client_settings()) == ClientConfig(route_timeout_s=5.0)
+    assert ClientConfig(**GatewayConfig(model="m").client_settings()) == ClientConfig(
+        route_timeout_s=5.0, start_timeout_s=0.0
+    )
     with pytest.raises(ConfigurationError, match="verify_fraction"):
         GatewayConfig(model="m", verify_fraction=2.0)
 

@@ -21,7 +21,8 @@ from swarmllm.errors import ERRORS_BY_CODE, SwarmError
 ROOT = Path(__file__).parents[2]
 
 HEAVY = ("starlette", "torch", "transformers", "hivemind", "numpy", "pydantic", "huggingface_hub")
-IMPORTED_AS = {"PIL": "pillow"}
+IMPORTED_AS = {"PIL": "pillow", "pydantic_core": "pydantic"}
+"""pydantic requires its core in one exact version."""
 NEEDED_WITHOUT_IMPORT = {"numpy", "wsproto", "peft", "accelerate"}
 """By Tensor.numpy(); by uvicorn for WebSockets; by users who train, as README and the examples do."""
 

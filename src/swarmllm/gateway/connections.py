@@ -7,12 +7,9 @@ request has limits of its own (`responder.read_body`). Used by `gateway/__main__
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-
-if TYPE_CHECKING:
-    import h11
 
 _turns = itertools.count(1)
 HEAD_TIMEOUT_S = 15.0
@@ -86,7 +83,7 @@ class _Patient(H11Protocol):
         if not self.is_idle or self not in self.connections:  # it has become a WebSocket
             self._stop_waiting()
 
-    def handle_websocket_upgrade(self, event: "h11.Request") -> None:
+    def handle_websocket_upgrade(self, event: Any) -> None:
         super().handle_websocket_upgrade(event)
         self.transport.set_protocol(_InSlices(self.transport.get_protocol()))
 

@@ -170,6 +170,11 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -
     if task == Task.SPEECH_SEQ_TO_SEQ:
         return HearingModel.open(config, name=name, max_length=max_length)
     if task == Task.SEQUENCE_CLASSIFICATION:
+        if (num_labels := checkpoint.config.num_labels) != 1:
+            raise ConfigurationError(
+                f"{config.model} tells {num_labels} classes of texts apart, and a gateway offers classifiers that give "
+                "one score for a pair of texts: use it from Python"
+            )
         return RankingModel.open(config, name=name, max_length=max_length)
     if task in WRITES:
         return LanguageModel.open(config, name=name, max_length=max_length)

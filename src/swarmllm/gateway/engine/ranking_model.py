@@ -10,7 +10,6 @@ import torch
 
 from swarmllm.client.text_generation import open_model
 from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.embedding_model import batches
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.models.architecture import decoder_stack
@@ -33,11 +32,6 @@ class RankingModel(OfferedModel):
         """
         swarm, tokenizer = open_model(config)
         try:
-            if swarm.config.num_labels != 1:
-                raise ConfigurationError(
-                    f"{config.model} tells {swarm.config.num_labels} classes of texts apart, and a gateway offers "
-                    "classifiers that give one score for a pair of texts: use it from Python"
-                )
             return cls(swarm, tokenizer, name=name or swarm.swarm.model_name, max_length=max_length)
         except BaseException:
             swarm.close()
