@@ -55,7 +55,7 @@ class ModelStatus:
     record: ModelRecord
     snapshot: SwarmSnapshot
 
-    def as_text(self, width: int | None = None, initial_peers: Sequence[str] = ()) -> str:
+    def as_text(self, width: int | None = None, initial_peers: Sequence[str] = (), *, is_private: bool = False) -> str:
         """A headline, the table of servers in lines of `width`, and what that means for users."""
         return "\n".join(
             [
@@ -64,7 +64,7 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_swarm(self.snapshot, width and width - 2)),
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
-                *self._missing(initial_peers),
+                *self._missing(initial_peers, is_private),
                 *(f"  {line}" for line in describe_shared_identities(self.snapshot)),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
@@ -81,7 +81,7 @@ class ModelStatus:
             + ", ".join(f"{name} 0:{len(span)} is --block_indices {span.start}:{span.end}" for name, span in stacks)
         ]
 
-    def _missing(self, initial_peers: Sequence[str]) -> list[str]:
+    def _missing(self, initial_peers: Sequence[str], is_private: bool) -> list[str]:
         """The memory that the missing blocks need, and the command that serves them."""
         missing, block_bytes = self.snapshot.missing_blocks(), self.record.block_bytes
         if not missing:
@@ -90,7 +90,8 @@ class ModelStatus:
         if block_bytes:
             each, together = size_in_words(block_bytes), size_in_words(len(missing) * block_bytes)
             lines.append(f"  {len(missing)} blocks of {each} are missing: {together}, and room for caches")
-        return [*lines, f"  to serve them: {command_to_serve(missing, self.record.name, initial_peers)}"]
+        command = command_to_serve(missing, self.record.name, initial_peers, is_private=is_private)
+        return [*lines, f"  to serve them: {command}"]
 
     def as_json(self) -> dict[str, Any]:
         """What is announced, and `missing_blocks` and `expected_ms_per_token` (null: it can't be used)."""
@@ -218,7 +219,10 @@ async def show_status(config: StatusConfig) -> None:
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
     else:
-        texts = [status.as_text(terminal_width(), initial_peers) for status in models] + _same_names(models)
+        texts = [
+            status.as_text(terminal_width(), initial_peers, is_private=config.swarm_name is not None)
+            for status in models
+        ] + _same_names(models)
         print("\n\n".join(texts) or "This swarm serves no model.")
 
 

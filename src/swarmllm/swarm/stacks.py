@@ -35,11 +35,18 @@ def describe_blocks(blocks: Sequence[int], encoder_blocks: int = 0) -> str:
     return f"{text} ({', '.join(describe_span(start, end, encoder_blocks) for start, end in runs)})"
 
 
-def command_to_serve(blocks: Sequence[int], model: str, initial_peers: Sequence[str] = ()) -> str:
-    """The command that serves the first run of these blocks: what a message about missing blocks tells to type."""
+def command_to_serve(
+    blocks: Sequence[int], model: str, initial_peers: Sequence[str] = (), *, is_private: bool = False
+) -> str:
+    """The command that serves the first run of these blocks: what a message about missing blocks tells to type.
+
+    `is_private`: only an invite brings a server into this swarm. With an address alone it would be announced publicly.
+    """
     start, end = _runs(blocks)[0]
-    peers = f" --initial_peers {initial_peers[0]}" if initial_peers else ""
-    return f"swarmllm server --model {model} --block_indices {start}:{end}{peers}"
+    peer = "INVITE" if is_private else next(iter(initial_peers), "")
+    peers = f" --initial_peers {peer}" if peer else ""
+    place = model if "/" in model else f"/path/to/{model}"  # a directory is known to the swarm by its own name alone
+    return f"swarmllm server --model {place} --block_indices {start}:{end}{peers}"
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:

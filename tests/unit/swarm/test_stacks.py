@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.data_structures import Span
-from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
+from swarmllm.swarm.stacks import command_to_serve, describe_blocks, describe_span, stack_spans
 
 
 def test_blocks_of_one_stack_have_no_name() -> None:
@@ -33,3 +33,12 @@ def test_every_block_is_named_once(num_blocks: int, encoder_blocks: int, data: s
         name, blocks = part.split(" ")
         named += [first[name] + block for block in range(*map(int, blocks.split(":")))]
     assert named == list(range(start, end))
+
+
+def test_the_command_that_serves_missing_blocks() -> None:
+    """A directory's own name says not where it is; an address alone leads a server out of a private swarm."""
+    peers = ["/ip4/1.2.3.4/tcp/5/p2p/12D3"]
+    command = command_to_serve([4, 5, 9], "org/model", peers)
+    assert command == f"swarmllm server --model org/model --block_indices 4:6 --initial_peers {peers[0]}"
+    assert command_to_serve([9], "embedded") == "swarmllm server --model /path/to/embedded --block_indices 9:10"
+    assert command_to_serve([9], "org/model", peers, is_private=True).endswith("--initial_peers INVITE")

@@ -72,8 +72,8 @@ class LookUps:
         if not initial_peers:
             if not self.config.lan_discovery:
                 raise ConfigurationError(
-                    "name peers of the swarm with initial_peers=[…] (a server prints them when it starts), "
-                    "or set SWARMLLM_INITIAL_PEERS"
+                    "name peers of the swarm with --initial_peers (in Python: initial_peers=[…]), which servers "
+                    "print when they start, or set SWARMLLM_INITIAL_PEERS"
                 )
             initial_peers = await find_swarm(
                 self.name, self.fingerprint, look_on_s=min(LOOK_ON_S, self.config.start_timeout_s)
@@ -139,11 +139,12 @@ class LookUps:
             )
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
-        return MissingBlocksError(
-            f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s): start a server of them, "
-            f"{command_to_serve(error.block_idxs, self.name, self.config.initial_peers)}",
-            error.block_idxs,
-        )
+        text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
+        if missing := error.block_idxs:  # none are, where spans can't be joined
+            is_private = self.config.swarm_name is not None
+            command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
+            text += f": start a server of them, {command}"
+        return MissingBlocksError(text, missing)
 
     def _may_use(self, server: ServerInfo) -> bool:
         config, peer_id = self.config, server.peer_id

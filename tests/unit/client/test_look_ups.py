@@ -1,0 +1,37 @@
+"""Errors about missing blocks name the mend."""
+
+from typing import Any
+
+import pytest
+
+from swarmllm.client.view.look_ups import LookUps
+from swarmllm.config import ClientConfig
+from swarmllm.data_structures import ServerInfo, SwarmSnapshot
+from swarmllm.errors import MissingBlocksError
+
+
+class Empty:
+    """A directory in which no other model is announced."""
+
+    async def models(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("missing", "private", "end"),
+    [
+        ((2, 3), None, "--block_indices 2:4 --initial_peers /ip4/1.2.3.4/tcp/5/p2p/12D3"),
+        ((2, 3), "friends", "--block_indices 2:4 --initial_peers INVITE"),
+        ((), None, "of org/model (waited 20 s)"),  # spans that can't be joined
+    ],
+)
+async def test_missing_blocks(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[int, ...], private: str | None, end: str
+) -> None:
+    config = ClientConfig(initial_peers=("/ip4/1.2.3.4/tcp/5/p2p/12D3",), swarm_name=private)
+    look_ups = LookUps(config, name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
+    monkeypatch.setattr(look_ups, "_directory", Empty(), raising=False)
+    look_ups.snapshot = SwarmSnapshot(4, (ServerInfo(peer_id="1" * 52, start=0, end=2),))
+    error = await look_ups.explained(MissingBlocksError("nobody serves them", missing), None, "")
+    assert str(error).endswith(end)
+    assert error.block_idxs == missing
