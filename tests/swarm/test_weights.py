@@ -89,7 +89,7 @@ def test_what_samples_miss_is_seen_when_blocks_are_read(llama: Path, local: PreT
             assert odd.peer_id in {server.peer_id for server in model.swarm.servers()}
 
         said = command("status", "--initial_peers", *swarm.initial_peers).stdout
-        assert f"weights differ: …{odd.peer_id[-6:]} made block 5 of other files than most servers" in said
+        assert f"weights differ: …{odd.peer_id[-6:]} made blocks 5:6 of other files than most servers" in said
         with connected(llama, swarm.initial_peers, route_timeout_s=3) as model:
             with model.inference_session(max_length=64):
                 assert_left_out(model)
@@ -128,7 +128,7 @@ def test_a_server_whose_files_become_others_says_so_and_loads_none_of_them(
         with connected(llama, swarm.initial_peers) as model:
             assert_same_tokens(model, local, ids, **LONG)
             swarm.servers[halves.index(gap)].stop()
-            wait_until(lambda: f"blocks [{gap[0]}, {gap[1]}) can't be loaded" in log(mover), "a try to move")
+            wait_until(lambda: f"blocks {gap[0]}:{gap[1]} can't be loaded" in log(mover), "a try to move")
             assert {(s.start, s.end) for s in model.swarm.servers() if s.peer_id == mover.peer_id} == {here}
             for path in llama.glob("*.safetensors"):
                 shutil.copy(path, files / path.name)
