@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 3.0
 """Longest time of one call to one node; a look-up makes several in parallel."""
 DIAL_TIMEOUT_S = 5.0
+LOOK_ON_S = 0.1
+"""Seconds from one look at who hasn't answered yet to the next."""
 JOIN_GRACE_S = 0.3
 """Seconds that the other initial peers may take once one has answered."""
 NEIGHBOURS_TIMEOUT_S = 1.0
@@ -118,7 +120,11 @@ class Dht:
         key_id = DHTID.generate(key)
         with self._protocol.looking(key_id) as look:
             # All nodes around the key are asked: each may know only some of the records.
-            await self._to_its_end(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+            asking = self._spawn(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+            while not asking.done() and not look.waits_in_vain(time.monotonic(), self._node.num_workers):
+                await asyncio.wait([asking], timeout=LOOK_ON_S)
+            if asking.done():
+                await asking
         found = look.records.find(look.key, time.time())
         return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
 
