@@ -383,7 +383,8 @@ async def test_one_good_initial_peer_is_enough_and_others_are_not_waited_for(
     ("options", "reason"),
     [
         ({"initial_peers": ["localhost:31337"]}, "must look like"),
-        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/QmWrong"]}, "must look like"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/QmWrong"]}, "has 7 characters instead of 52"),
+        ({"initial_peers": [f"/ip4/127.0.0.1/tcp/1/p2p/{'12D3KooW' + 44 * 'z'}"]}, "not the peer id of any key"),
         ({"initial_peers": [f"/ip4/127.0.0.1000/tcp/1/p2p/{SOMEBODY}"]}, "is wrong"),
         ({"host_maddrs": ["127.0.0.1:0"]}, "is wrong"),
         ({"host_maddrs": ["/ip4/127.0.0.1/udp/0/quic"]}, "TCP"),
