@@ -1,6 +1,8 @@
 """Real peers with real daemons on 127.0.0.1, several in one event loop."""
 
 import asyncio
+import json
+import logging
 import os
 import re
 import signal
@@ -377,6 +379,28 @@ async def test_one_good_initial_peer_is_enough_and_others_are_not_waited_for(
         await BlockDirectory(second).announce(MODEL, info(second))
         assert await BlockDirectory(first).servers(FINGERPRINT) == (info(second),)
         await second.close()
+
+
+async def test_peers_met_earlier_are_said_to_stand_in_for_dead_initial_peers(
+    server: Peer,
+    new_peer: NewPeer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    async def at_once(read: Callable[[], Any]) -> Any:  # the module's loop would keep the thread
+        return read()
+
+    monkeypatch.setattr(dht_module.asyncio, "to_thread", at_once)
+    book = tmp_path / "swarmllm_peers.json"
+    addrs = [maddr.partition("/p2p/")[0] for maddr in server.join_maddrs]
+    book.write_text(json.dumps({SOMEBODY: {server.peer_id: [time.time(), addrs]}}))
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{SOMEBODY}"
+    await new_peer(initial_peers=[dead], client_mode=True, address_book=book)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"none of the initial peers answers: {dead} (")
+    assert f"joined instead by {addrs[0]}/p2p/{server.peer_id}" in warning
+    assert str(book) in warning
 
 
 @pytest.mark.parametrize(
