@@ -254,6 +254,17 @@ async def test_another_peer_at_the_address_is_not_taken_for_the_right_one(server
         await client.open_stream(SOMEBODY, server.addrs)
 
 
+async def test_addresses_that_failed_are_listed_by_their_reason(client: Peer) -> None:
+    peer_id, addrs = Identity.generate().peer_id, ["/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2"]
+    for reason in ("connection refused", "failed a moment ago"):
+        with pytest.raises(PeerUnreachableError) as caught:
+            await client.open_stream(peer_id, addrs)
+        said = str(caught.value)
+        assert all(addr in said for addr in addrs)
+        assert said.endswith(f": {reason}")
+        assert said.count(reason) == 1
+
+
 # Faults
 
 
