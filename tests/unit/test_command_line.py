@@ -537,6 +537,17 @@ def test_a_port_in_use_is_told_before_torch_is_imported(
     assert "Address already in use; choose another" in said
 
 
+@pytest.mark.parametrize("model", ["/nope", "/nope:adapter"])
+def test_a_directory_that_is_missing_is_told_before_the_port_and_before_torch_is_imported(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert import_module(COMMANDS["gateway"].module).main(["--model", model, "--port", port]) == 2
+    assert "the directory '/nope' does not exist" in capsys.readouterr().err
+
+
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what has been downloaded is used without asking it."""
     from huggingface_hub import constants

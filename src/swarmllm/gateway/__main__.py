@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmllm.command_line import Parser, announced_imports, run_command, stop_event
-from swarmllm.config import ClientConfig, SwarmConfig, require_addresses
+from swarmllm.config import ClientConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.free_ports import require_free_port
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
@@ -203,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def run() -> None:
         config = GatewayConfig(**build_parser().parse_settings(argv))
+        for model in config.model:
+            require_model_place(model)
         require_addresses(config.initial_peers)
         place = f"can't listen on {config.host} port {config.port}"
         require_free_port(config.host, config.port, place, "choose another --port or --host")
