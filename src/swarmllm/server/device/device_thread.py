@@ -19,7 +19,7 @@ from swarmllm.errors import ServerOutOfMemoryError
 from swarmllm.server.device.accelerator import Accelerator
 from swarmllm.server.device.burst_wait import BurstWait
 from swarmllm.server.device.calls import UNFINISHED, Call, joined, outcome_of, outcomes_of
-from swarmllm.server.device.device import lost_context, out_of_memory
+from swarmllm.server.device.device import log_lacks, lost_context, out_of_memory
 from swarmllm.server.device.load_meter import Load, LoadMeter
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import Budget, Priority, Scheduler
@@ -214,4 +214,5 @@ class DeviceThread:
                 call.outputs.append(cast(Tensor, outcome))
                 if not call.num_tokens:
                     settled.append((call, outcome_of(partial(joined, call.step, call.outputs))))
+        log_lacks(outcome for _, outcome in settled)
         return [(call, out_of_memory(outcome) or outcome) for call, outcome in settled]
