@@ -28,7 +28,14 @@ from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.errors import (
+    ConfigurationError,
+    MissingBlocksError,
+    PeerError,
+    RemoteProtocolError,
+    SessionTooLargeError,
+    SwarmError,
+)
 from swarmllm.swarm.explain import Route, explain_route
 from swarmllm.swarm.retry import MOST_REFUSALS, PeerHealth, Retries
 from swarmllm.swarm.routing import route_cost_ms
@@ -260,6 +267,10 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
+        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+            retries.refused_by.append(error.peer_id)
+            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                raise error  # those that are left would say the same whenever they are asked
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
