@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import (
-    CacheFullError,
     ConfigurationError,
     ServerOverloadedError,
     SessionClosedError,
     SessionLengthExceededError,
+    SessionTooLargeError,
     SwarmError,
 )
 
@@ -223,7 +223,7 @@ def test_a_server_promises_the_memory_that_it_may_use(llama: Path, local: PreTra
         bytes_per_token = 2 * NUM_BLOCKS * config.num_key_value_heads * config.head_dim * 4
         assert 300 < server.cache_tokens_left < limit * 1e9 / bytes_per_token < 65536
         with (
-            pytest.raises(CacheFullError, match="use a smaller max_length"),
+            pytest.raises(SessionTooLargeError, match="use a smaller max_length"),
             model.inference_session(max_length=server.cache_tokens_left + 400) as session,
         ):
             session.step(model.embed(prompt()))

@@ -208,10 +208,9 @@ class SpanLoader:
         if others:  # measured were those of the decoder
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
-        self.executor.thread.adopt(
-            doubling_tokens=doubling_tokens(throughput, len(span)),
-            beside_decode=prefill_tokens_beside_decode(throughput, len(span)),
-        )
+        beside_decode = prefill_tokens_beside_decode(throughput, len(span))
+        logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
+        self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
         return Loaded(packer, inputs, throughput, room, before)
 
     def _group(self) -> Group | None:

@@ -34,6 +34,7 @@ from swarmllm.errors import (
     PeerError,
     PeerTimeoutError,
     RemoteProtocolError,
+    SessionTooLargeError,
     SwarmError,
 )
 from swarmllm.network.wire.protocol import FrameStream
@@ -303,6 +304,10 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
+        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+            retries.refused_by.append(error.peer_id)
+            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                raise error  # those that are left would say the same whenever they are asked
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
