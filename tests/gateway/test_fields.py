@@ -18,13 +18,12 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.apis.audio_routes import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.apis.embedding_routes import EmbeddingsRequest
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
-from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
+from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, refuse_unknown
 from swarmllm.gateway.tokens.grammar import Constraint
 from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions
 

@@ -2,9 +2,8 @@
 
 In the order in which a request meets them:
 
-connections      sockets on which nobody asks anything don't stay
-app              the ASGI application: all routes and what they share
-guard            who may ask: hosts, origins, API keys, rates
+guard            limits for strangers: hosts, origins, API keys, rates, idle connections
+app              the ASGI application: all routes, their OpenAPI document, the pages; before the swarm is complete too
 apis/            the APIs of OpenAI, Anthropic and Ollama: routes, and the shapes of answers
 requests/        what may be asked, checked field by field
 engine/          models, and the worker threads that write with them
@@ -13,8 +12,6 @@ output_parsing/  what is thought, said and called in a text
 swarm/           what the swarm looks like now, and did in the last hour
 metrics          what /metrics shows
 errors           the shapes of OpenAI's errors
-page_files       the chat page and the picture, from pages/
-waiting          before the swarm is complete
 settings         what a gateway can be told
 __main__         the command
 

@@ -1,6 +1,6 @@
 """A model that says how well a text fits a query: its client in the swarm and its tokenizer.
 
-Made by `model_choice`, asked by `rerank_routes`. Known elsewhere as a cross-encoder: query and text are read together.
+Asked by `embedding_routes`. Known elsewhere as a cross-encoder: query and text are read together.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Part the text of one answer, as it comes, into thoughts, what is said, and calls of tools.
 
-`chat_request` chooses one for an answer; `answers` feeds it.
+`chat_request` chooses one for an answer; `generation` feeds it.
 """
 
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What happens while a request is answered: from the worker threads (`generation`) to the answers (`answers`)."""
+"""Events of a request that is answered: from the worker threads (`generation`) to the answers (`responder`)."""
 
 from dataclasses import dataclass
 from typing import Any
