@@ -24,8 +24,7 @@ from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, refuse_unknown
-from swarmllm.gateway.tokens.grammar import Constraint
-from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions
+from swarmllm.gateway.sampling import Constraint, NotYet, Sampler, SamplingOptions
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
@@ -252,7 +251,7 @@ def test_sampler(vocabulary: int, rows: int, length: int, penalty: float, least:
 
 
 def test_a_constraint_of_nonsense_is_refused_by_its_field(tokenizer: Any) -> None:
-    from swarmllm.gateway.tokens.grammar import Grammars
+    from swarmllm.gateway.sampling import Grammars
 
     grammars = Grammars(tokenizer, len(tokenizer))
     with pytest.raises(ConfigurationError, match="guided_json: the JSON schema can't be used"):

@@ -8,9 +8,9 @@ import torch
 
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.decoding.options import DecodingOptions
-from swarmllm.gateway.swarm.swarm_picture import Contact, SwarmPicture
-from swarmllm.gateway.tokens.sampling import Sampler, SamplingOptions
-from swarmllm.gateway.tokens.text import StopFinder, TextRow
+from swarmllm.gateway.sampling import Sampler, SamplingOptions
+from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+from swarmllm.gateway.text import StopFinder, TextRow
 
 
 class Bytes:

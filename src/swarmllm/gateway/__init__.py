@@ -7,9 +7,11 @@ app              the ASGI application: all routes, their OpenAPI document, the p
 apis/            the APIs of OpenAI, Anthropic and Ollama: routes, and the shapes of answers
 requests/        what may be asked, checked field by field
 engine/          models, and the worker threads that write with them
-tokens/          one token after the other: which is taken, and the text that they make
-output_parsing/  what is thought, said and called in a text
-swarm/           what the swarm looks like now, and did in the last hour
+sampling         which token is taken, which a grammar allows
+text             from tokens to text, and the events that bring it to the answers
+output_parsing   thoughts, text and calls of tools in an answer
+swarm_watch      keeps in touch with the swarm's servers
+swarm_picture    what is shown of the swarm, now and in the last hour
 metrics          what /metrics shows
 errors           the shapes of OpenAI's errors
 settings         what a gateway can be told

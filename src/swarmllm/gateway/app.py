@@ -52,7 +52,7 @@ from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.gateway.swarm.swarm_watch import SwarmWatch
+from swarmllm.gateway.swarm_watch import SwarmWatch
 from swarmllm.version import __version__
 
 STATUSES = ("ok", "degraded", "dead")

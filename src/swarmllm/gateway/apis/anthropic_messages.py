@@ -12,7 +12,7 @@ from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, ToolName
 from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, StopString
-from swarmllm.gateway.tokens.events import Event, TextPiece
+from swarmllm.gateway.text import Event, TextPiece
 
 CACHING: Harmless = {"cache_control": ANYTHING}
 

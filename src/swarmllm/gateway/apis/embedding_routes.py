@@ -17,9 +17,8 @@ from torch import Tensor
 
 from swarmllm.gateway.apis.ollama import TAG, Options
 from swarmllm.gateway.apis.responder import LargeAnswer, Responder, cancelled_when_gone
-from swarmllm.gateway.engine.embedding_model import EmbeddingModel
+from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel
 from swarmllm.gateway.engine.engine import Waiter
-from swarmllm.gateway.engine.ranking_model import RankingModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, TokenId
 

@@ -18,7 +18,7 @@ from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
 from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
-from swarmllm.gateway.tokens.events import Event, TextPiece
+from swarmllm.gateway.text import Event, TextPiece
 
 TAG = ":latest"
 """What Ollama's clients add to a name without a tag."""

@@ -28,8 +28,8 @@ from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
 from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Harmless, TokenId
-from swarmllm.gateway.tokens.events import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
-from swarmllm.gateway.tokens.sampling import TokenLogprob
+from swarmllm.gateway.sampling import TokenLogprob
+from swarmllm.gateway.text import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
 
 DONE = b"data: [DONE]\n\n"
 BY_ID = "token_id:"

@@ -30,9 +30,9 @@ from swarmllm.gateway.guard import CALLER, UNUSED
 from swarmllm.gateway.requests.chat_request import ChatMessage, ChatRequest, picture_urls
 from swarmllm.gateway.requests.remote_pictures import RemotePictures
 from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
+from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.gateway.tokens.events import Event, PromptScores, SwarmEvent, TextPiece
-from swarmllm.gateway.tokens.sampling import TokenLogprob
+from swarmllm.gateway.text import Event, PromptScores, SwarmEvent, TextPiece
 
 KEEPALIVE_S = 15.0
 """Seconds of silence after which a stream gives a sign of life. Assumed: proxies give up after 30 or 60."""

@@ -17,7 +17,7 @@ from swarmllm.gateway.apis.responder import Answer
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
 from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless
-from swarmllm.gateway.tokens.events import Event, TextPiece
+from swarmllm.gateway.text import Event, TextPiece
 
 
 class ItemPart(Body):

@@ -12,12 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.output_parsing.call_forms import CallForm
-from swarmllm.gateway.output_parsing.harmony import FINAL, HarmonyReader
-from swarmllm.gateway.output_parsing.readers import PlainReader, Reader
-from swarmllm.gateway.output_parsing.tool_calls import CallReader
+from swarmllm.gateway.output_parsing import HARMONY_FINAL, CallForm, CallReader, HarmonyReader, PlainReader, Reader
 from swarmllm.gateway.requests.request_bodies import ANYTHING, MAX_SCHEMA_CHARS, Body, Harmless, Sampling
-from swarmllm.gateway.tokens.grammar import ANY_OBJECT, Constraint
+from swarmllm.gateway.sampling import ANY_OBJECT, Constraint
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
@@ -289,7 +286,7 @@ class ChatRequest(Sampling):
             return model.encode_chat_with_pictures(messages, urls, options, tools, go_on=go_on)
         found = model.encode_chat(messages, options, tools, go_on=go_on)
         if model.speaks_harmony and not self.continue_final_message and self._says_how_it_looks(model):
-            found += model.encode(FINAL, special_tokens=False)  # which a constraint can't begin with
+            found += model.encode(HARMONY_FINAL, special_tokens=False)  # which a constraint can't begin with
         return found
 
     def _effort(self, model: LanguageModel) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from swarmllm.flags import docstrings
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.tokens.grammar import ANY_OBJECT, Constraint
-from swarmllm.gateway.tokens.sampling import SAMPLING_NAMES, SamplingOptions
+from swarmllm.gateway.sampling import ANY_OBJECT, SAMPLING_NAMES, Constraint, SamplingOptions
 
 MOST_NAMES = 32
 """Characters of an unknown name that are repeated, and fields that the header names."""
