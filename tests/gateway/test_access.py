@@ -226,7 +226,7 @@ def test_the_rate_holds_for_each_message_of_a_websocket(swarm: LocalSwarm) -> No
 
 def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a head that never ends, a body that never ends, and more connections or sockets than there is room."""
-    monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("swarmllm.gateway.guard.HEAD_TIMEOUT_S", 0.5)
     monkeypatch.setattr("swarmllm.gateway.apis.responder.BODY_TIMEOUT_S", 0.5)
     with running_gateway(swarm.initial_peers, max_connections=4) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
@@ -243,7 +243,7 @@ def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypa
         with connect(f"{head}\r\n{{") as one:
             assert one.recv(12) == b"HTTP/1.1 408"
 
-        monkeypatch.setattr("swarmllm.gateway.connections.HEAD_TIMEOUT_S", 60.0)
+        monkeypatch.setattr("swarmllm.gateway.guard.HEAD_TIMEOUT_S", 60.0)
         idle = [connect("") for _ in range(6)]
         assert [one.recv(1) for one in idle[:2]] == [b"", b""]  # those that were idle longest made room
         assert httpx.get(f"{gateway.url}/v1/models").status_code == 200

@@ -14,7 +14,7 @@ from swarmllm.decoding.options import DEFAULTS, DecodingOptions
 from swarmllm.decoding.text_so_far import tokens_with
 from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
-from swarmllm.gateway.tokens.sampling import Sampler, SamplingOptions
+from swarmllm.gateway.sampling import Sampler, SamplingOptions
 
 PROMPT = "Once upon a time there was a little"
 

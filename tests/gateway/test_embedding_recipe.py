@@ -11,7 +11,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification, T5Confi
 
 from swarmllm import embedded_model_path
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.embedding_recipe import EmbeddingRecipe, recipe_of
+from swarmllm.gateway.engine.embedding_model import EmbeddingRecipe, recipe_of
 from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint

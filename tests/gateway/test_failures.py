@@ -8,7 +8,7 @@ import pytest
 from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway.swarm import swarm_watch
+from swarmllm.gateway import swarm_watch
 
 PROMPT = "Once upon a time"
 LONG: dict[str, Any] = {

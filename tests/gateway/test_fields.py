@@ -18,15 +18,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.apis.audio_routes import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.apis.embedding_routes import EmbeddingsRequest
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
-from swarmllm.gateway.requests.unknown_fields import Body, refuse_unknown
-from swarmllm.gateway.tokens.grammar import Constraint
-from swarmllm.gateway.tokens.sampling import NotYet, Sampler, SamplingOptions
+from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, refuse_unknown
+from swarmllm.gateway.sampling import Constraint, NotYet, Sampler, SamplingOptions
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
@@ -253,7 +251,7 @@ def test_sampler(vocabulary: int, rows: int, length: int, penalty: float, least:
 
 
 def test_a_constraint_of_nonsense_is_refused_by_its_field(tokenizer: Any) -> None:
-    from swarmllm.gateway.tokens.grammar import Grammars
+    from swarmllm.gateway.sampling import Grammars
 
     grammars = Grammars(tokenizer, len(tokenizer))
     with pytest.raises(ConfigurationError, match="guided_json: the JSON schema can't be used"):

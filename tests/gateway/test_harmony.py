@@ -13,7 +13,7 @@ from test_tools import TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.output_parsing.harmony import HarmonyReader
+from swarmllm.gateway.output_parsing import HarmonyReader
 
 WEATHER = '{"city": "<|Höfe|> & </x>", "days": 3}'
 TEXT = (

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from web_gateway import RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.tokens.middle import MiddleForm
+from swarmllm.gateway.engine.language_model import MiddleForm
 
 PREFIX, SUFFIX = "Once upon a time there was", " and they were happy."
 FORM = MiddleForm(10, 11, 12, frozenset({10, 11, 12, 13}))

@@ -11,9 +11,9 @@ from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError, SwarmError
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.swarm.swarm_picture import Contact, SwarmPicture
-from swarmllm.gateway.tokens.sampling import Sampler, SamplingOptions
-from swarmllm.gateway.tokens.text import StopFinder, TextRow
+from swarmllm.gateway.sampling import Sampler, SamplingOptions
+from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+from swarmllm.gateway.text import StopFinder, TextRow
 
 
 class Bytes:

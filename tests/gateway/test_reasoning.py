@@ -9,9 +9,8 @@ from test_parts import Bytes
 from web_gateway import NAME, RunningGateway
 
 from swarmllm.gateway.engine.generation import _Row
-from swarmllm.gateway.output_parsing.readers import PlainReader
-from swarmllm.gateway.output_parsing.reasoning import ReasoningReader
-from swarmllm.gateway.tokens.text import Spelling, StopFinder
+from swarmllm.gateway.output_parsing import PlainReader, ReasoningReader
+from swarmllm.gateway.text import Spelling, StopFinder
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 PLAIN = st.text("ab<\n /t>hink", max_size=20).filter(lambda text: "</think>" not in text and "<think>" not in text)

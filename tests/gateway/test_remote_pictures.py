@@ -19,7 +19,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.pictures import MAX_PICTURES
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.requests import remote_pictures
-from swarmllm.gateway.requests.chat_messages import ChatMessage
+from swarmllm.gateway.requests.chat_request import ChatMessage
 from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
 from swarmllm.gateway.settings import GatewayConfig
 

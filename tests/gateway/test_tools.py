@@ -15,8 +15,7 @@ from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.output_parsing.call_forms import FORMS, CallForm, ToolCall, form_of
-from swarmllm.gateway.output_parsing.tool_calls import CallReader
+from swarmllm.gateway.output_parsing import FORMS, CallForm, CallReader, ToolCall, form_of
 
 SCHEMAS = {
     "weather": {

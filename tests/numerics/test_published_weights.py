@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.published_formats.choice import stored_format
-from swarmllm.models.published_formats.logical_view import LogicalView
+from swarmllm.models.published_formats.stored_format import LogicalView
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.check import check_matrix
 from swarmllm.models.quantization.packed import Packed

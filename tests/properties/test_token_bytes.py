@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from swarmllm.gateway.tokens.text import Spelling, TextRow
+from swarmllm.gateway.text import Spelling, TextRow
 
 CORPUS = [
     "once upon a time there was a little fox",

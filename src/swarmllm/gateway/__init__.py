@@ -2,19 +2,18 @@
 
 In the order in which a request meets them:
 
-connections      sockets on which nobody asks anything don't stay
-app              the ASGI application: all routes and what they share
-guard            who may ask: hosts, origins, API keys, rates
+guard            limits for strangers: hosts, origins, API keys, rates, idle connections
+app              the ASGI application: all routes, their OpenAPI document, the pages; before the swarm is complete too
 apis/            the APIs of OpenAI, Anthropic and Ollama: routes, and the shapes of answers
 requests/        what may be asked, checked field by field
 engine/          models, and the worker threads that write with them
-tokens/          one token after the other: which is taken, and the text that they make
-output_parsing/  what is thought, said and called in a text
-swarm/           what the swarm looks like now, and did in the last hour
+sampling         which token is taken, which a grammar allows
+text             from tokens to text, and the events that bring it to the answers
+output_parsing   thoughts, text and calls of tools in an answer
+swarm_watch      keeps in touch with the swarm's servers
+swarm_picture    what is shown of the swarm, now and in the last hour
 metrics          what /metrics shows
 errors           the shapes of OpenAI's errors
-page_files       the chat page and the picture, from pages/
-waiting          before the swarm is complete
 settings         what a gateway can be told
 __main__         the command
 

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     import uvicorn
 
     from swarmllm.client.view.swarm_view import SwarmView
-    from swarmllm.gateway.app import Gateway
+    from swarmllm.gateway.app import Gateway, Waiting
     from swarmllm.gateway.engine.model_choice import ModelChoice
-    from swarmllm.gateway.waiting import Waiting
 
 EXAMPLES = """examples:
   swarmllm gateway --model M --initial_peers ADDRESS
@@ -58,8 +57,7 @@ async def serve(config: GatewayConfig) -> None:
         SwarmError: it can't start.
     """
     with announced_imports():  # after the flags: --help needs no torch
-        from swarmllm.gateway.app import Gateway
-        from swarmllm.gateway.waiting import Waiting
+        from swarmllm.gateway.app import Gateway, Waiting
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
@@ -165,7 +163,7 @@ def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
     """A server that leaves signals and logging to others."""
     import uvicorn
 
-    from swarmllm.gateway.connections import http_protocol
+    from swarmllm.gateway.guard import http_protocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What `/metrics` shows: how requests fare, and what the swarm does to them. Names and units as Prometheus wants them.
 
-Filled by `engine`, `generation`, `trace` and `swarm_watch`; the server's own are in `server/metrics`.
+Filled by `engine`, `generation` and `swarm_watch`; the server's own are in `server/metrics`.
 """
 
 from collections import OrderedDict

@@ -23,7 +23,7 @@ from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.gguf_names import _only_one, _split
 from swarmllm.models.checkpoint.sources import Source
 from swarmllm.models.checkpoint.tokenizer import load_tokenizer
-from swarmllm.models.published_formats.gguf.header import read_header
+from swarmllm.models.published_formats.gguf_header import read_header
 from swarmllm.models.span.loading import load_block_span
 
 HIDDEN, VOCABULARY = 32, 16

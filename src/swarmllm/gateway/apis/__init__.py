@@ -1,19 +1,12 @@
-"""The APIs that people's programs know: who asks what, and how it is answered. `requests/` checks what is asked.
+"""The APIs that people's programs know: routes, and the shapes of answers. `requests/` checks what requests say.
 
 responder           from a request to its answer, whole or as a stream
-openai_routes       /v1/…: what OpenAI's clients ask
-translated_routes        what Anthropic's and Ollama's clients ask, and /v1/responses: translations to chats
+openai_routes       /v1/…: OpenAI's models, completions and chats; vLLM's /tokenize and /detokenize
 anthropic_messages  Anthropic's requests and answers
 ollama              Ollama's
-responses           OpenAI's items
-stored_responses    those that are kept for the next request
-embedding_routes    /v1/embeddings, and Ollama's
-rerank_routes       /v1/rerank: texts in the order in which they fit a query
+responses           OpenAI's items, some kept for the next request
+translated_routes   routes of these three: translations to chats
+embedding_routes    /v1/embeddings, Ollama's, and /v1/rerank
 audio_routes        /v1/audio/transcriptions and translations
-transcripts         the shapes of what was heard
-token_routes        /tokenize and /detokenize
-websocket           the same as messages of a WebSocket
-answers             what the answers of all APIs share
-openai_answers      the shapes of OpenAI's
-openapi             the OpenAPI document, which /docs shows
+websocket           chats and completions as messages of a WebSocket
 """

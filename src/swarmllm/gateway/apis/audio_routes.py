@@ -1,31 +1,121 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations`: what is said in a file with sound. Part of `app`."""
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound. Part of `app`.
+
+In this order: the fields of a request beside the file (`uploads` reads the form), the handlers, the formats of
+transcripts.
+"""
 
 import asyncio
+import json
 import logging
+import math
+import zlib
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmllm.gateway.apis.openai_answers import DONE, sse
+from swarmllm.gateway.apis.openai_routes import DONE, sse
 from swarmllm.gateway.apis.responder import KEEPALIVE_S, Responder, cancelled_when_gone
-from swarmllm.gateway.apis.transcripts import usage, written
 from swarmllm.gateway.engine.engine import Waiter, queue_full
-from swarmllm.gateway.engine.hearing_model import HearingModel, Transcript
+from swarmllm.gateway.engine.hearing_model import HearingModel, Segment, Transcript, Wanted
 from swarmllm.gateway.engine.room import Taken
 from swarmllm.gateway.engine.sounds import checked_bytes, kept_bytes, read_sound, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.audio_request import TranscriptionRequest, TranslationRequest
-from swarmllm.gateway.requests.unknown_fields import unused_fields
+from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, unused_fields
 from swarmllm.gateway.requests.uploads import Form, read_form
+
+MAX_PROMPT_CHARS = 1 << 14
+TIMED = ("srt", "vtt", "verbose_json")
+"""Formats with the times of segments."""
 
 logger = logging.getLogger(__name__)
 FILE = "file"
 """The field that is one."""
 SIGN_OF_LIFE = b": still listening\n\n"
+
+
+def _as_list(value: Any) -> Any:
+    """One text, where several may come."""
+    return [value] if isinstance(value, str) else value
+
+
+def _or_none(value: Any) -> Any:
+    """Forms send fields that nobody has filled in as well."""
+    return None if value == "" else value
+
+
+class TranscriptionRequest(Body):
+    """`POST /v1/audio/transcriptions`, a form."""
+
+    translates: ClassVar[bool] = False
+    harmless: ClassVar[Harmless] = {
+        # of OpenAI's other models
+        **dict.fromkeys(("chunking_strategy", "include", "keywords", "languages"), ()),
+        **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ()),
+        "user": ANYTHING,
+        # of vLLM
+        **dict.fromkeys(("seed", "top_p", "top_k", "min_p", "to_language", "vllm_xargs", "hotwords"), ()),
+        **dict.fromkeys(("frequency_penalty", "repetition_penalty", "presence_penalty", "length_penalty"), ()),
+        **dict.fromkeys(("max_completion_tokens", "use_beam_search", "n", "stream_include_usage"), ()),
+        "stream_continuous_usage_stats": ("false", "False", "0"),
+        "request_id": ANYTHING,
+    }
+    file: Annotated[str, Field(description="WAV, or what ffmpeg reads.", json_schema_extra={"format": "binary"})]
+    model: Annotated[str | None, BeforeValidator(_or_none)] = Field(
+        None, description="Left out: the first model that hears."
+    )
+    language: Annotated[Annotated[str, Field(max_length=64)] | None, BeforeValidator(_or_none)] = Field(
+        None, description="ISO-639-1, of models that know several; left out: the model finds out."
+    )
+    prompt: Annotated[Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None, BeforeValidator(_or_none)] = Field(
+        None, description="What was said before, or how words are written."
+    )
+    response_format: Annotated[
+        Literal["json", "text", "srt", "verbose_json", "vtt"], BeforeValidator(lambda value: value or "json")
+    ] = "json"
+    temperature: Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_or_none)] = Field(
+        None, description="0: higher where what is written is improbable."
+    )
+    timestamp_granularities: Annotated[list[Literal["word", "segment"]] | None, BeforeValidator(_as_list)] = None
+    stream: Annotated[bool | None, BeforeValidator(_or_none)] = None
+
+    @field_validator("timestamp_granularities")
+    @classmethod
+    def _are_of_segments(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        if value and info.data.get("response_format") != "verbose_json":
+            raise ValueError("goes with response_format verbose_json")
+        if "word" in (value or ()):
+            raise ValueError("can only be segment here: times of words need attentions, which stay on servers")
+        return value
+
+    @field_validator("stream")
+    @classmethod
+    def _is_of_text(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("response_format") != "json":
+            raise ValueError("goes with response_format json")
+        return value
+
+    def wanted(self) -> Wanted:
+        """How the sound is to be written down."""
+        return Wanted(
+            translates=self.translates,
+            language=self.language,
+            prompt=self.prompt,
+            temperature=self.temperature,
+            timestamps=self.response_format in TIMED,
+            details=self.response_format == "verbose_json",
+        )
+
+
+class TranslationRequest(TranscriptionRequest):
+    """`POST /v1/audio/translations`, a form: what is said, in English."""
+
+    translates: ClassVar[bool] = True
 
 
 class AudioRoutes:
@@ -189,3 +279,62 @@ async def _events(hearing: _Hearing) -> AsyncIterator[bytes]:
         return
     heard, seconds = hearing.task.result()
     yield sse({"type": "transcript.text.done", "text": heard.text, "usage": usage(seconds)}) + DONE
+
+
+def usage(seconds: float) -> dict[str, Any]:
+    """Begun seconds count."""
+    return {"type": "duration", "seconds": math.ceil(seconds)}
+
+
+def written(body: TranscriptionRequest, heard: Transcript, seconds: float) -> tuple[str, str]:
+    """The answer as it was asked for, and its media type; `seconds` is how long the sound is."""
+    if body.response_format == "text":
+        return heard.text + "\n", "text/plain"
+    if body.response_format == "srt":
+        return _subtitles(heard, ","), "text/plain"
+    if body.response_format == "vtt":
+        return "WEBVTT\n\n" + _subtitles(heard, "."), "text/plain"
+    found: dict[str, Any] = {"text": heard.text, "usage": usage(seconds)}
+    if body.response_format == "verbose_json":
+        found |= {
+            "task": "translate" if body.translates else "transcribe",
+            "language": "english" if body.translates else heard.language,
+            "duration": seconds,
+            "segments": [_segment(number, one) for number, one in enumerate(heard.segments)],
+        }
+    return json.dumps(found, ensure_ascii=False), "application/json"
+
+
+def _segment(number: int, one: Segment) -> dict[str, Any]:
+    text = one.text.encode()
+    return {
+        "id": number,
+        "seek": one.seek,
+        "start": round(one.start_s, 2),
+        "end": round(one.end_s, 2),
+        "text": one.text,
+        "tokens": one.tokens,
+        "temperature": one.temperature,
+        "avg_logprob": one.avg_logprob,
+        "compression_ratio": len(text) / len(zlib.compress(text)),
+        "no_speech_prob": one.no_speech_prob,
+    }
+
+
+def _subtitles(heard: Transcript, point: str) -> str:
+    """The segments with something in them; with numbers, as SRT wants them and WebVTT allows."""
+    spoken = [one for one in heard.segments if one.text.strip()]
+    return "".join(
+        f"{number}\n{_time(one.start_s, point)} --> {_time(one.end_s, point)}\n{_cue(one.text)}\n\n"
+        for number, one in enumerate(spoken, start=1)
+    )
+
+
+def _cue(text: str) -> str:
+    """One line, which no cue can be made in: neither by an empty line nor by an arrow."""
+    return " ".join(text.split()).replace("-->", "->")
+
+
+def _time(seconds: float, point: str) -> str:
+    ms = round(1000 * seconds)
+    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"

@@ -11,13 +11,12 @@ from starlette.responses import JSONResponse, Response
 from swarmllm.gateway.apis.anthropic_messages import AnthropicAnswer, CountRequest, MessagesRequest
 from swarmllm.gateway.apis.ollama import TAG, OllamaAnswer, OllamaChat, OllamaGenerate, described, loaded, now, shown
 from swarmllm.gateway.apis.responder import Responder, aside
-from swarmllm.gateway.apis.responses import ResponsesAnswer, ResponsesRequest
-from swarmllm.gateway.apis.stored_responses import StoredResponses
+from swarmllm.gateway.apis.responses import ResponsesAnswer, ResponsesRequest, StoredResponses
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.pictures import free_memory
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
-from swarmllm.gateway.requests.unknown_fields import Body
+from swarmllm.gateway.requests.request_bodies import Body
 from swarmllm.version import __version__
 
 MOST_FILLED = 8

@@ -17,7 +17,7 @@ from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.pictures import free_memory
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.tokens.events import Ended, Event
+from swarmllm.gateway.text import Ended, Event
 
 Result = TypeVar("Result")
 PATIENCE_S = 60.0

@@ -1,11 +1,13 @@
 """A model that a gateway offers: its client in the swarm, its tokenizer, and perhaps a local copy.
 
-Made by `model_choice`; `engine` and `generation` use it.
+Made by `model_choice`; `engine` and `generation` use it. `MiddleForm` writes prompts for the middle between two texts
+(requests with a `suffix`), as models for code have learned it: with special tokens around both texts.
 """
 
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -19,12 +21,21 @@ from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.output_parsing.call_forms import CallForm, form_of, special_tokens, template_of
-from swarmllm.gateway.output_parsing.harmony import EFFORTS, HarmonyForm, speaks_harmony
-from swarmllm.gateway.output_parsing.reasoning import BEGIN, END, ReasoningReader, thinks
-from swarmllm.gateway.tokens.grammar import Grammars
-from swarmllm.gateway.tokens.middle import MiddleForm
-from swarmllm.gateway.tokens.text import MAX_HELD_TOKENS, Spelling
+from swarmllm.gateway.output_parsing import (
+    BEGIN_THOUGHTS,
+    EFFORTS,
+    END_THOUGHTS,
+    CallForm,
+    HarmonyForm,
+    ReasoningReader,
+    form_of,
+    speaks_harmony,
+    special_tokens,
+    template_of,
+    thinks,
+)
+from swarmllm.gateway.sampling import Grammars
+from swarmllm.gateway.text import MAX_HELD_TOKENS, Spelling
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
@@ -103,7 +114,7 @@ class LanguageModel(OfferedModel):
         return min(self._longest, self._most_room or self._longest)
 
     @cached_property
-    def middle_form(self) -> MiddleForm | None:
+    def middle_form(self) -> "MiddleForm | None":
         """How it is asked for what stands between two texts; None: it hasn't learned that."""
         return MiddleForm.of(self.tokenizer)
 
@@ -239,17 +250,66 @@ class LanguageModel(OfferedModel):
         if not thinks(self.tokenizer):
             return None
         end = self.tokenizer.decode(prompt_ids[-MAX_HELD_TOKENS:], skip_special_tokens=False)
-        return ReasoningReader(begun=str(end).rstrip().endswith(BEGIN))
+        return ReasoningReader(begun=str(end).rstrip().endswith(BEGIN_THOUGHTS))
 
     @property
     def thought_markers(self) -> frozenset[int]:
         """Special tokens between which it thinks."""
         if self.speaks_harmony:
             return HarmonyForm().markers(self.tokenizer)
-        return special_tokens(self.tokenizer, frozenset((BEGIN, END)))
+        return special_tokens(self.tokenizer, frozenset((BEGIN_THOUGHTS, END_THOUGHTS)))
 
 
 def _eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     configured = generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+@dataclass(frozen=True)
+class MiddleForm:
+    """How one model is asked. Its tokens, as ids."""
+
+    before_prefix: int
+    before_suffix: int
+    before_middle: int | None
+    """None: the suffix comes first, and the middle is what follows the prefix."""
+    ends: frozenset[int]
+    """Tokens that end the middle, besides the model's own end of text."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self | None:
+        """The form for which a tokenizer has tokens, or None."""
+        for names in _FORMS:
+            found = [_token(tokenizer, name) for name in names]
+            if None not in found:
+                prefix, suffix, *middle = found
+                ends = {_token(tokenizer, name) for name in _ENDS} | {*found}
+                return cls(prefix, suffix, middle[0] if middle else None, frozenset(ends - {None}))
+        return None
+
+    def prompt(self, begin: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
+        """Token ids; `begin` is what the tokenizer puts before any text."""
+        if self.before_middle is None:
+            return [*begin, self.before_suffix, *suffix, self.before_prefix, *prefix]
+        return [*begin, self.before_prefix, *prefix, self.before_suffix, *suffix, self.before_middle]
+
+
+_FORMS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and 3 Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4, CodeGeeX
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
+)
+"""The tokens before the prefix, the suffix and the middle, as these models' descriptions have them."""
+
+
+_ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "▁<EOT>")
+
+
+def _token(tokenizer: Any, name: str) -> Any:
+    token = tokenizer.convert_tokens_to_ids(name)
+    return token if token is not None and tokenizer.convert_ids_to_tokens(token) == name else None

@@ -8,12 +8,10 @@ import torch
 
 from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.embedding_model import EmbeddingModel
-from swarmllm.gateway.engine.embedding_recipe import recipe_of
+from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
 from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
-from swarmllm.gateway.engine.ranking_model import RankingModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.models.architecture import Task, task_of

@@ -1,6 +1,6 @@
 """Pictures in a chat: from data URLs to what the model's own processor makes of them.
 
-`chat_messages` finds them in a request, `chat_request` has them read here, and `generation` gives the model what came
+`chat_request` finds them in a request and has them read here, and `generation` gives the model what came
 of them. Pictures come from anybody: they are bounded before memory is spent on them.
 """
 

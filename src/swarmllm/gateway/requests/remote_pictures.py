@@ -19,7 +19,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from swarmllm.gateway.engine.pictures import MAX_PICTURES, bad_picture
 from swarmllm.gateway.engine.room import Room
-from swarmllm.gateway.requests.chat_messages import ChatMessage, ImageUrl
+from swarmllm.gateway.requests.chat_request import ChatMessage, ImageUrl
 from swarmllm.gateway.settings import host_and_port
 from swarmllm.version import __version__
 

@@ -15,9 +15,8 @@ from swarmllm.models.checkpoint.gguf_names import PART
 from swarmllm.models.checkpoint.sources import Source, first_line
 from swarmllm.models.checkpoint.stored_files import OnRead, StoredFiles
 from swarmllm.models.checkpoint.weight_files import StoredPlace
-from swarmllm.models.published_formats.gguf.config import architecture_of, config_of
-from swarmllm.models.published_formats.gguf.header import Header, read_header
-from swarmllm.models.published_formats.gguf.weights import ROPE_FACTORS, GgufView, GgufWeight
+from swarmllm.models.published_formats.gguf import ROPE_FACTORS, GgufView, GgufWeight, architecture_of, config_of
+from swarmllm.models.published_formats.gguf_header import Header, read_header
 
 
 class GgufFiles(StoredFiles):

@@ -37,8 +37,7 @@ from swarmllm.errors import (
 from swarmllm.models.architecture import as_config_says
 from swarmllm.models.checkpoint import weight_files
 from swarmllm.models.checkpoint.sources import Source, first_line
-from swarmllm.models.published_formats.logical_view import LogicalView
-from swarmllm.models.published_formats.stored_format import StoredFormat
+from swarmllm.models.published_formats.stored_format import LogicalView, StoredFormat
 
 logger = logging.getLogger(__name__)
 

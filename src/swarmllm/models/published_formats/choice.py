@@ -4,14 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.published_formats.awq import Awq
-from swarmllm.models.published_formats.bitsandbytes import BitsAndBytes
 from swarmllm.models.published_formats.compressed_tensors import CompressedTensors
-from swarmllm.models.published_formats.fp8 import Fp8
-from swarmllm.models.published_formats.gptq import Gptq
-from swarmllm.models.published_formats.hqq import Hqq
-from swarmllm.models.published_formats.modelopt import ModelOpt
-from swarmllm.models.published_formats.mxfp4 import Mxfp4
+from swarmllm.models.published_formats.few_bit_floats import Fp8, ModelOpt, Mxfp4
+from swarmllm.models.published_formats.few_bits import Awq, BitsAndBytes, Gptq, Hqq
 from swarmllm.models.published_formats.stored_format import StoredFormat
 from swarmllm.models.published_formats.torchao import TorchAo
 

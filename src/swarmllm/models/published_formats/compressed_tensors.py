@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmllm.models.published_formats.fp8 import as_numbers, by_row
+from swarmllm.models.published_formats.few_bit_floats import as_numbers, by_row
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
 from swarmllm.models.quantization import published
 from swarmllm.models.quantization.codes import E2M1, pairs, scaled, values_of_pairs, words

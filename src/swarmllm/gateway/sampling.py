@@ -1,15 +1,21 @@
-"""Which token is taken, so that a seed gives the same text whatever else the process computes at the same time.
+"""Choose a token, so that a seed gives the same text whatever else the process computes at the same time.
 
 transformers samples from torch's one global random generator. Here `generate()` is greedy, and its last logits
 processor is a `Sampler` with random generators of its own: it chooses, and leaves all other tokens without a chance
-(unless the likeliest token is wanted, which `generate()` takes anyway).
-Made by `gateway/engine/generation` for each request.
+(unless the likeliest token is wanted, which `generate()` takes anyway). `engine/generation` makes one for each
+request.
+
+Answers that must follow a JSON schema, a regular expression or a grammar: llguidance says which tokens may come next
+(`Grammars`). A constraint comes from outside; that library bounds the work, and a constraint that can't be compiled is
+refused with its reason.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,10 +33,17 @@ from transformers import (
 
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.decoding.processors import processors_before, processors_behind
-from swarmllm.gateway.tokens.grammar import GrammarMatcher
+from swarmllm.errors import ConfigurationError
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "top_h", "repetition_penalty")
 """Options about which checkpoints have preferences, beside those of `DecodingOptions`."""
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of `response_format: {"type": "json_object"}`."""
+
+
+LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Where spaces may stand, because where they may stand anywhere small models write nothing else any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +93,7 @@ class Sampler:
         self,
         options: SamplingOptions,
         num_rows: int,
-        matchers: Sequence[GrammarMatcher] = (),
+        matchers: "Sequence[GrammarMatcher]" = (),
         not_yet: "NotYet | None" = None,
         *,
         start: int = 0,
@@ -231,3 +244,88 @@ def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
     if ways.is_on("eta_cutoff"):
         warpers.append(EtaLogitsWarper(value["eta_cutoff"]))
     return warpers
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What answers must look like."""
+
+    field: str
+    """The field of the request that says so."""
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json(cls, field: str, schema: dict[str, Any] | str) -> Self:
+        """`schema` may be its text."""
+        return cls(field, "json", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def choice(cls, field: str, choices: Sequence[str]) -> Self:
+        """One of these texts."""
+        return cls(field, "lark", f"start: {' | '.join(map(json.dumps, choices))}")
+
+
+class Grammars:
+    """Makes one `GrammarMatcher` per answer; keeps the tokenizer's tables."""
+
+    def __init__(self, tokenizer: Any, num_scores: int) -> None:
+        """`num_scores`: the width of the model's logits.
+
+        Raises:
+            ConfigurationError: this kind of tokenizer can't be used.
+        """
+        import llguidance.hf
+
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_scores)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"constraints can't be used with this model's tokenizer: {error}") from None
+
+    @lru_cache(maxsize=64)  # noqa: B019  as long as the gateway
+    def _compiled(self, constraint: Constraint) -> str:
+        import llguidance
+
+        try:
+            if constraint.kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(constraint.text, overrides=LAYOUT)
+            elif constraint.kind == "regex":
+                grammar = llguidance.LLMatcher.grammar_from_regex(constraint.text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_lark(constraint.text)
+            failure = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
+        except ValueError as error:
+            failure = str(error)
+        if failure:
+            what = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}[constraint.kind]
+            raise ConfigurationError(f"{constraint.field}: the {what} can't be used: {failure}")
+        return str(grammar)
+
+    def matcher(self, constraint: Constraint) -> "GrammarMatcher":
+        """For one answer.
+
+        Raises:
+            ConfigurationError: the constraint can't be used.
+        """
+        import llguidance
+
+        grammar = self._compiled(constraint)
+        return GrammarMatcher(constraint.field, llguidance.LLMatcher(self._tokenizer, grammar, log_level=0))
+
+
+class GrammarMatcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, field: str, matcher: Any) -> None:
+        self._field, self._matcher = field, matcher
+
+    def allowed(self) -> Tensor:
+        """`[vocabulary]` of bool: the tokens that may come next; when the text is complete, the end of text."""
+        bias = self._matcher.compute_logit_bias()
+        if self._matcher.is_error():
+            raise ConfigurationError(f"{self._field}: {self._matcher.get_error()}")
+        return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
+
+    def take(self, token: int) -> None:
+        """Go on behind that token, which has been chosen."""
+        self._matcher.consume_token(token)

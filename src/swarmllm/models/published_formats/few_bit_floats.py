@@ -1,4 +1,12 @@
-"""8-bit floats: DeepSeek-V3, Qwen3-FP8, GLM, MiniMax (a scale per 128×128), fbgemm (per row), vLLM (per tensor)."""
+"""Floats of 8 and 4 bits: FP8, NVIDIA's ModelOpt, MXFP4.
+
+    FP8       DeepSeek-V3, Qwen3-FP8, GLM, MiniMax (a scale per 128×128), fbgemm (per row), vLLM (per tensor)
+    ModelOpt  FP8 with scales per tensor or row; NVFP4 with 8-bit scales per 16 and one of the tensor
+    MXFP4     gpt-oss: a power of two as the scale of each 32
+
+Weights that ModelOpt has smoothed (AWQ) expect inputs multiplied by `pre_quant_scale`: it is multiplied into them
+here.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +17,24 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization.codes import scaled
+from swarmllm.models.quantization.codes import E2M1, scaled, values_of_pairs
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.models.quantization.published import Published
+from swarmllm.models.quantization.published import Mxfp4Pairs, Nvfp4, Published
 
 E8M0_BIAS = 127
 """A scale that is stored as a byte is a power of two (OCP Microscaling formats, section 5.4.1)."""
+
+ALGORITHMS = frozenset(
+    {
+        "FP8",
+        "FP8_PER_CHANNEL_PER_TOKEN",
+        "MIXED_PRECISION",
+        "NVFP4",
+        "NVFP4_AWQ",
+        "W4A16_NVFP4",
+    }
+)
+"""What ModelOpt calls what is read here (0.47, torch/export/convert_hf_config.py)."""
 
 
 class Fp8(StoredFormat):
@@ -80,3 +100,57 @@ def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = No
     if scale.shape not in ((rows,), (rows, 1)):
         raise CorruptWeightsError(f"a weight of {rows}×{columns} has scales of the shape {tuple(scale.shape)}")
     return scale.reshape(rows, 1)
+
+
+class ModelOpt(Fp8):
+    """Weights of which there is a `weight_scale_2` are NVFP4: bytes `[out, in/2]`, scales `[out, in/16]`."""
+
+    parts = (".weight_scale_2", ".k_scale", ".v_scale", ".pre_quant_scale", *Fp8.parts)
+
+    def unread(self) -> str | None:
+        """A checkpoint of several algorithms says which one each of its linear maps has."""
+        layers = self.settings.get("quantized_layers") or {}
+        for found in (self.settings, *layers.values()):
+            algorithm = str(found.get("quant_algo") or "FP8").upper()
+            if algorithm not in ALGORITHMS:
+                return f"ModelOpt's {algorithm}"
+        return None
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        if ".weight_scale_2" not in parts:
+            weight = super().dequantize(parts)
+        else:
+            scale = parts[".weight_scale"].float() * parts[".weight_scale_2"].float()
+            weight = scaled(values_of_pairs(parts[".weight"], E2M1), scale)
+        smoothed = parts.get(".pre_quant_scale")
+        return weight if smoothed is None else weight * smoothed.float()
+
+    def kept_bits(self) -> float:
+        return 4 + 8 / 16 if "NVFP4" in str(self.settings).upper() else super().kept_bits()
+
+    def keep(self, parts: Parts, dtype: torch.dtype) -> Packed | None:
+        if ".pre_quant_scale" in parts:
+            return None
+        if ".weight_scale_2" not in parts:
+            return super().keep(parts, dtype)
+        codes = parts[".weight"]
+        factor = parts[".weight_scale_2"].float().reshape(1).expand(len(codes)).contiguous()
+        return Nvfp4(codes, parts[".weight_scale"], dtype, factor)
+
+
+class Mxfp4(StoredFormat):
+    """Experts: blocks `[experts, out, in/32, 16]`, scales `[experts, out, in/32]`; models hold `[experts, in, out]`."""
+
+    parts = ("_blocks", "_scales")
+    main = ("_blocks",)
+    target = ""
+    transposed = True
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        return scaled(values_of_pairs(parts["_blocks"].flatten(-2), E2M1), as_numbers(parts["_scales"]))
+
+    def keep(self, parts: Parts, dtype: torch.dtype) -> Packed:
+        return Mxfp4Pairs(parts["_blocks"].flatten(-2), as_numbers(parts["_scales"]).bfloat16(), dtype)
+
+    def kept_bits(self) -> float:
+        return 4 + 16 / 32

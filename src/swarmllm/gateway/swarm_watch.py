@@ -1,7 +1,7 @@
-"""Watches the swarm for `/api/swarm`: looks into the DHT, and keeps a line to the servers to notice at once who dies.
+"""Watch the swarm for `/api/swarm`: look into the DHT, and keep a line to the servers to notice at once who dies.
 
-A record in the DHT outlives its server by a minute; a stream that the server answers pings on does not. A death is also
-reported to the client, so that new sessions avoid the peer. Runs in the client's event loop, read from the web
+A record in the DHT outlives its server by a minute; a stream that the server answers pings on does not. A death is
+also reported to the client, so that new sessions avoid the peer. Runs in the client's event loop, read from the web
 server's. Entered and left by `app`.
 """
 
@@ -19,7 +19,7 @@ from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import SwarmError
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.swarm.swarm_picture import Contact, SwarmPicture
+from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 
 logger = logging.getLogger(__name__)
 

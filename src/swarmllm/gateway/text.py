@@ -1,15 +1,19 @@
-"""From tokens to text, as they come: characters of several tokens wait until they are whole, `stop` strings are cut.
+"""From tokens to text, as they come, and the events that bring the text to the answers.
 
-Used by `gateway/engine/generation`, one `TextRow` and one `StopFinder` per answer. `Spelling` has the bytes of single
-tokens.
+Characters of several tokens wait until they are whole, `stop` strings are cut. `engine/generation` has one `TextRow`
+and one `StopFinder` per answer, and `Spelling` for the bytes of single tokens. Its worker threads send `Event`s to the
+answers (`apis/responder`).
 """
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from swarmllm.gateway.sampling import TokenLogprob
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8
@@ -157,3 +161,67 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """What was added to one call of a tool."""
+
+    place: int
+    """Among the calls of its answer."""
+    id: str
+    name: str
+    arguments: str
+    """Only what is new."""
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """One more token of one answer."""
+
+    index: int
+    """The number of the answer, as in the API's `choices`."""
+    text: str
+    """What it makes certain; may be empty."""
+    logprob: TokenLogprob | None = None
+    finish_reason: str | None = None
+    """`stop` or `length`, with the last piece of this answer."""
+    reasoning: str = ""
+    """What the model only thinks, which `text` is without."""
+    calls: tuple[CallPiece, ...] = ()
+    """What was added to calls, which `text` is without."""
+    stopped_by: str | None = None
+    """The stop string that came, with the last piece."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """The log probabilities of a prompt's tokens, of the first not a number; for `echo` with `logprobs`."""
+
+    index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class SwarmEvent:
+    """A diagnostic: `queue`, `route`, `shard_status`, `shard_failover` or `pipeline_aborted`."""
+
+    name: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A prompt's answers are complete, or (with an error) as complete as they will be."""
+
+    first_index: int
+    """The number among the prompt's answers."""
+    prompt_tokens: int
+    completion_tokens: int
+    trace: dict[str, Any]
+    error: Exception | None = None
+    cancelled: bool = False
+
+
+Event = TextPiece | PromptScores | SwarmEvent | Ended
