@@ -320,7 +320,9 @@ def test_the_command_to_join_works_in_any_directory(gateway: RunningGateway) -> 
 
 
 def test_a_server_dies_while_it_answers(page: Page) -> None:
-    with local_swarm((0, 4), (4, 8), (4, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
+    """And servers have names that somebody gave all of them."""
+    spans = (0, 4), (4, 8), (4, 8)
+    with local_swarm(*spans, public_name="desk") as swarm, running_gateway(swarm.initial_peers) as gateway:
         gateway.wait_until_seen(3)
         page.goto(f"{gateway.url}/")
         settings(page, Temperature="2", Seed="1")

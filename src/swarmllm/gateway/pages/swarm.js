@@ -208,7 +208,7 @@ function summary() {
 function risk() {
   const alone = swarm.held_by_one;
   if (!alone.length) return " Any one server can be lost.";
-  const names = [...new Set(alone.map(nameOf))];
+  const names = [...new Map(alone.map((one) => [one.peer_id, nameOf(one)])).values()]; // some may be called the same
   const blocks = alone.map((one) => blocksOf(swarm, ...one.blocks)).join(", ");
   const lost = swarm.servers.some((server) => server.state === "unreachable") || swarm.history.slice(-numMinutes).some((minute) => minute.lost);
   const again = lost ? " too" : "";
