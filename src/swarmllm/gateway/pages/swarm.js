@@ -25,7 +25,8 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => blocksOf(swarm, s.start, s.end) },
-  { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
+  { id: "state", title: "State", value: (s) => [s.state, s.relayed && "relayed", s.identity_shared && "identity used twice"].filter(Boolean).join(", ") },
+  { id: "machine", title: "Machine", more: true, value: (s) => s.machine?.slice(0, 6) || null },
   { id: "hardware", title: "Hardware", more: true, value: (s) => s.hardware || null },
   { id: "now", title: "Tokens/s now", number: true, value: (s) => s.tokens_per_s },
   { id: "throughput", title: "Tokens/s at most", number: true, value: (s) => measured(s, s.throughput) },
