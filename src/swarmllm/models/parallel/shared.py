@@ -90,9 +90,6 @@ class SharedMatrix(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         return self.multiply(inputs)
 
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return self.multiply(inputs)
-
 
 class _Product(torch.autograd.Function):
     """Neither the weight nor its bias has a gradient."""

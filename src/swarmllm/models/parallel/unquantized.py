@@ -39,6 +39,3 @@ class Plain(Packed):
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return self.multiply(inputs)
