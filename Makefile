@@ -23,11 +23,15 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Of the slow tests: 2/4 is the second of four parts, commit/4 the one whose turn it is by the commit's hash.
 PART :=
+# `make gpu` runs on a machine with torch and a GPU, by its Python; GPU_DEVICE=cpu tries it on a tiny model.
+GPU_PYTHON ?= $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
+GPU_DEVICE ?= cuda
+GPU_RESULTS ?= build/gpu-results
 
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-quick test-slow test-oldest test-trainers check format docs bench wheel audit hashes base-image clean
+.PHONY: help demo test test-quick test-slow test-oldest test-trainers check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
@@ -37,6 +41,7 @@ help:
 	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        the main benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
+	@echo "make gpu          tests and benchmarks on a GPU, ten minutes at most, without a network from what make gpu-bundle packed"
 	@echo "make wheel        dist/*.whl with the compiled kernels, for machines without a compiler"
 	@echo "make audit        known vulnerabilities of what constraints.txt pins"
 	@echo "make hashes       renews hashes/ after a change of constraints.txt; make base-image: the digest in the Dockerfile"
@@ -82,6 +87,12 @@ docs: $(DOCS_INSTALLED)
 
 bench: $(BENCH_INSTALLED)
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit; done
+
+gpu:
+	$(GPU_PYTHON) .ci/gpu.py --device $(GPU_DEVICE) --out $(GPU_RESULTS)
+
+gpu-bundle: $(INSTALLED)
+	$(BIN)/python .ci/gpu_bundle.py
 
 # Another name for the platform than Linux's own would promise more than was tested: that other machines' libc is as new.
 wheel: $(INSTALLED)

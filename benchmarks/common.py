@@ -30,6 +30,16 @@ SHAPES = {
         "intermediate": 5632,
         "dtype": torch.bfloat16,
     },
+    # blocks of a 7B Llama, for a GPU
+    "4096x16": {
+        "hidden": 4096,
+        "blocks": 16,
+        "heads": 32,
+        "kv_heads": 32,
+        "intermediate": 11008,
+        "vocab": 32000,
+        "dtype": torch.bfloat16,
+    },
     "2048x4": {"hidden": 2048, "blocks": 4, "heads": 32, "kv_heads": 8, "intermediate": 5632, "dtype": torch.bfloat16},
     # as wide, and with next to nothing to compute: for what the network does
     "thin": {
@@ -44,12 +54,12 @@ SHAPES = {
 }
 
 
-def save_random_model(shape: str, directory: Path) -> Path:
-    """A Llama of one of `SHAPES` with random weights, as a checkpoint."""
+def save_random_model(shape: str, directory: Path, device: str = "cpu") -> Path:
+    """A Llama of one of `SHAPES` with random weights, made on that device, as a checkpoint."""
     sizes = SHAPES[shape]
     path = directory / shape
     config = LlamaConfig(
-        vocab_size=4096,
+        vocab_size=sizes.get("vocab", 4096),
         hidden_size=sizes["hidden"],
         intermediate_size=sizes["intermediate"],
         num_hidden_layers=sizes["blocks"],
@@ -64,7 +74,8 @@ def save_random_model(shape: str, directory: Path) -> Path:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(sizes["dtype"])
     try:
-        model = LlamaForCausalLM(config)
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(previous)
     model.save_pretrained(path)
@@ -101,7 +112,7 @@ PROMPTS = torch.Generator().manual_seed(0)
 
 def timed_generation(model: Any, prompt_tokens: int, new_tokens: int) -> Stopwatch:
     """Greedy generation of exactly `new_tokens` after a random prompt: another each time, as servers remember some."""
-    ids = torch.randint(3, 4000, (1, prompt_tokens), generator=PROMPTS)
+    ids = torch.randint(3, 4000, (1, prompt_tokens), generator=PROMPTS).to(model.device)
     watch = Stopwatch()
     model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=watch)
     return watch

@@ -39,6 +39,8 @@ CONTEXTS = (40, 400)
 PROMPT_TOKENS = 2000
 MIXED_CLIENTS = 4
 MAX_LENGTH = 4096
+ROOM_TOKENS = MAX_LENGTH - CONTEXTS[1]
+"""Of a session, for the tokens of one measurement."""
 WARM_UP_S = 0.5
 FAR_SERVERS = 12
 FAR_SHAPE = "512x12"
@@ -52,10 +54,13 @@ SERVERS = {"batched": {}, "one by one": {"max_batch_sessions": 1}}
 class Clients:
     """A process with sessions, one thread each; commands go through a pipe."""
 
-    def __init__(self, path: Path, initial_peers: Sequence[str], dtype: str) -> None:
+    def __init__(
+        self, path: Path, initial_peers: Sequence[str], dtype: str = "auto", room_tokens: int = ROOM_TOKENS
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve_commands, args=(theirs, str(path), list(initial_peers), dtype))
+        arguments = (theirs, str(path), list(initial_peers), dtype, room_tokens)
+        self.process = spawn.Process(target=serve_commands, args=arguments)
         self.process.start()
         self.pipe.recv()
 
@@ -64,7 +69,7 @@ class Clients:
         self.process.join()
 
 
-def serve_commands(pipe: Connection, path: str, initial_peers: list[str], dtype: str) -> None:
+def serve_commands(pipe: Connection, path: str, initial_peers: list[str], dtype: str, room_tokens: int) -> None:
     """In the process of some clients: open sessions, tell that they are ready, step them until told to stop."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -72,16 +77,18 @@ def serve_commands(pipe: Connection, path: str, initial_peers: list[str], dtype:
         pipe.send("ready")
         while (command := pipe.recv()) is not None:
             contexts, with_prompts = command
-            pipe.send(run_clients(pipe, model, contexts, with_prompts))
+            pipe.send(run_clients(pipe, model, contexts, room_tokens, with_prompts))
 
 
-def run_clients(pipe: Connection, model: Any, contexts: list[int], with_prompts: bool) -> list[list[float]]:
+def run_clients(
+    pipe: Connection, model: Any, contexts: list[int], room_tokens: int, with_prompts: bool
+) -> list[list[float]]:
     """The times at which each client got its tokens."""
     with ExitStack() as stack, torch.inference_mode():
         token = torch.randn(1, 1, model.config.hidden_size).to(model.dtype)
         sessions = []
         for context in contexts:
-            session = stack.enter_context(model.inference_session(max_length=MAX_LENGTH))
+            session = stack.enter_context(model.inference_session(max_length=context + room_tokens))
             session.step(token.expand(1, context, -1).contiguous())
             sessions.append(session)
         times: list[list[float]] = [[] for _ in sessions]

@@ -4,7 +4,7 @@
 
 Hidden 4096, inter 11008, 32 heads, bf16, random weights; sessions are packed as a server packs them. The limit is the
 time in which the weights (and the sessions' keys and values) can be read once, with the bandwidth measured by copying a
-gigabyte. Prints a table, writes results/gpu.json. Needs CUDA.
+gigabyte. Prints a table, writes results/gpu.json. Needs CUDA; `--device cpu` tries the script on tiny blocks.
 """
 
 import argparse
@@ -27,40 +27,46 @@ from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 
-HIDDEN = 4096
+SIZES = {"cuda": (4096, 11008, 32), "cpu": (64, 128, 4)}
+"""Hidden, inter, heads."""
 WARM_UP, STEPS = 5, 30
 
 
-def seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
+def seconds(call: Callable[[], object], wait: Callable[[], object]) -> float:
+    wait()
     started = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - started
 
 
-def bytes_per_s() -> float:
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+def waiting(device: str) -> Callable[[], object]:
+    """Waits until that device has done what it was given."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def bytes_per_s(device: str) -> float:
+    source = torch.empty(1 << 30 if device == "cuda" else 1 << 24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), waiting(device)) for _ in range(10))
 
 
-def hidden_states(seq_len: int) -> BlockInputs:
-    hidden = torch.randn(1, seq_len, HIDDEN, dtype=torch.bfloat16, device="cuda")
+def hidden_states(device: str, seq_len: int) -> BlockInputs:
+    hidden = torch.randn(1, seq_len, SIZES[device][0], dtype=torch.bfloat16, device=device)
     return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
 
 
-def step_s(packer: Packer, num_sessions: int, context: int) -> float:
+def step_s(packer: Packer, device: str, num_sessions: int, context: int) -> float:
     """Median time of one packed decode step."""
     blocks = packer.blocks
     caches = [blocks.new_cache() for _ in range(num_sessions)]
     with torch.inference_mode():
         for cache in caches:
-            blocks.forward(hidden_states(context), blocks.span, cache)
+            blocks.forward(hidden_states(device, context), blocks.span, cache)
     times = []
     for _ in range(WARM_UP + STEPS):
-        calls = [SessionCall(hidden_states(1), blocks.span, cache) for cache in caches]
-        times.append(seconds(lambda calls=calls: packer.run(calls)))
+        calls = [SessionCall(hidden_states(device, 1), blocks.span, cache) for cache in caches]
+        times.append(seconds(lambda calls=calls: packer.run(calls), waiting(device)))
     return median(times[WARM_UP:])
 
 
@@ -70,17 +76,19 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--quant_types", nargs="+", default=["none", "int8", "nf4"])
+    parser.add_argument("--device", choices=SIZES, default="cuda")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs a GPU with CUDA", file=sys.stderr)
         return 1
-    bandwidth = bytes_per_s()
+    bandwidth = bytes_per_s(args.device)
+    hidden, inter, heads = SIZES[args.device]
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=11008,
+        hidden_size=hidden,
+        intermediate_size=inter,
         num_hidden_layers=args.blocks,
-        num_attention_heads=32,
+        num_attention_heads=heads,
         dtype="bfloat16",
     )
     rows = []
@@ -91,13 +99,13 @@ def main() -> int:
                 open_checkpoint(directory),
                 Span(0, args.blocks),
                 dtype=torch.bfloat16,
-                device="cuda",
+                device=args.device,
                 quantization=Quantization(quant_type),
                 progress=False,
             )
             packer = Packer(blocks, right_ways(blocks))
             for num_sessions in args.sessions:
-                elapsed_s = step_s(packer, num_sessions, args.context)
+                elapsed_s = step_s(packer, args.device, num_sessions, args.context)
                 read = blocks.num_bytes + num_sessions * args.context * blocks.cache_sizes.bytes_per_token
                 rows.append(
                     {
@@ -110,9 +118,10 @@ def main() -> int:
                 )
             del blocks, packer
             torch.cuda.empty_cache()
-    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s")
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    print(f"{name}, {bandwidth / 1e9:.0f} GB/s")
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
-    print(f"written to {save_results('gpu', {'gpu': torch.cuda.get_device_name(), 'rows': rows})}")
+    print(f"written to {save_results('gpu', {'gpu': name, 'rows': rows})}")
     return 0
 
 

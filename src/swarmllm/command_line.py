@@ -14,13 +14,16 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import PurePath
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar, get_type_hints
 
 from swarmllm.config import default_initial_peers, default_log_level
 from swarmllm.errors import ConfigurationError, SwarmError
@@ -35,6 +38,8 @@ Result = TypeVar("Result")
 STDERR = 2
 """The last of the file descriptors that every process should have."""
 
+EVERY_S = 4.0
+"""Assumed: somebody who sees nothing for 5 seconds begins to doubt."""
 HELP_COLUMNS = 80
 ADDRESS = """
 ADDRESS is what a server prints behind --initial_peers when it starts; a client
@@ -236,10 +241,60 @@ def set_up_logging(default_level: str = "INFO") -> None:
         warnings.simplefilter("ignore")  # third parties' warnings mean nothing to whoever runs a command
 
 
-def announce_imports(*, torch: bool = True) -> None:
-    """Say that imports take the next seconds, unless they are done. Call it once the flags are known to be right."""
-    if ("torch" if torch else "hivemind") not in sys.modules:
-        logger.info("importing %s …", "PyTorch and transformers" if torch else "the peer-to-peer library")
+class Patience:
+    """While inside, says what is waited for whenever nothing else was said for a while, to whoever sees a terminal."""
+
+    def __init__(self, say: Callable[[str], None], every_s: float | None = None) -> None:
+        """`every_s` None: `EVERY_S`."""
+        self._say, self._every_s = say, EVERY_S if every_s is None else every_s
+        self._waiting_for: Callable[[], str] | None = None
+        self._began_at = self._said_at = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
+
+    def wait_for(self, what: Callable[[], str] | None) -> None:
+        """From now on it is this; None: nothing, others are speaking."""
+        self._waiting_for, self._said_at = what, time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._began_at
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.0, self._said_at + self._every_s - time.monotonic())):
+            what, now = self._waiting_for, time.monotonic()
+            if now - self._said_at < self._every_s:
+                continue
+            self._said_at = now
+            if what is not None:
+                self._say(f"  … {self.elapsed_s:.0f} s: {what()}")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def announced_imports(*, torch: bool = True) -> Iterator[None]:
+    """While imports run, say so now and every few seconds, unless they are done already.
+
+    Enter it once the flags are known to be right.
+    """
+    if ("torch" if torch else "hivemind") in sys.modules:
+        yield
+        return
+    what = "importing PyTorch and transformers" if torch else "importing the peer-to-peer library"
+    logger.info("%s …", what)
+    with Patience(logger.info) as patience:
+        patience.wait_for(lambda: f"still {what}, from a slow disk or beside other programs")
+        yield
 
 
 def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:

@@ -118,13 +118,37 @@ FROM_STDIN = "-"
 servers at once, and tells the others where the first one is while they are still importing."""
 
 
+PEER_ID_PREFIX, PEER_ID_CHARS = "12D3KooW", 52
+"""Of the peer ids of all Ed25519 keys."""
+_NOT_BASE58 = re.compile(r"[^1-9A-HJ-NP-Za-km-z]")
+
+
+def require_address(initial_peer: str) -> None:
+    """Raises ConfigurationError if it can't be a multiaddress with a peer id."""
+    addr, found, peer_id = initial_peer.partition("/p2p/")
+    if not found or not addr.startswith("/"):
+        raise ConfigurationError(
+            f"the initial peer {initial_peer!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
+        )
+    if odd := _NOT_BASE58.search(peer_id):
+        problem = f"holds {odd[0]!r}, which is in no peer id"
+    elif len(peer_id) != PEER_ID_CHARS:
+        problem = f"has {len(peer_id)} characters instead of {PEER_ID_CHARS}"
+    elif not peer_id.startswith(PEER_ID_PREFIX):
+        problem = f"doesn't begin with {PEER_ID_PREFIX}"
+    else:
+        return
+    raise ConfigurationError(
+        f"the initial peer {initial_peer!r} is not a whole address: what follows /p2p/ {problem}; "
+        "copy it again from the line `join with --initial_peers`"
+    )
+
+
 def require_addresses(initial_peers: Sequence[str]) -> None:
     """Raises ConfigurationError if one of them can't be a multiaddress. For commands: what parses them imports much."""
     for address in initial_peers:
-        if address != FROM_STDIN and not (address.startswith("/") and "/p2p/" in address):
-            raise ConfigurationError(
-                f"the initial peer {address!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
-            )
+        if address != FROM_STDIN:
+            require_address(address)
 
 
 def require_positive(owner: object, *names: str) -> None:

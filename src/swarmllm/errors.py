@@ -15,6 +15,7 @@ peer is to blame. Foreign errors (hivemind, OS, transformers) are translated whe
         ServerOverloadedError                        another peer, no blame
           ServerOutOfMemoryError                     another peer, no blame
         CacheFullError                               another peer, no blame
+          SessionTooLargeError                       another peer, no blame
         BlocksNotServedError                         refresh, no blame
           GroupLostError                             refresh, no blame
         SessionLostError                             replay, no blame
@@ -125,6 +126,12 @@ class CacheFullError(PeerError):
     """The server's KV cache budget can't hold this session."""
 
     code = "cache_full"
+
+
+class SessionTooLargeError(CacheFullError):
+    """The session needs more KV cache than the server has in all: no waiting helps, only a larger server."""
+
+    code = "session_too_large"
 
 
 class BlocksNotServedError(PeerError):

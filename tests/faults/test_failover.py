@@ -58,7 +58,7 @@ def doom_the_first_asked(
     async def noted(asked: MessageType, hop: Any, *args: Any, **options: Any) -> Any:
         if asked is kind and PLACES[place] in hop.span and not victims:
             victims.append(peer_id := hop.server.peer_id)
-            connection = await requests.connection(hop.server)
+            connection = await requests.connection(hop)
             doom(swarm.server(peer_id), lambda: connection._pending)
         return await request(asked, hop, *args, **options)
 

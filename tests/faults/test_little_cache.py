@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarm_in_process import CACHE_TOKENS, Blocks, InProcessSwarm, Reference
 
 from swarmllm.client.view import routes
-from swarmllm.errors import CacheFullError
+from swarmllm.errors import CacheFullError, SessionTooLargeError
 from swarmllm.swarm import retry
 
 
@@ -38,6 +38,29 @@ def test_a_guessed_length_shrinks_to_what_there_is(blocks: Blocks, num_rows: int
                     session.step(given_states)
                 break
             torch.testing.assert_close(session.step(given_states), reference.step(given_states))
+
+
+def test_what_no_server_has_room_for_is_refused_once_by_each(blocks: Blocks) -> None:
+    """Though the client would try 8 times if it could get better."""
+    with (
+        InProcessSwarm(blocks, [(0, 3), (3, blocks.num_blocks), (0, 3), (3, blocks.num_blocks)]) as swarm,
+        swarm.session(max_length=CACHE_TOKENS + 1) as session,
+    ):
+        with pytest.raises(SessionTooLargeError, match="in all: use a smaller max_length or batch"):
+            session.step(torch.randn(1, 5, blocks.all.embedding_dim))
+        assert 1 < swarm.view.counts["session_too_large"] <= len(swarm.servers)
+        assert set(swarm.view.counts) == {"session_too_large"}
+
+
+def test_what_one_server_has_no_room_for_goes_to_a_larger_one(blocks: Blocks) -> None:
+    with InProcessSwarm(blocks, [(0, blocks.num_blocks)] * 4) as swarm:
+        swarm.servers[2].sessions.budget.capacity_bytes *= 2
+        given_states = torch.randn(1, 5, blocks.all.embedding_dim)
+        with swarm.session(max_length=CACHE_TOKENS + 1) as session:
+            torch.testing.assert_close(session.step(given_states), Reference(blocks.all).step(given_states))
+            assert [hop.server.peer_id for hop in session.route] == [swarm.servers[2].peer_id]
+        with swarm.session(max_length=CACHE_TOKENS) as session:
+            assert swarm.view.health.blamed(0.0) == frozenset(), "no server is at fault"
 
 
 def test_a_length_that_was_asked_for_does_not(blocks: Blocks) -> None:

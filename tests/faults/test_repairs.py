@@ -21,9 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
+from swarmllm.client.session.hop import Hop
+from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
-from swarmllm.errors import MissingBlocksError, PeerUnreachableError
+from swarmllm.errors import MissingBlocksError, PeerTimeoutError, PeerUnreachableError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
 from swarmllm.server.batches.batches import Graph
@@ -331,3 +333,73 @@ def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
                 blocks.loop.run(view.traits())
     (told,) = [record.getMessage() for record in caplog.records if "looking again" in record.getMessage()]
     assert "blocks 3:6, but bob is loading them" in told
+
+
+def test_a_server_that_takes_long_to_be_reached_is_left_for_another(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen: it takes streams, and greets nobody. Session and batch alike."""
+    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.05)
+    end = blocks.num_blocks
+    with InProcessSwarm(blocks, [(0, end), (0, end)], announced=[{"decode_ms_per_block": 0.5}, {}]) as swarm:
+        frozen = swarm.servers[0].peer_id
+        open_stream, left = swarm.view.look_ups.verified.open_stream, []
+
+        async def open_unless_frozen(server: ServerInfo, **options: Any) -> Any:
+            if server.peer_id != frozen:
+                return await open_stream(server, **options)
+            try:
+                async with asyncio.timeout(10):
+                    await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                left.append(server)
+                raise
+            raise AssertionError("this test waited for the one that is frozen")
+
+        monkeypatch.setattr(swarm.view.look_ups.verified, "open_stream", open_unless_frozen)
+        given = hidden_states(1, 5)
+        with swarm.session(max_length=64) as session:
+            torch.testing.assert_close(session.step(given), whole(blocks, given))
+        swarm.view.health.succeeded(frozen)
+        torch.testing.assert_close(swarm.batches(block_inputs(given), blocks.all.span), whole(blocks, given))
+        assert [server.peer_id for server in left] == [frozen, frozen]
+
+
+def test_a_server_that_takes_long_is_waited_for_where_nobody_else_serves_its_blocks(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.0)
+    monkeypatch.setattr(retry, "SLOWEST_DIALS", 0)
+    end = blocks.num_blocks
+    with InProcessSwarm(blocks, [(0, 3), (3, end)]) as swarm, swarm.session(max_length=64) as session:
+        given = hidden_states(1, 5)
+        torch.testing.assert_close(session.step(given), whole(blocks, given))
+        assert session.num_repairs == 0
+        assert not swarm.view.blamed
+
+
+def test_a_stream_that_breaks_during_a_repair_costs_no_second_one(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server accused first; asked for a sign of life, the accused one gives none."""
+    end = blocks.num_blocks
+    with InProcessSwarm(blocks, [(0, 3), (3, end), (3, end)]) as swarm, swarm.session(max_length=64) as session:
+        reference = Reference(blocks.all)
+        given = hidden_states(1, 5)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        chain = session._legs.chains[0]
+        first, second = chain._hops
+        chain._hops._doubts[first, second] = 1
+        chain._in_flight.is_linked = False
+        look_after = OpenRoute._look_after
+
+        async def breaks(route: OpenRoute, hop: Hop, timeout_s: float) -> None:
+            if hop is second:
+                hop.connection._stream._end(PeerTimeoutError, "did not answer")
+            await look_after(route, hop, timeout_s)
+
+        monkeypatch.setattr(OpenRoute, "_look_after", breaks)
+        given = hidden_states(1, 1)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        assert session.num_repairs == 1
+        assert swarm.view.blamed == {second.peer_id}

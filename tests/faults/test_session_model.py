@@ -168,6 +168,7 @@ class Sessions(RuleBasedStateMachine):
             assert (error_code(message), bool(taken), fits) in (
                 ("remote_protocol", True, fits),
                 ("cache_full", False, False),
+                ("session_too_large", False, False),
             )
             return None
         assert fits
@@ -239,7 +240,7 @@ class Sessions(RuleBasedStateMachine):
         code = error_code(message)
         if code == "length_exceeded":
             assert end > one.max_length
-        elif code == "cache_full":
+        elif code in ("cache_full", "session_too_large"):
             assert more > left
         else:
             assert (code, good) == ("remote_protocol", False), message.header

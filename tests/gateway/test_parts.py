@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
+from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.decoding.options import DecodingOptions
+from swarmllm.errors import MissingBlocksError, PeerUnreachableError, SwarmError
+from swarmllm.gateway.engine.generation import Generation, GenerationOptions
+from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
 from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.text import StopFinder, TextRow
@@ -79,6 +82,26 @@ def test_sampling_follows_the_distribution_and_its_own_seed_only() -> None:
 
 def server(number: int, start: int, end: int, **more: Any) -> ServerInfo:
     return ServerInfo(peer_id=f"{number:046d}", start=start, end=end, throughput=100.0, cache_tokens_left=1000, **more)
+
+
+def test_the_failure_of_a_server_is_told_once_for_each_route() -> None:
+    told: list[Any] = []
+    options = GenerationOptions(sampling=SamplingOptions(seed=1), max_tokens=1)
+    generation = Generation(Any, GatewayMetrics(), [1], options, told.append)
+    dead, gap = PeerUnreachableError("it is dead", "A"), MissingBlocksError("nobody serves them", (4,))
+    failures: list[SwarmError] = [dead, dead, gap, dead, gap]
+    for _ in range(2):
+        for failure in failures:
+            generation._on_failure(failure)
+        generation._on_route([RouteHop(server(1, 0, 8), Span(0, 8))], 0.1)
+    assert [(event.name, event.details.get("peer_id")) for event in told] == [
+        ("shard_status", "A"),
+        ("shard_status", None),
+        ("route", None),
+        ("shard_status", "A"),
+        ("shard_status", None),
+        ("shard_failover", None),
+    ]
 
 
 def test_the_picture_tells_what_changed() -> None:

@@ -57,6 +57,14 @@ def offloaded(directory: Path, request: pytest.FixtureRequest) -> BlockSpan:
     return load(directory, request.param)
 
 
+def test_blocks_turn_off_the_attention_that_plans_for_each_length(directory: Path) -> None:
+    """cuDNN's, in the processes of servers and of clients with blocks alike."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load(directory, 0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def some_inputs(seed: int, rows: int = 2, length: int = 5, adapter: BlockAdapter | None = None) -> BlockInputs:
     hidden = torch.randn(rows, length, HIDDEN, generator=torch.Generator().manual_seed(seed))
     return BlockInputs(hidden_states=hidden, batch_size=rows, seq_len=length, adapter=adapter)

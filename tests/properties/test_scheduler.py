@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.server.device.fairness import HOUSE, Account
 from swarmllm.server.device.scheduler import Budget, Priority, Scheduler, Work
 
 BUDGET = Budget(max_sessions=4, max_tokens=32, max_prefill_tokens_beside_decode=8, decoding_s=0.5, pause_s=0.3)
@@ -155,12 +156,14 @@ def test_withdrawn_work_never_runs_and_costs_no_room(queue: list[Job], data: st.
     assert not device.waiting
 
 
-def decode(session: str) -> Job:
-    return Job(num_tokens=1, granule=1, priority=Priority.DECODE, queued_at=0, session=session)
+def decode(session: str, account: Account = HOUSE) -> Job:
+    return Job(num_tokens=1, granule=1, priority=Priority.DECODE, queued_at=0, session=session, account=account)
 
 
-def prefill(session: str, size: int, granule: int = 1) -> Job:
-    return Job(num_tokens=size, granule=granule, priority=Priority.PREFILL, queued_at=0, session=session)
+def prefill(session: str, size: int, granule: int = 1, account: Account = HOUSE) -> Job:
+    return Job(
+        num_tokens=size, granule=granule, priority=Priority.PREFILL, queued_at=0, session=session, account=account
+    )
 
 
 def training() -> Job:
@@ -193,6 +196,26 @@ def test_prefill_is_cut_small_only_while_others_decode() -> None:
     assert forwards(device, prefill("a", 20)) == [[("a", 20)]]
     assert forwards(device, decode("a")) == [[("a", 1)]]
     assert forwards(device, prefill("a", 20)) == [[("a", 20)]]  # nobody but itself has decoded
+
+
+def test_a_session_that_has_ended_cuts_no_prompt() -> None:
+    device = Device(BUDGET)
+    assert len(forwards(device, decode("a", Account("somebody")), decode("b"))) == 1
+    assert device.scheduler.decoding(device.now) == (0, 2)
+    device.scheduler.forget("a")
+    device.scheduler.forget("b")
+    assert device.scheduler.decoding(device.now) == (0, 0)
+    assert forwards(device, prefill("c", 20)) == [[("c", 20)]]
+
+
+def test_the_own_account_cuts_prompts_only_while_its_next_step_is_due() -> None:
+    for account, is_cut_before, is_cut_after in ((Account("one"), True, False), (Account("other"), True, True)):
+        for waited_s, is_cut in ((0.0, is_cut_before), (BUDGET.pause_s, is_cut_after)):
+            device = Device(BUDGET)
+            assert forwards(device, decode("a", Account("one"))) == [[("a", 1)]]
+            device.now += waited_s
+            expected = [[("b", 8)], [("b", 1)]] if is_cut else [[("b", 9)]]
+            assert forwards(device, prefill("b", 9, account=account)) == expected
 
 
 def test_prefill_that_can_not_be_cut_alternates_with_decoding() -> None:

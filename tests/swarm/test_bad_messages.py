@@ -235,12 +235,12 @@ async def test_a_mask_that_would_fill_the_memory(raw: RawPeer) -> None:
 
 async def test_a_session_larger_than_the_cache(raw: RawPeer) -> None:
     await raw.open(max_length=1 << 24, batch_size=1 << 16)
-    assert await raw.error() == "cache_full"
+    assert await raw.error() == "session_too_large"
     session = await raw.open(max_length=32)
     await raw.answer()
     hidden = torch.zeros(1 << 12, 4, HIDDEN)
     await raw.step(session, hidden, batch_size=1 << 12)
-    assert await raw.error() == "cache_full"
+    assert await raw.error() == "session_too_large"
 
 
 def prefix(shape: list[int], **fields: Any) -> list[dict[str, Any]]:
@@ -286,7 +286,7 @@ async def test_a_prefix_counts_with_every_row(raw: RawPeer) -> None:
     await raw.say(MessageType.FORWARD, hidden, **batch, adapter=1)
     assert await raw.error() == "overloaded"
     await raw.open(batch_size=256, adapter=1)
-    assert await raw.error() == "cache_full"
+    assert await raw.error() == "session_too_large"
     for adapter in (None, 1):
         await raw.open(batch_size=8 if adapter else 256, adapter=adapter)
         assert (await raw.answer()).type is MessageType.RESULT

@@ -104,7 +104,7 @@ def test_as_many_as_do_not_fit(llama: Path, local: PreTrainedModel) -> None:
     config, num_tokens = local.config, 512
     block = 4 * sum(parameter.numel() for parameter in local.model.layers[0].parameters())
     cache = num_tokens * NUM_BLOCKS * 2 * config.num_key_value_heads * config.head_dim * 4
-    limit = (4 * block + cache) / 2**30
+    limit = (4 * block + cache) / 1e9
     options = {"max_memory": f"{limit:.7f}", "attn_cache_tokens": num_tokens, "prefix_cache_tokens": 0, **OPTIONS}
     with pytest.raises(SwarmError, match="serve fewer"):
         LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], **options).start()

@@ -1,6 +1,8 @@
 """Real peers with real daemons on 127.0.0.1, several in one event loop."""
 
 import asyncio
+import json
+import logging
 import os
 import re
 import signal
@@ -252,6 +254,17 @@ async def test_another_peer_at_the_address_is_not_taken_for_the_right_one(server
         await client.open_stream(SOMEBODY, server.addrs)
 
 
+async def test_addresses_that_failed_are_listed_by_their_reason(client: Peer) -> None:
+    peer_id, addrs = Identity.generate().peer_id, ["/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2"]
+    for reason in ("connection refused", "failed a moment ago"):
+        with pytest.raises(PeerUnreachableError) as caught:
+            await client.open_stream(peer_id, addrs)
+        said = str(caught.value)
+        assert all(addr in said for addr in addrs)
+        assert said.endswith(f": {reason}")
+        assert said.count(reason) == 1
+
+
 # Faults
 
 
@@ -379,11 +392,34 @@ async def test_one_good_initial_peer_is_enough_and_others_are_not_waited_for(
         await second.close()
 
 
+async def test_peers_met_earlier_are_said_to_stand_in_for_dead_initial_peers(
+    server: Peer,
+    new_peer: NewPeer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    async def at_once(read: Callable[[], Any]) -> Any:  # the module's loop would keep the thread
+        return read()
+
+    monkeypatch.setattr(dht_module.asyncio, "to_thread", at_once)
+    book = tmp_path / "swarmllm_peers.json"
+    addrs = [maddr.partition("/p2p/")[0] for maddr in server.join_maddrs]
+    book.write_text(json.dumps({SOMEBODY: {server.peer_id: [time.time(), addrs]}}))
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{SOMEBODY}"
+    await new_peer(initial_peers=[dead], client_mode=True, address_book=book)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"none of the initial peers answers: {dead} (")
+    assert f"joined instead by {addrs[0]}/p2p/{server.peer_id}" in warning
+    assert str(book) in warning
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"initial_peers": ["localhost:31337"]}, "must look like"),
-        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/QmWrong"]}, "must look like"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/QmWrong"]}, "has 7 characters instead of 52"),
+        ({"initial_peers": [f"/ip4/127.0.0.1/tcp/1/p2p/{'12D3KooW' + 44 * 'z'}"]}, "not the peer id of any key"),
         ({"initial_peers": [f"/ip4/127.0.0.1000/tcp/1/p2p/{SOMEBODY}"]}, "is wrong"),
         ({"host_maddrs": ["127.0.0.1:0"]}, "is wrong"),
         ({"host_maddrs": ["/ip4/127.0.0.1/udp/0/quic"]}, "TCP"),

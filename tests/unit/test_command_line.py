@@ -496,15 +496,29 @@ def test_a_text_without_quotes_is_told(capsys: pytest.CaptureFixture[str]) -> No
     assert "there is no place for 'dog': is it part of a text that needs quotes?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7:8000", "/ip4/10.0.0.7/tcp/8000"])
+PEER_ID = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("10.0.0.7:8000", "must look like /ip4/"),
+        ("/ip4/10.0.0.7/tcp/8000", "must look like /ip4/"),
+        (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID[:-3]}", "is not a whole address: what follows /p2p/ has 49 characters"),
+        (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID}/", "is not a whole address: what follows /p2p/ holds '/'"),
+        (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID[3:]}123", "doesn't begin with 12D3KooW"),
+    ],
+)
 @pytest.mark.parametrize("name", ["server", "generate", "chat", "gateway", "status", "dht"])
 def test_an_address_that_is_none_is_told_before_torch_is_imported(
-    name: str, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, address: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     model = [] if name in ("status", "dht") else ["--model", embedded_model_path()]
     assert import_module(COMMANDS[name].module).main([*model, "--initial_peers", address]) == 2
-    assert f"the initial peer '{address}' must look like /ip4/" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"the initial peer '{address}' " in said
+    assert problem in said
 
 
 @pytest.mark.parametrize("name", ["server", "gateway", "dht"])
@@ -521,6 +535,17 @@ def test_a_port_in_use_is_told_before_torch_is_imported(
     said = capsys.readouterr().err
     assert "can't listen on" in said
     assert "Address already in use; choose another" in said
+
+
+@pytest.mark.parametrize("model", ["/nope", "/nope:adapter"])
+def test_a_directory_that_is_missing_is_told_before_the_port_and_before_torch_is_imported(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert import_module(COMMANDS["gateway"].module).main(["--model", model, "--port", port]) == 2
+    assert "the directory '/nope' does not exist" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

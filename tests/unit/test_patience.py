@@ -1,8 +1,12 @@
 """What a terminal says while something takes long."""
 
+import sys
 from queue import SimpleQueue
 
-from swarmllm.demo.patience import Patience
+import pytest
+
+from swarmllm import command_line
+from swarmllm.command_line import Patience, announced_imports
 
 
 def test_it_says_what_is_waited_for_and_only_while_something_is() -> None:
@@ -23,3 +27,18 @@ def test_it_is_silent_while_others_speak() -> None:
     with Patience(said.put, every_s=3600) as patience:
         patience.wait_for(lambda: "servers")
     assert said.empty()
+
+
+def test_imports_that_last_are_announced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(command_line, "EVERY_S", 0.01)
+    monkeypatch.setattr(command_line.logger, "info", lambda text, *args: said.put(text % args))
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with announced_imports():
+        pass
+    assert said.empty()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with announced_imports():
+        found = [said.get(timeout=60) for _ in range(3)]
+    assert found[0] == "importing PyTorch and transformers …"
+    assert all(" s: still importing PyTorch and transformers" in line for line in found[1:])

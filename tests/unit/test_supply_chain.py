@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -50,6 +51,12 @@ def test_what_make_and_the_image_install_is_hashed(repo_root: Path) -> None:
     used = set(re.findall(r"-r hashes/(\w+)\.txt", makefile))
     assert used == {path.stem for path in (repo_root / "hashes").glob("*.txt")}
     assert set(re.findall(r"-r hashes/(\w+)\.txt", dockerfile)) == {"build", "base"}
+
+
+def test_what_is_packed_for_machines_with_a_gpu_is_pinned(repo_root: Path) -> None:
+    script = runpy.run_path(str(repo_root / ".ci/gpu_bundle.py"))
+    assert set(script["PACKED"]) <= script["pins"]().keys()
+    assert set(script["AS_SOURCE"]) <= set(script["PACKED"])
 
 
 # Vendored files

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swarmllm.command_line import announced_imports
 from swarmllm.config import ClientConfig, ClientModelConfig, default_cache_dir, hub_token, require_positive
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
@@ -112,11 +113,12 @@ def open_model(
         ConfigurationError: the model has no tokenizer, or its generation_config.json can't be used; and what
             `AutoDistributedModel.from_pretrained` raises.
     """
-    import torch
-    import transformers
+    with announced_imports():
+        import torch
+        import transformers
 
-    from swarmllm.client.distributed_model import AutoDistributedModel, AutoDistributedModelForFeatureExtraction
-    from swarmllm.models.checkpoint.tokenizer import load_tokenizer
+        from swarmllm.client.distributed_model import AutoDistributedModel, AutoDistributedModelForFeatureExtraction
+        from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 
     transformers.logging.set_verbosity_error()
     show_progress = sys.stderr.isatty()

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from swarmllm.client.text_generation import Conversation, TextConfig, open_model
-from swarmllm.command_line import Parser, announce_imports, one_line, run_program
+from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
     ClientModelConfig,
@@ -247,7 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         config = ChatConfig(**build_parser().parse_settings(argv))
         require_addresses(config.initial_peers)
-        announce_imports()
         return chat(config)
 
     return run_program(run, default_log_level="WARNING")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announce_imports, run_command, stop_event, unless_stopped
+from swarmllm.command_line import Parser, announced_imports, run_command, stop_event, unless_stopped
 from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.free_ports import require_free_ports
@@ -77,8 +77,8 @@ async def run_bootstrap_peer(config: DhtConfig, invite: Invite | None = None) ->
     Raises:
         SwarmError: it can't start, or its peer-to-peer daemon died.
     """
-    announce_imports(torch=False)
-    from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
+    with announced_imports(torch=False):
+        from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     joined = await unless_stopped(

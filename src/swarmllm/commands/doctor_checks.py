@@ -6,6 +6,8 @@ tell others the peer id. `doctor` calls them in their order.
 
 import asyncio
 import fcntl
+import itertools
+import math
 import os
 import re
 import shutil
@@ -42,6 +44,7 @@ from swarmllm.swarm.stacks import describe_blocks
 
 FINEST_FIRST = ("none", "int8", "int6", "int5", "int4", "q3.5", "int3", "int2")
 """Formats of the weights by their bits."""
+FREE_PERCENT = round(100 * (1 - memory.FREE_SHARE))
 MIN_FREE_DISK_BYTES = 5 << 30
 """Assumed: less than one file of a checkpoint that is worth a swarm."""
 
@@ -118,33 +121,32 @@ def check_memory(config: DoctorConfig) -> Iterator[Finding]:
         yield bad(one_line(error))
         return
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
-    fit = {
-        name: [int(float(gb) * 1e9 * memory.FREE_SHARE) // (size + cache_bytes) for gb in config.memory]
-        for name, size in formats.items()
-    }
-    yield from bits_that_fit(fit, checkpoint.num_blocks, config.memory)
+    needs = {name: (size + cache_bytes) / 1e9 / memory.FREE_SHARE for name, size in formats.items()}
+    yield from bits_that_fit(needs, checkpoint.num_blocks, config.memory)
 
 
-def bits_that_fit(fit: Mapping[str, Sequence[int]], num_blocks: int, sizes: Sequence[str]) -> Iterator[Finding]:
+def bits_that_fit(needs: Mapping[str, float], num_blocks: int, sizes: Sequence[str]) -> Iterator[Finding]:
     """The finest formats in which machines hold all blocks together.
 
     Args:
-        fit: format, the finest first → how many blocks fit into each machine.
-        sizes: the machines' memory, for people.
+        needs: format, the finest first → GB that a block takes, with its cache and what is left free beside it.
+        sizes: the machines' memory in GB.
     """
     where = f"{' + '.join(sizes)} GB"
+    fit = {name: [int(float(size) // each) for size in sizes] for name, each in needs.items()}
     whole = [name for name, counts in fit.items() if sum(counts) >= num_blocks]
-    for name, counts in fit.items():
-        if name in whole:
-            break
+    for name, counts in itertools.takewhile(lambda one: one[0] not in whole, fit.items()):
         short = num_blocks - sum(counts)
-        yield note(f"{name}: {where} hold {sum(counts)} of {num_blocks} blocks, {short} too few")
+        more = f"{math.ceil(10 * short * needs[name]) / 10:g} GB more would hold the other {short}"
+        yield note(f"{name}: {sum(counts)} of {num_blocks} blocks fit, {more}")
+    counted = f"each block is counted with {memory.COUNTED_TOKENS} tokens of cache, and {FREE_PERCENT} % are left free"
     if not whole:
-        yield bad(f"the model fits {where} in no format: add a machine, or choose a smaller model")
+        yield bad(f"the model fits {where} in no format: add memory, or choose a smaller model; {counted}")
         return
     answer = f"--quant_type {whole[0]}" + (" on each" if len(sizes) > 1 else "")
     mixed = _some_finer(list(fit.items()), whole[0], num_blocks, sizes)
-    yield ok(f"{where} hold all {num_blocks} blocks with {answer}{f', or with {mixed}' if mixed else ''}")
+    or_mixed = f", or with {mixed}" if mixed else ""
+    yield ok(f"{where} hold all {num_blocks} blocks with {answer}{or_mixed}; {counted}")
 
 
 def _some_finer(

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from swarmllm.client.text_generation import TextConfig, open_model
-from swarmllm.command_line import Parser, announce_imports, read_stdin, run_program
+from swarmllm.command_line import Parser, read_stdin, run_program
 from swarmllm.config import (
     ClientConfig,
     ClientModelConfig,
@@ -68,9 +68,9 @@ def _names_peer(word: str) -> bool:
 
 def generate(config: TextConfig, prompt: str) -> None:
     """Stream the prompt and what follows it to standard output."""
-    from transformers import TextStreamer
-
     model, tokenizer = open_model(config, seed=config.seed)
+    from transformers import TextStreamer  # open_model says that it imports much
+
     with model:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
@@ -98,7 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt = read_stdin().rstrip("\n")
         if not prompt.strip():
             raise ConfigurationError("the prompt is empty; give at least one word")
-        announce_imports()
         generate(config, prompt)
 
     return run_program(run, default_log_level="WARNING")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.command_line import Parser, announce_imports, run_command
+from swarmllm.command_line import Parser, announced_imports, run_command
 from swarmllm.config import SwarmConfig, address_book_path, require_addresses, require_model_place
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
@@ -206,12 +206,12 @@ async def show_status(config: StatusConfig) -> None:
     if not config.initial_peers and not config.lan_discovery:
         raise ConfigurationError("name peers of the swarm with --initial_peers (or SWARMLLM_INITIAL_PEERS)")
     is_place = config.model is not None and is_on_this_machine(config.model)
-    announce_imports(torch=is_place)
-    fingerprint = fingerprint_of_files(config.model) if config.model is not None and is_place else None
-    from swarmllm.network.p2p.block_directory import BlockDirectory
-    from swarmllm.network.p2p.discovery import find_any_swarm
-    from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
+    with announced_imports(torch=is_place):
+        from swarmllm.network.p2p.block_directory import BlockDirectory
+        from swarmllm.network.p2p.discovery import find_any_swarm
+        from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
 
+        fingerprint = fingerprint_of_files(config.model) if config.model is not None and is_place else None
     initial_peers = config.initial_peers or await find_any_swarm()
     joining = Peer.create(initial_peers=initial_peers, client_mode=True, address_book=address_book_path())
     async with await joining as peer:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.command_line import Parser, run_program
+from swarmllm.command_line import Parser, Patience, run_program
 from swarmllm.data_structures import RouteHop, SwarmSnapshot
 from swarmllm.demo.local_swarm import LocalServer, LocalSwarm
-from swarmllm.demo.patience import Patience
 from swarmllm.errors import ConfigurationError
 from swarmllm.swarm.block_map import describe_coverage, describe_swarm, short_peer_id, terminal_width
 

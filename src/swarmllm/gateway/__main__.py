@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announce_imports, run_command, stop_event
-from swarmllm.config import ClientConfig, SwarmConfig, require_addresses
+from swarmllm.command_line import Parser, announced_imports, run_command, stop_event
+from swarmllm.config import ClientConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.free_ports import require_free_port
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
@@ -56,10 +56,8 @@ async def serve(config: GatewayConfig) -> None:
     Raises:
         SwarmError: it can't start.
     """
-    from swarmllm.gateway.app import (
-        Gateway,  # after the flags: --help needs no torch
-        Waiting,
-    )
+    with announced_imports():  # after the flags: --help needs no torch
+        from swarmllm.gateway.app import Gateway, Waiting
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
@@ -203,10 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def run() -> None:
         config = GatewayConfig(**build_parser().parse_settings(argv))
+        for model in config.model:
+            require_model_place(model)
         require_addresses(config.initial_peers)
         place = f"can't listen on {config.host} port {config.port}"
         require_free_port(config.host, config.port, place, "choose another --port or --host")
-        announce_imports()
         await serve(config)
 
     return run_command(run)

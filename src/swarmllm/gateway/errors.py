@@ -17,6 +17,7 @@ from swarmllm.errors import (
     ServerOverloadedError,
     SessionClosedError,
     SessionLengthExceededError,
+    SessionTooLargeError,
     SwarmError,
 )
 
@@ -109,10 +110,10 @@ def _names_a_type(part: int | str) -> bool:
 
 
 def _status(error: SwarmError) -> int:
+    if isinstance(error, ConfigurationError | SessionLengthExceededError | SessionTooLargeError):
+        return 400
     if isinstance(error, CacheFullError | ServerOverloadedError):
         return 429
     if isinstance(error, RoutingError | PeerError | SessionClosedError):
         return 503
-    if isinstance(error, ConfigurationError | SessionLengthExceededError):
-        return 400
     return 500

@@ -1,11 +1,14 @@
-"""Memory that has been freed, but not given back to the operating system.
+"""Memory that has been freed, but not given back to the operating system or to the GPU's other users.
 
-Used where much of it is left: when blocks are loaded, after measurements, when many sessions have ended.
+Used where much of it is left: when blocks are loaded, after measurements, when many sessions have ended, when memory
+has run out.
 """
 
 import contextlib
 import ctypes
 from collections.abc import Iterator
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 WHILE_LOADING_BYTES = 256 << 10
@@ -29,7 +32,14 @@ def separate_weights() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Give back what small things have left."""
+    """Give back what small things have left on the heap, and what torch keeps of a GPU for its next tensors."""
+    trim_heap()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def trim_heap() -> None:
+    """The heap's share of it alone: after each weight, where a GPU would have to allocate anew for the next one."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc can and needs to
         ctypes.CDLL(None).malloc_trim(0)
 

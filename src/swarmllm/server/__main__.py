@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from swarmllm.command_line import Parser, announce_imports, run_command
+from swarmllm.command_line import Parser, announced_imports, run_command
 from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.free_ports import require_free_ports
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
@@ -66,15 +66,16 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)
         if config.initial_peers == (FROM_STDIN,):
             config = replace(config, initial_peers=tuple(sys.stdin.readline().split()))
-        announce_imports()
-        from swarmllm.server.devices import all_devices, serve_devices
+        with announced_imports():  # after the flags: --help needs no torch
+            from swarmllm.server.devices import all_devices, serve_devices
 
-        if not config.machine and len(devices := all_devices(config)) > 1:
+            devices = () if config.machine else all_devices(config)
+            if len(devices) <= 1:
+                from swarmllm.server.server import serve
+        if len(devices) > 1:
             await serve_devices(config, devices)
-            return
-        from swarmllm.server.server import serve  # after the flags: --help needs no torch
-
-        await serve(config)
+        else:
+            await serve(config)
 
     return run_command(run)
 

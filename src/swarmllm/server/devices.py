@@ -200,7 +200,9 @@ class _DeviceServer:
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:  # asyncio would wait there for all that hold its pipes
-            await _end(await starting)
+            process = await starting
+            await _end(process)
+            _close_pipes(process)
             raise
         assert process.stdin is not None
         assert process.stdout is not None
@@ -212,8 +214,8 @@ class _DeviceServer:
         finally:
             await _end(process)
             await asyncio.wait({reading}, timeout=1.0)  # what it has said last
-            reading.cancel()  # processes that it has started may still hold the pipes
-            process.stdin.close()
+            reading.cancel()
+            _close_pipes(process)
         return await process.wait()
 
     async def _pass_on(self, output: asyncio.StreamReader, log: asyncio.StreamReader) -> None:
@@ -252,6 +254,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its group: `wait` lasts while anybody holds the pipes
         await process.wait()
+
+
+def _close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Processes that it has started may still hold the other ends. asyncio has no public name for this."""
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

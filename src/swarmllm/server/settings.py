@@ -70,8 +70,8 @@ class ServerLimits:
     """KV cache budget in tokens through the whole span, as far as there is memory for it. Assumed: some dozens of chats
     of 2048 tokens."""
     max_memory: str | None = None
-    """Most memory for blocks and KV caches: in GiB, like 12, or of all that the device has, like 50%. None = 80 % of
-    what is free at the start."""
+    """Most memory for blocks and KV caches: in GB, like 12, or of all that the device has, like 50%. None = 80 % of
+    what is free at the start. GB are 10^9 bytes, as everywhere here; 12GiB are 12 · 2^30."""
     prefix_cache_tokens: int = 8192
     """Tokens of prompts kept for others who begin so, too; 0 = off. They come on top of `attn_cache_tokens`. Assumed:
     some dozens of system prompts. docs/security.md says what others could learn by it."""
@@ -309,11 +309,12 @@ def memory_limit_bytes(text: str, total_bytes: int) -> int:
     Raises:
         ConfigurationError: it means nothing, or more than that.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(%|GiB)?", str(text).strip())
-    limit = 0.0 if found is None else float(found[1]) * (total_bytes / 100 if found[2] == "%" else 1 << 30)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(%|GB|GiB)?", str(text).strip())
+    units = {"%": total_bytes / 100, "GiB": 1 << 30}
+    limit = 0.0 if found is None else float(found[1]) * units.get(found[2], 1e9)
     if not 0 < limit <= total_bytes:
         raise ConfigurationError(
-            "max_memory must be in GiB, like 12, or a share of the device's memory, like 50%, and no more than there "
+            "max_memory must be in GB, like 12, or a share of the device's memory, like 50%, and no more than there "
             f"is, not {text!r}"
         )
     return int(limit)

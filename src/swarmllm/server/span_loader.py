@@ -52,7 +52,7 @@ from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
 from swarmllm.server.streams.stack_parts import StackPart, StackParts
-from swarmllm.swarm.placement import choose_span
+from swarmllm.swarm.placement import choose_span, describe_choice
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class SpanLoader:
             sizes = [-(-size // self._config.tensor_parallel) for size in sizes]
         wanted = self._config.num_blocks or self._num_blocks_that_fit(sizes)
         span = choose_span(others, wanted)
-        logger.info("chose blocks %s, which the swarm lacks most (other servers: %d)", span, len(others.servers))
+        logger.info("chose blocks %s: %s", span, describe_choice(others, span))
         return span
 
     def _num_blocks_that_fit(self, sizes: list[int]) -> int:
@@ -208,10 +208,9 @@ class SpanLoader:
         if others:  # measured were those of the decoder
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
-        self.executor.thread.adopt(
-            doubling_tokens=doubling_tokens(throughput, len(span)),
-            beside_decode=prefill_tokens_beside_decode(throughput, len(span)),
-        )
+        beside_decode = prefill_tokens_beside_decode(throughput, len(span))
+        logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
+        self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
         return Loaded(packer, inputs, throughput, room, before)
 
     def _group(self) -> Group | None:

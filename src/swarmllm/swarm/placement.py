@@ -57,6 +57,20 @@ def choose_span(snapshot: SwarmSnapshot, num_blocks: int) -> Span:
     return Span(start, start + num_blocks)
 
 
+def describe_choice(snapshot: SwarmSnapshot, span: Span) -> str:
+    """What a swarm has of the blocks that a joining server has chosen, in words."""
+    number = len(snapshot.servers)
+    servers = f"{number} other server{'' if number == 1 else 's'}"
+    missing = set(snapshot.missing_blocks()).intersection(span)
+    if len(missing) == len(span):
+        return f"nobody serves them yet ({servers})"
+    if missing:
+        return f"nobody serves {len(missing)} of them yet ({servers})"
+    if len(span) == snapshot.num_blocks:
+        return f"the whole model, which {servers} can run already"
+    return f"all blocks are served ({servers}), these at the least speed"
+
+
 def plan_move(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float = BALANCE_QUALITY) -> Span | None:
     """The blocks, as many as it holds now, that the server `peer_id` should claim and move to; None = stay.
 

@@ -33,6 +33,35 @@ MOST_REFUSALS = 3
 """Servers that are asked whether a request can't be done by anybody. Assumed: so many liars are rarely the best."""
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
+LEAST_DIAL_S = 1.0
+"""Assumed: a near server is reached in hundredths of a second, on a machine with ten busy processes in tenths."""
+SLOWEST_DIALS = 2
+"""A server has this many of the slowest times of late, and `LEAST_DIAL_S`."""
+DIAL_DECAY = 0.8
+"""The slowest time fades by this factor with each further server that is reached."""
+
+
+@dataclass
+class DialTimes:
+    """How long a server may take to be reached where others could take its place: by how long others took of late.
+
+    One that is frozen would take the whole timeout. One that was left counts, too: the limit grows where all are slow.
+    """
+
+    slowest_s: float = 0.5
+    """Of late. Assumed before anybody was reached."""
+
+    def took(self, seconds: float) -> None:
+        """A server was reached after these seconds."""
+        self.slowest_s = max(seconds, DIAL_DECAY * self.slowest_s)
+
+    def left(self, seconds: float) -> None:
+        """A server was left after these seconds. It counts half: it may be dead, and the next one, too."""
+        self.took(seconds / 2)
+
+    def longest_s(self, least_s: float) -> float:
+        """Seconds for one that needs at least `least_s`, as far as is known of its distance."""
+        return LEAST_DIAL_S + SLOWEST_DIALS * max(self.slowest_s, least_s)
 
 
 @dataclass

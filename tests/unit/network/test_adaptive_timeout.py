@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.network.wire.adaptive_timeout import DECAY, LEAST_S, ROUND_TRIPS, AdaptiveTimeout
+from swarmllm.network.wire.adaptive_timeout import (
+    DECAY,
+    LEAST_S,
+    MAX_MARKS,
+    ROUND_TRIPS,
+    SLOWEST_LINK_BYTES_PER_S,
+    AdaptiveTimeout,
+)
 
 
 def waiting(*round_trips_s: float) -> AdaptiveTimeout:
@@ -70,9 +77,32 @@ def test_what_is_under_way_takes_its_time() -> None:
     timeout = waiting(0.0)
     timeout.sent(1 << 20)
     assert timeout.ends_at() > LEAST_S + 8
-    timeout.pinged(0.0)
+    timeout.mark(1)
     assert timeout.ends_at() > LEAST_S + 8
     assert timeout.ends_at(mbps=1000.0) < LEAST_S + 0.1, "the link is known to be fast"
-    timeout.answered(0.0)
-    timeout.pinged(0.0)
+    timeout.arrived(1)
     assert timeout.ends_at() == LEAST_S
+
+
+def test_what_came_before_any_ping_that_was_answered_has_arrived() -> None:
+    timeout = waiting(0.0)
+    for number in (-1, 1, -2):
+        timeout.sent(1000)
+        timeout.mark(number)
+    timeout.sent(500)
+    assert timeout.unmarked_bytes == 500
+    assert timeout.ends_at() == LEAST_S + 3500 / SLOWEST_LINK_BYTES_PER_S
+    timeout.arrived(1)
+    timeout.arrived(-1)  # an older one tells nothing new
+    timeout.arrived("nonsense")
+    assert timeout.ends_at() == LEAST_S + 1500 / SLOWEST_LINK_BYTES_PER_S
+    timeout.arrived(-2)
+    assert timeout.ends_at() == LEAST_S + 500 / SLOWEST_LINK_BYTES_PER_S
+
+
+def test_a_peer_that_answers_nothing_is_kept_in_mind_with_few_pings() -> None:
+    timeout = waiting(0.0)
+    for number in range(10 * MAX_MARKS):
+        timeout.sent(1)
+        timeout.mark(number)
+    assert len(timeout._marks) == MAX_MARKS

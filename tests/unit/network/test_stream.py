@@ -15,6 +15,7 @@ from swarmllm.errors import (
 )
 from swarmllm.network.wire import adaptive_timeout, inbox
 from swarmllm.network.wire import stream as stream_module
+from swarmllm.network.wire.adaptive_timeout import CONFIRMED_BYTES
 from swarmllm.network.wire.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
 from swarmllm.network.wire.stream import FrameStream
 
@@ -335,3 +336,15 @@ async def test_a_stream_takes_over_what_had_been_read_before(half_stream) -> Non
     await other.send(MessageType.WELCOME, {"id": 2})
     assert (await stream.receive()).header == {"id": 2}
     await other.close()
+
+
+async def test_what_was_sent_is_soon_known_to_have_arrived(streams: Streams) -> None:
+    """Though nobody waits long enough for a ping to be sent, and however small the messages are."""
+    client, server = streams
+    timeout = client.liveness.timeout
+    for _ in range(100):
+        await client.send(MessageType.STEP, {}, [bytes(2000)])
+        await server.receive()
+    await wait_until(lambda: timeout._arrived > 200_000 - CONFIRMED_BYTES)
+    assert timeout.unmarked_bytes < CONFIRMED_BYTES
+    assert client.liveness.num_pings == 0

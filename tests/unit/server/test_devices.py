@@ -214,15 +214,22 @@ def test_flags() -> None:
     assert parse_config([*ASKED, "--device_map", "cuda:0=12", "cpu=4"]).device_map == ("cuda:0=12", "cpu=4")
 
 
+def open_files() -> set[tuple[str, str]]:
+    return {(fd.name, str(fd.readlink())) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     at_once: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As followers of --tensor_parallel that are still starting when Ctrl-C comes; or it comes while pipes are made."""
     program, holder = tmp_path / "program", tmp_path / "holder"
-    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {holder}.new && mv {holder}.new {holder}\nexec sleep 60\n")
+    program.write_text(
+        f"#!/bin/sh\nsetsid sleep 60 &\necho $! > {holder}.new && mv {holder}.new {holder}\nexec sleep 60\n"
+    )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
+    before = open_files()
     running = asyncio.create_task(_DeviceServer("cpu", config(), ()).run())
     monkeypatch.setattr(devices, "STOP_TIMEOUT_S", 0.5)
     if at_once:
@@ -242,6 +249,9 @@ async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     await asyncio.wait({running}, timeout=20)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     still = (await asyncio.wait(left, timeout=10))[1] if left else set()
+    await asyncio.sleep(0)  # pipes close in the next round of the loop
+    after = open_files()
     with suppress(ProcessLookupError):
         os.kill(int(holder.read_text()), signal.SIGKILL)
     assert not still
+    assert after <= before

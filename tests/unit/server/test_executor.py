@@ -15,8 +15,9 @@ from torch import Tensor
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError, SessionLostError
 from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.server.device import device_thread
+from swarmllm.server.device import device, device_thread
 from swarmllm.server.device import executor as module
+from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
 from swarmllm.server.device.executor import Executor
 from swarmllm.server.device.fairness import Account
 from swarmllm.server.device.scheduler import Priority
@@ -368,7 +369,9 @@ LACKS = [
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=str)
-async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(executor: Executor, lack: BaseException) -> None:
+async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
+    executor: Executor, lack: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails() -> None:
         raise lack
 
@@ -382,9 +385,24 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(executor: Ex
         with pytest.raises(ServerOutOfMemoryError, match="use another one"):
             await failing
     assert rooms == ["swarmllm-device"] * 2
+    said = [record.getMessage() for record in caplog.records if record.name == device.logger.name]
+    assert [line.startswith("memory ran out") and type(lack).__name__ in line for line in said] == [True] * 2
     with pytest.raises(ArithmeticError):
         await executor.step(Step(Blocks(), "a", -1))
     assert len(rooms) == 2
+
+
+def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise MemoryError("no room\nat all")
+
+    lack = MemoryError("of one forward")
+    device.log_lacks([lack, lack, ArithmeticError(), None, torch.zeros(1)])
+    with pytest.raises(ServerOutOfMemoryError) as caught, memory_errors_translated(), block_errors_translated():
+        fails()
+    device.log_lacks([caught.value])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 
 
 async def test_a_lack_that_shows_in_what_is_joined(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

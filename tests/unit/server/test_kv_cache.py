@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.errors import CacheFullError
+from swarmllm.errors import CacheFullError, SessionTooLargeError
 from swarmllm.server.sessions.kv_cache import CacheBudget
 
 
@@ -19,9 +19,12 @@ def test_a_lease_is_refused_when_it_does_not_fit() -> None:
     first.release()
     assert budget.left_bytes == 60
     second.resize(100)
-    with pytest.raises(CacheFullError):
+    with pytest.raises(SessionTooLargeError, match="in all: use a smaller max_length"):
         second.resize(101)
-    assert budget.left_bytes == 0
+    assert (budget.left_bytes, second.num_bytes) == (0, 100)
+    with pytest.raises(CacheFullError) as caught:
+        budget.lease(1)
+    assert type(caught.value) is CacheFullError, "others may give back what they have"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 120)), max_size=30))

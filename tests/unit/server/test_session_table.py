@@ -98,6 +98,14 @@ def bytes_of(max_length: int) -> int:
     return server.budget.leased_bytes
 
 
+def test_the_device_counts_no_more_on_a_session_that_was_closed() -> None:
+    server = Server(10**6)
+    session = server.open("a", 8)
+    session.close()
+    session.close()
+    session.runner.executor.thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
+
+
 async def test_whoever_has_to_leave_is_told_once_and_keeps_no_memory() -> None:
     server = Server(10**6, max_sessions=1)
     session = server.open("a", 8)

@@ -95,3 +95,33 @@ def test_a_prompt_gets_a_share_of_the_time_of_a_decode_step() -> None:
     tokens = prefill_tokens_beside_decode(fast, num_blocks=4)
     assert tokens / fast.forward_tokens_per_s == pytest.approx(throughput.PREFILL_SHARE * step_s)
     assert prefill_tokens_beside_decode(SLOW, num_blocks=4) == throughput.MIN_PREFILL_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("decode_ms", "piece_ms", "expected"),
+    [
+        (0.6, {64: 0.6, 256: 0.62, 1024: 0.8}, 1024),  # launches take the time, of a decode step as well
+        (0.1, {64: 0.6, 256: 0.62, 1024: 0.8}, 1024),  # a decode step is one launch
+        (0.1, {64: 0.6, 256: 0.7, 1024: 2.0}, 256),
+        (0.1, {64: 0.6, 256: 2.0, 1024: 8.0}, 64),  # computing takes the time from the first on
+        (0.5, {64: 0.55, 256: 2.0}, 64),
+        (0.1, {64: 0.6}, 8),  # nothing to compare with
+        (2.0, {}, 8),
+    ],
+)
+def test_prompts_are_not_cut_into_pieces_that_launches_take_as_long_for(
+    decode_ms: float, piece_ms: dict[int, float], expected: int
+) -> None:
+    measured = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=decode_ms, piece_ms_per_block=piece_ms)
+    assert prefill_tokens_beside_decode(measured, num_blocks=4) == expected
+
+
+@pytest.mark.parametrize("clock", [1e-7], indirect=True)
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", ()), ("cuda", throughput.PIECES)])
+def test_pieces_are_measured_where_a_device_computes_beside_its_thread(
+    clock: Clock, device: str, sizes: tuple[int, ...]
+) -> None:
+    packer = clock.packer()
+    packer.blocks.device = torch.device(device)
+    measured = measure_throughput(packer)
+    assert measured.piece_ms_per_block == {tokens: pytest.approx(tokens * clock.block_s * 1e3) for tokens in sizes}

@@ -1,7 +1,7 @@
 """Where servers go: joining, moving, and who of several claimers proceeds."""
 
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
-from swarmllm.swarm.placement import block_throughputs, choose_span, claim_stands, plan_move
+from swarmllm.swarm.placement import block_throughputs, choose_span, claim_stands, describe_choice, plan_move
 
 
 def server(
@@ -50,6 +50,17 @@ def test_a_claimer_counts_at_its_target() -> None:
 
 def test_a_claim_that_harms_the_swarm_is_not_believed() -> None:
     assert block_throughputs(swarm(4, server("a", 0, 2, claim=(2, 4)), server("b", 2, 4))) == [1, 1, 1, 1]
+
+
+def test_what_a_swarm_has_of_chosen_blocks() -> None:
+    half, rest = server("a", 0, 3), server("b", 3, 6)
+    assert describe_choice(swarm(6), Span(0, 6)) == "nobody serves them yet (0 other servers)"
+    assert describe_choice(swarm(6, half), Span(3, 6)) == "nobody serves them yet (1 other server)"
+    assert describe_choice(swarm(6, half), Span(1, 6)) == "nobody serves 3 of them yet (1 other server)"
+    assert describe_choice(swarm(6, half, rest), Span(3, 6)).startswith(
+        "all blocks are served (2 other servers), these"
+    )
+    assert describe_choice(swarm(6, half, rest), Span(0, 6)) == "the whole model, which 2 other servers can run already"
 
 
 def test_who_joins_takes_the_weakest_stretch_and_leaves_claimed_blocks_to_the_claimer() -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.config import ClientConfig
 from swarmllm.errors import (
     ERRORS_BY_CODE,
     BlocksNotServedError,
@@ -25,11 +26,15 @@ from swarmllm.errors import (
 from swarmllm.swarm import retry
 from swarmllm.swarm.retry import (
     CUT_FORGOTTEN_S,
+    DIAL_DECAY,
     FULL_SERVER_PAUSE_S,
+    LEAST_DIAL_S,
     LOOK_AGAIN_S,
     MAX_BACKOFF_S,
     MAX_BAN_FACTOR,
     MAX_REMEMBERED,
+    SLOWEST_DIALS,
+    DialTimes,
     PeerHealth,
     Retries,
 )
@@ -225,3 +230,25 @@ def test_cuts_of_endless_peers_are_not_kept() -> None:
     for number in range(2 * MAX_REMEMBERED):
         health.report(cut(str(number)), 100.0)
     assert len(health._cut_at) <= MAX_REMEMBERED
+
+
+def test_a_server_has_longer_to_be_reached_where_others_took_long() -> None:
+    times = DialTimes()
+    for _ in range(30):
+        times.took(0.02)
+    assert times.longest_s(0.0) == pytest.approx(LEAST_DIAL_S + SLOWEST_DIALS * 0.02)
+    assert times.longest_s(0.6) == pytest.approx(LEAST_DIAL_S + SLOWEST_DIALS * 0.6), "it is known to be far"
+    times.took(2.0)
+    assert times.longest_s(0.0) == pytest.approx(LEAST_DIAL_S + SLOWEST_DIALS * 2.0)
+    times.took(0.02)
+    assert times.longest_s(0.0) == pytest.approx(LEAST_DIAL_S + SLOWEST_DIALS * DIAL_DECAY * 2.0)
+
+
+def test_where_all_are_slow_few_are_left() -> None:
+    """Each that is left after the limit raises it; the tries of one step suffice for that."""
+    times = DialTimes(slowest_s=0.0)
+    num_left = 0
+    while times.longest_s(0.0) < ClientConfig().connect_timeout_s:
+        times.left(times.longest_s(0.0))
+        num_left += 1
+    assert 2 * num_left <= ClientConfig().max_retries

@@ -51,32 +51,33 @@ class BatchRequests:
         """The stream to that peer, if there is one."""
         return self._connections.get(peer_id)
 
-    async def connection(self, server: ServerInfo) -> Connection:
+    async def connection(self, hop: RouteHop) -> Connection:
         """The stream to that server, opened now if there is none; requests at the same time share one attempt.
 
         Raises:
             PeerError: it can't be reached.
         """
-        connection = self._connections.get(server.peer_id)
+        peer_id = hop.server.peer_id
+        connection = self._connections.get(peer_id)
         if connection is not None and connection.error is None:
             return connection
-        dialling = self._dialling.get(server.peer_id)
+        dialling = self._dialling.get(peer_id)
         if dialling is None:
-            dialling = self._view.loop.spawn(self._dial(server), name=f"dial {server.peer_id}")
-            self._dialling[server.peer_id] = dialling
+            dialling = self._dialling[peer_id] = self._view.loop.spawn(self._dial(hop), name=f"dial {peer_id}")
         found = await asyncio.shield(dialling)
         if isinstance(found, SwarmError):
             raise found
         return found
 
-    async def _dial(self, server: ServerInfo) -> Connection | SwarmError:
+    async def _dial(self, hop: RouteHop) -> Connection | SwarmError:
+        server, peer_id = hop.server, hop.server.peer_id
         try:
-            connection = self._connections[server.peer_id] = await self._view.open_connection(server)
+            connection = self._connections[peer_id] = await self._view.open_connection(server, None, hop.span)
             return connection
         except SwarmError as error:
             return error
         finally:
-            del self._dialling[server.peer_id]
+            del self._dialling[peer_id]
 
     async def send(
         self,
@@ -99,7 +100,7 @@ class BatchRequests:
         if inputs.num_positions > hop.server.max_batch_tokens:
             raise _too_long(inputs, hop.server)
         tensors, ones_mask = _tensors(kind, inputs if forward is None else None, grad_outputs, neighbours)
-        connection = await self.connection(hop.server)
+        connection = await self.connection(hop)
         step_s = config.step_timeout_s
         adapter = await self._view.adapters.header_fields(connection, inputs.adapter, hop.span, timeout_s=step_s)
         inner = wanted_header(inputs, hop.span) if kind == MessageType.FORWARD else None

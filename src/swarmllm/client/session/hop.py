@@ -62,7 +62,7 @@ class Hop:
         Raises:
             SwarmError: the server can't be reached or refuses.
         """
-        connection = await view.open_connection(route_hop.server, settings.on_answer)
+        connection = await view.open_connection(route_hop.server, settings.on_answer, route_hop.span)
         session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
         hop = cls(route_hop, connection, session, token, timeout_s)
         try:

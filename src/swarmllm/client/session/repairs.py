@@ -55,11 +55,11 @@ class Repairs:
     async def _repair(self) -> None:
         """Make the chain complete, linked, and its caches filled up to the text's position."""
         began_at = asyncio.get_running_loop().time()
-        self._in_flight.begin_epoch()
         if self._hops:
             self.num_repairs += 1
             self._view.counts["repairs"] += 1
         await self._hops.look_after_accused(self._view.config.connect_timeout_s)
+        self._in_flight.begin_epoch()  # after the look, which may find that a stream has broken
         await self._hops.complete(self._settings, self._in_flight.epoch, self._costs())
         await self._rejoin(began_at)
 

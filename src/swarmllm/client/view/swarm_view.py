@@ -28,9 +28,19 @@ from swarmllm.client.view.routes import Routes
 from swarmllm.client.view.this_machine import decode_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
-from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.errors import (
+    ConfigurationError,
+    MissingBlocksError,
+    PeerError,
+    PeerTimeoutError,
+    RemoteProtocolError,
+    SessionTooLargeError,
+    SwarmError,
+)
+from swarmllm.network.wire.protocol import FrameStream
 from swarmllm.swarm.explain import Route, explain_route
-from swarmllm.swarm.retry import MOST_REFUSALS, PeerHealth, Retries
+from swarmllm.swarm.retry import MOST_REFUSALS, DialTimes, PeerHealth, Retries
+from swarmllm.swarm.round_trips import DIAL_ROUND_TRIPS
 from swarmllm.swarm.routing import route_cost_ms
 
 logger = logging.getLogger(__name__)
@@ -68,6 +78,7 @@ class SwarmView:
         """What this client has found out of the model's blocks; None: it couldn't. Set it before servers are met."""
         self._traits: BlockTraits | None = None
         """The traits on which the model builds."""
+        self._dial_times = DialTimes()
         self._liars: set[str] = set()
         """Peers of which was told that their greetings can't be true."""
         loop.on_close.append(self.look_ups.close)
@@ -231,22 +242,55 @@ class SwarmView:
                 logger.warning("%s; it is left out", error)
             raise
 
-    async def open_connection(self, server: ServerInfo, on_answer: OnAnswer | None = None) -> Connection:
-        """A new stream to `server`.
+    async def open_connection(
+        self, server: ServerInfo, on_answer: OnAnswer | None = None, span: Span | None = None
+    ) -> Connection:
+        """A new stream to `server`, for these blocks: one that takes long is left if others serve them, too.
 
         Raises:
             PeerError: it can't be reached, speaks another protocol, or claims what isn't true of the model's blocks.
         """
-        timeout_s = self.config.connect_timeout_s
-        stream, served = await self.look_ups.verified.open_stream(
-            server, timeout_s=timeout_s, max_message_bytes=self.config.max_message_bytes
-        )
+        stream, served = await self._reached(server, span)
         stream.start_keepalive()
         connection = Connection(stream, server, on_answer, compression=self.config.compression)
         connection.asleep = served is not None and served.asleep
         self.distances.connections.add(connection)
         self.loop.spawn(connection.read(), name=f"read from {server.peer_id}")
         return connection
+
+    async def _reached(self, server: ServerInfo, span: Span | None) -> tuple[FrameStream, ServedBlocks | None]:
+        loop, config, limit = asyncio.get_running_loop(), self.config, asyncio.timeout(None)
+        began_at = loop.time()
+
+        def leave_if_others() -> None:
+            if span is not None and self.routes.alternative(span, [server.peer_id], even_avoided=True) is not None:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(min(config.connect_timeout_s, self._longest_wait_s(server)), leave_if_others)
+        try:
+            async with limit:
+                reached = await self.look_ups.verified.open_stream(
+                    server, timeout_s=config.connect_timeout_s, max_message_bytes=config.max_message_bytes
+                )
+        except TimeoutError as error:
+            if isinstance(error, SwarmError):
+                raise
+            took_s = loop.time() - began_at
+            self._dial_times.left(took_s)
+            raise PeerTimeoutError(
+                f"the server {server.peer_id} was left after {took_s:.1f} s, as others serve its blocks", server.peer_id
+            ) from None
+        finally:
+            timer.cancel()
+        self._dial_times.took(loop.time() - began_at)
+        return reached
+
+    def _longest_wait_s(self, server: ServerInfo) -> float:
+        """Seconds for reaching a server where others serve its blocks, too."""
+        if server.relayed:  # libp2p dials relays later
+            return math.inf
+        round_trip_ms = self.distances.round_trips.known(time.monotonic()).get(server.peer_id, 0.0)
+        return self._dial_times.longest_s(DIAL_ROUND_TRIPS * round_trip_ms / 1e3)
 
     def retries(self) -> Retries:
         """A count of tries for one piece of work."""
@@ -260,6 +304,10 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
+        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+            retries.refused_by.append(error.peer_id)
+            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                raise error  # those that are left would say the same whenever they are asked
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())

@@ -107,7 +107,8 @@ class Generation:
         self._first_index = first_index
         self._cancelled: _Cancelled | None = None
         self._session: InferenceSession | None = None
-        self._failure: SwarmError | None = None
+        self._failed: set[str] = set()
+        """Peers that were told to have failed since the last route was found."""
         self._route: list[RouteHop] = []
         self._trace = Trace(metrics)
         self._writer: _Writer | None = None
@@ -298,13 +299,16 @@ class Generation:
         self._tell("queue", place=place)
 
     def _on_failure(self, error: SwarmError) -> None:
-        """In the client's event loop, as is `_on_route`."""
-        self._failure = error
+        """In the client's event loop, as is `_on_route`. Each server's is told once, until another way is found."""
         peer_id = error.peer_id if isinstance(error, PeerError) else None
+        if (failed := peer_id or error.code) in self._failed:
+            return
+        self._failed.add(failed)
         self._tell("shard_status", status="degraded", peer_id=peer_id, code=error.code, error=one_line(error))
 
     def _on_route(self, route: list[RouteHop], seconds: float) -> None:
         before, self._route = self._route, route
+        self._failed.clear()
         repaired = self._trace.on_route(route, seconds)
         details = {"route": describe_route(route), "ms": round(1000 * seconds, 1)}
         if not repaired:

@@ -38,10 +38,11 @@ class KBit(Decoded):
     def quantize(cls, weight: Tensor, bits: float) -> "KBit":
         """Round `[…, out, in]` to even steps from the least to the largest of a group; `in` must consist of groups."""
         groups, largest = weight.shape[-1] // GROUP, num_values(bits) - 1
-        codes = torch.empty(*weight.shape[:-1], int(groups * GROUP * bits) // 8, dtype=torch.uint8)
-        scale, least = (torch.empty(*weight.shape[:-1], groups, dtype=SCALE_DTYPE) for _ in range(2))
-        for start, end, rows in row_slices(weight):
-            parts = rows.reshape(end - start, -1, GROUP)
+        rows, device = weight.shape[:-1], weight.device
+        codes = torch.empty(*rows, int(groups * GROUP * bits) // 8, dtype=torch.uint8, device=device)
+        scale, least = (torch.empty(*rows, groups, dtype=SCALE_DTYPE, device=device) for _ in range(2))
+        for start, end, some in row_slices(weight):
+            parts = some.reshape(end - start, -1, GROUP)
             # Rounded before they are used, so that their rounding is no error of its own.
             low = parts.amin(-1, keepdim=True).to(SCALE_DTYPE)
             steps = (parts.amax(-1, keepdim=True) - low) / largest

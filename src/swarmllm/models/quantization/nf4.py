@@ -34,15 +34,16 @@ class Nf4(Packed):
         rows, columns = weight.shape[-2:]
         if tiled is None:
             tiled = weight.dtype == torch.bfloat16 and rows % TILE == 0 and bitsandbytes_kernel()
-        codes = torch.empty(*weight.shape[:-1], columns // 2, dtype=torch.uint8)
-        scale = torch.empty(*weight.shape[:-1], columns // GROUP, dtype=scale_dtype(weight.dtype))
+        device = weight.device
+        codes = torch.empty(*weight.shape[:-1], columns // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(*weight.shape[:-1], columns // GROUP, dtype=scale_dtype(weight.dtype), device=device)
         flat_codes, flat_scale = codes.view(-1, codes.shape[-1]), scale.view(-1, scale.shape[-1])
         for start, end, part in row_slices(weight):
             groups = part.reshape(-1, GROUP)
             largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
             largest = largest.clamp_min_(torch.finfo(torch.float32).tiny).to(scale.dtype)
             steps = groups.div_(largest).add_(1).mul_(STEPS / 2).round_().clamp_(0, STEPS).to(torch.int32)
-            nearest = _nearest().index_select(0, steps.flatten()).view(end - start, -1, 2)
+            nearest = _nearest(device).index_select(0, steps.flatten()).view(end - start, -1, 2)
             pairs = (nearest[..., 0] << 4) | nearest[..., 1]
             flat_codes[start:end] = _tile(pairs) if tiled else pairs
             flat_scale[start:end] = largest.view(end - start, -1)
@@ -139,10 +140,10 @@ def bitsandbytes_kernel() -> bool:
 
 
 @functools.cache
-def _nearest() -> Tensor:
+def _nearest(device: torch.device) -> Tensor:
     """The code nearest to each of `STEPS + 1` numbers from -1 to 1: six times as fast as bitsandbytes finds it."""
     values, steps = _values(), torch.linspace(-1, 1, STEPS + 1)
-    return torch.bucketize(steps, (values[1:] + values[:-1]) / 2).to(torch.uint8)
+    return torch.bucketize(steps, (values[1:] + values[:-1]) / 2).to(device, torch.uint8)
 
 
 @functools.cache

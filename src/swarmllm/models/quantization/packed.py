@@ -20,10 +20,14 @@ from swarmllm.models.quantization.speeds import computing_dtype, kernels_take, t
 
 SLICE_BYTES = 4 << 20
 """Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
+GPU_SLICE_BYTES = 256 << 20
+"""The same on a GPU, for which each slice is some launches: a bound of memory only. Assumed."""
 TILE = 32
 """Rows that belong together: the NF4 kernel for CPUs has them interleaved."""
 PACKING_BYTES = 256 << 10
 """Rows in float32 at a time while packing: small enough for the holes that others leave on the heap."""
+GPU_PACKING_BYTES = 64 << 20
+"""The same on a GPU: some times as much is in use at once. Assumed."""
 INT8_KERNEL_TOKENS = 14
 """Most tokens for `_weight_int8pack_mm`. Measured (5632×2048 bfloat16): 16 tokens take 4.6 ms, dequantized 4.5."""
 INT8_KERNEL_COLUMNS = 16
@@ -98,10 +102,13 @@ class Packed:
         """`[tokens, out]` → `[tokens, in]`: what gradients need."""
         dtype, scale = computing_dtype(grads.dtype, grads.device), self._output_scale()
         wide = grads.to(dtype) if scale is None else grads.to(dtype) * scale
+        slices = self._slices(dtype)
+        if len(slices) == 1:
+            return (wide @ self._rows(0, self.shape[0], dtype)).to(grads.dtype)
         sums = torch.zeros(
             len(grads), self.shape[1], dtype=torch.promote_types(dtype, torch.float32), device=self.device
         )
-        for start, end in self._slices(dtype):
+        for start, end in slices:
             sums += wide[:, start:end] @ self._rows(start, end, dtype)
         return sums.to(grads.dtype)
 
@@ -134,7 +141,12 @@ class Packed:
 
     def _slices(self, dtype: torch.dtype) -> list[tuple[int, int]]:
         rows, columns = self.shape
-        step = max(SLICE_BYTES // (columns * dtype.itemsize) // TILE, 1) * TILE
+        step = (
+            max(
+                (SLICE_BYTES if self.device.type == "cpu" else GPU_SLICE_BYTES) // (columns * dtype.itemsize) // TILE, 1
+            )
+            * TILE
+        )
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -166,8 +178,8 @@ class Int8(Packed):
     @classmethod
     def quantize(cls, weight: Tensor) -> "Int8":
         """Round each row to multiples of 1/127 of its largest value."""
-        codes = torch.empty(weight.shape, dtype=torch.int8)
-        scale = torch.empty(weight.shape[:-1], dtype=scale_dtype(weight.dtype))
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scale = torch.empty(weight.shape[:-1], dtype=scale_dtype(weight.dtype), device=weight.device)
         flat_codes, flat_scale = codes.view(-1, codes.shape[-1]), scale.view(-1)
         for start, end, rows in row_slices(weight):
             # Rounded before it is used, so that the rounding of the scale is no error of its own.
@@ -208,9 +220,10 @@ def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     have to provide new pages for each part, which takes longer than packing it (measured: 3.2 s of 4, hidden 2048).
     """
     per_matrix, columns = weight.shape[-2:]
-    step = max(PACKING_BYTES // (columns * 4) // TILE, 1) * TILE
+    num_bytes = PACKING_BYTES if weight.device.type == "cpu" else GPU_PACKING_BYTES
+    step = max(num_bytes // (columns * 4) // TILE, 1) * TILE
     matrices = weight.reshape(-1, *weight.shape[-2:])  # a view, also where the matrices are transposed
-    rows = torch.empty(min(step, per_matrix), columns)
+    rows = torch.empty(min(step, per_matrix), columns, device=weight.device)
     for matrix_idx, matrix in enumerate(matrices):
         for start in range(0, per_matrix, step):
             end = min(start + step, per_matrix)

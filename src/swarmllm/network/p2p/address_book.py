@@ -35,7 +35,7 @@ class AddressBook:
 
     def __init__(self, path: Path, initial_peers: Iterable[str], clock: Callable[[], float] = time.time) -> None:
         """`initial_peers` are peer ids."""
-        self._path = path
+        self.path = path
         self._swarms = tuple(dict.fromkeys(initial_peers))
         self._clock = clock
         self._met: dict[str, tuple[float, list[str]]] = {}
@@ -72,17 +72,17 @@ class AddressBook:
             last = {swarm: max((at for at, _ in peers.values()), default=0.0) for swarm, peers in kept.items()}
             swarms = sorted((swarm for swarm in kept if kept[swarm]), key=lambda swarm: -last[swarm])[:MAX_SWARMS]
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, json.dumps({swarm: kept[swarm] for swarm in swarms}), durable=False)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self.path, json.dumps({swarm: kept[swarm] for swarm in swarms}), durable=False)
             except OSError as error:
                 logger.warning("peers that were met can't be kept: %s", error)
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
         """What the file says, but for what makes no sense."""
         try:
-            if self._path.stat().st_size > MAX_BYTES:
+            if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")
-            swarms = json.loads(self._path.read_text())
+            swarms = json.loads(self.path.read_text())
             return {
                 str(swarm): {peer_id: entry for peer_id, said in peers.items() if (entry := _entry(peer_id, said))}
                 for swarm, peers in swarms.items()
@@ -90,7 +90,7 @@ class AddressBook:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, AttributeError, RecursionError) as error:
-            logger.warning("%s is not read: %s", self._path, error)
+            logger.warning("%s is not read: %s", self.path, error)
             return {}
 
 

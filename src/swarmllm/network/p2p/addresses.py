@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Iterable, Sequence
 
+from swarmllm.config import require_address
 from swarmllm.data_structures import MAX_ADDRS
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.p2p._hivemind import Multiaddr
@@ -111,9 +112,10 @@ def split_initial_peer(maddr: str) -> tuple[str, str]:
     Raises:
         ConfigurationError: it is none.
     """
-    addr, found, peer_id = maddr.partition("/p2p/")
-    if not found or not is_peer_id(peer_id):
-        raise ConfigurationError(f"the initial peer {maddr!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo...")
+    require_address(maddr)
+    addr, _, peer_id = maddr.partition("/p2p/")
+    if not is_peer_id(peer_id):
+        raise ConfigurationError(f"the initial peer {maddr!r} is wrong: {peer_id} is not the peer id of any key")
     try:
         Multiaddr(addr)
     except ValueError as error:

@@ -327,7 +327,9 @@ def _is_error(line: str) -> bool:
 
 
 def reason_of(error: P2PDaemonError) -> str:
-    """p2pd's error without its preambles: address by address if it has dialled some."""
+    """p2pd's error without its preambles: the addresses that it has dialled, by what was wrong with them."""
     said = " ".join(str(error).split())
-    dialled = [f"{addr}: {'failed a moment ago' if why == BACKOFF else why}" for addr, why in DIALLED.findall(said)]
-    return ", ".join(dialled) or said
+    dialled: dict[str, list[str]] = {}
+    for addr, why in DIALLED.findall(said):
+        dialled.setdefault("failed a moment ago" if why == BACKOFF else why, []).append(addr)
+    return "; ".join(f"{', '.join(addrs)}: {why}" for why, addrs in dialled.items()) or said

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 3.0
 """Longest time of one call to one node; a look-up makes several in parallel."""
 DIAL_TIMEOUT_S = 5.0
+LOOK_ON_S = 0.1
+"""Seconds from one look at who hasn't answered yet to the next."""
 JOIN_GRACE_S = 0.3
 """Seconds that the other initial peers may take once one has answered."""
 NEIGHBOURS_TIMEOUT_S = 1.0
@@ -118,7 +120,11 @@ class Dht:
         key_id = DHTID.generate(key)
         with self._protocol.looking(key_id) as look:
             # All nodes around the key are asked: each may know only some of the records.
-            await self._to_its_end(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+            asking = self._spawn(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
+            while not asking.done() and not look.waits_in_vain(time.monotonic(), self._node.num_workers):
+                await asyncio.wait([asking], timeout=LOOK_ON_S)
+            if asking.done():
+                await asking
         found = look.records.find(look.key, time.time())
         return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
 
@@ -154,24 +160,30 @@ class Dht:
     async def _join(self) -> None:
         """Meet the initial peers, or those that were met through them once, and then the own neighbours."""
         clock_differences_s, failures = await self._meet(self.initial_peers)
+        if clock_differences_s and failures:
+            # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
+            logger.warning("some initial peers can't be reached: %s", _list_failures(failures))
         if not clock_differences_s and self._book is not None:
-            known = await asyncio.to_thread(self._book.peers)
-            clock_differences_s, _ = await self._meet(known)
+            clock_differences_s, _ = await self._meet(await asyncio.to_thread(self._book.peers))
             if clock_differences_s:
-                logger.warning("no initial peer answers, but others do that were met earlier: the swarm is joined")
+                logger.warning(
+                    "none of the initial peers answers: %s; joined instead by %s, met there earlier and kept in %s",
+                    _list_failures(failures),
+                    ", ".join(f"{addr}/p2p/{peer_id}" for peer_id, addr in clock_differences_s),
+                    self._book.path,
+                )
         if not clock_differences_s:
             raise PeerUnreachableError(f"none of the initial peers can be reached: {_list_failures(failures)}")
-        # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
-        if failures:
-            logger.warning("some initial peers can't be reached: %s", _list_failures(failures))
-        _judge_clock(clock_differences_s)
+        _judge_clock(tuple(clock_differences_s.values()))
         await self._meet_neighbours()
 
-    async def _meet(self, peers: Sequence[tuple[str, str]]) -> tuple[list[float], dict[tuple[str, str], str]]:
+    async def _meet(
+        self, peers: Sequence[tuple[str, str]]
+    ) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], str]]:
         """Seconds that this machine's clock is ahead of theirs, and why others can't be reached by any address."""
         greetings = {self._spawn(self._greet(*peer)): peer for peer in peers}
         pending = set(greetings)
-        clock_differences_s: list[float] = []
+        clock_differences_s: dict[tuple[str, str], float] = {}
         failures: dict[tuple[str, str], str] = {}
         reached: set[str] = set()
         timeout_s: float | None = None  # each greeting has its own
@@ -186,7 +198,7 @@ class Dht:
                     failures[peer_id, addr] = answer
                 else:
                     reached.add(peer_id)
-                    clock_differences_s.append(answer)
+                    clock_differences_s[peer_id, addr] = answer
             if clock_differences_s:
                 timeout_s = JOIN_GRACE_S
         return clock_differences_s, {peer: answer for peer, answer in failures.items() if peer[0] not in reached}

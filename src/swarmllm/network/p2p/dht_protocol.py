@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -58,6 +58,10 @@ WORK_PER_TURN = 100
 """Records to look at in one turn of the event loop, each of which takes about 10 µs (measured on one machine)."""
 CHECK_WORK = 12
 """Cost of checking a signature, in such records."""
+ANSWER_GRACE_S = 0.3
+SLOWEST_ANSWERS = 4
+"""A look waits for its last nodes for this many times its slowest answer and `ANSWER_GRACE_S`. Assumed: a node that is
+frozen costs its 3 s no more, and one that is slow answers within. The grace is that of joining."""
 DICTIONARY_EXT = 0x50
 """hivemind's type of msgpack for what a key holds: [number, time, [[owner, value, expiration], …]]."""
 
@@ -105,6 +109,23 @@ class Finds:
 
     key: bytes
     records: RecordStore
+    asked_at: dict[Any, float] = field(default_factory=dict)
+    """Nodes that haven't answered yet, and when they were asked."""
+    slowest_s: float | None = None
+    """Seconds of the slowest answer; None: nobody has answered."""
+
+    def answered(self, peer: Any, now: float) -> None:
+        """This node has answered."""
+        self.slowest_s = max(self.slowest_s or 0.0, now - self.asked_at.pop(peer, now))
+
+    def waits_in_vain(self, now: float, num_workers: int) -> bool:
+        """Whether the look only waits for nodes that take far longer than those that have answered.
+
+        What they keep others keep, too. As many as there are workers may hide nodes that weren't asked yet.
+        """
+        if self.slowest_s is None or not 0 < len(self.asked_at) < num_workers:
+            return False
+        return now > max(self.asked_at.values()) + ANSWER_GRACE_S + SLOWEST_ANSWERS * self.slowest_s
 
 
 class BoundedProtocol(DHTProtocol):
@@ -190,6 +211,9 @@ class BoundedProtocol(DHTProtocol):
         # Whoever only wants nodes, to store something, asks for the next key, which has the same nodes and no records.
         asked = [key.to_bytes() if key.to_bytes() in looked_for else DHTID(key ^ 1).to_bytes() for key in keys]
         request = dht_pb2.FindRequest(keys=asked, peer=self.node_info)
+        looks = [look for look in self.looks if look.key in {key.to_bytes() for key in keys}]
+        for look in looks:
+            look.asked_at[peer] = time.monotonic()
         try:
             response = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(response.results) != len(keys):
@@ -197,13 +221,17 @@ class BoundedProtocol(DHTProtocol):
             nearest: dict[Any, tuple[None, dict[Any, Any]]] = {}
             for key, result in zip(keys, response.results, strict=True):
                 nearest[key] = None, _nodes(result, self.bucket_size)
-                for look in [look for look in self.looks if look.key == key.to_bytes()]:
+                for look in [look for look in looks if look.key == key.to_bytes()]:
+                    look.answered(peer, time.monotonic())
                     if result.type == dht_pb2.FOUND_DICTIONARY:
                         await self._collect(result.value, look)
         except Exception as error:  # noqa: BLE001 - of hivemind, p2pd, protobuf, or whatever the answer holds
             logger.debug("no answer from %s: %r", peer, error)
             await self.update_routing_table(None, peer, responded=False)
             return None
+        finally:
+            for look in looks:
+                look.asked_at.pop(peer, None)
         await self.update_routing_table(node_id_of(peer), peer)
         return nearest
 

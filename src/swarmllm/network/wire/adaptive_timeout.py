@@ -23,6 +23,11 @@ DECAY = 0.95
 2 minutes."""
 SLOWEST_LINK_BYTES_PER_S = 125_000.0
 """A PING waits behind what was sent before it, wherever that lies. Assumed where nothing was measured: 1 Mbit/s."""
+CONFIRMED_BYTES = 32 << 10
+"""A PING follows whenever this much was sent since the last one, so that what has arrived is known to have. Without it
+a step that is answered soon leaves no PONG, and its bytes seem to be under way for as long as 1 Mbit/s takes."""
+MAX_MARKS = 64
+"""PINGs whose answers tell what has arrived; of more, the oldest are forgotten."""
 SHARE_OF_LINK = 0.25
 """The least share of the measured rate of a link that one stream has. Assumed."""
 
@@ -37,8 +42,10 @@ class AdaptiveTimeout:
         self._silent_since = 0.0
         """When the first PING was sent that isn't answered; later if this process was late."""
         self._slowest_s: float | None = None
-        self._before_ping = self._after_ping = 0
-        """Bytes that may still be under way."""
+        self._sent = self._arrived = self._marked = 0
+        """Bytes in all; between the first two those that may still be under way."""
+        self._marks: dict[int, int] = {}
+        """Bytes that were sent before each PING, by its number."""
 
     def restart(self, now: float) -> None:
         """Count silence from now on: the peer answered something, or this process doesn't take what comes."""
@@ -50,18 +57,34 @@ class AdaptiveTimeout:
 
     def sent(self, num_bytes: int) -> None:
         """Something was sent, a PING included."""
-        self._after_ping += num_bytes
+        self._sent += num_bytes
+
+    @property
+    def unmarked_bytes(self) -> int:
+        """Bytes that were sent behind the last PING."""
+        return self._sent - self._marked
+
+    def mark(self, number: int) -> None:
+        """A PING of this number is sent now, of whatever kind: all that was sent so far comes before it."""
+        self._marked = self._marks[number] = self._sent
+        if len(self._marks) > MAX_MARKS:
+            del self._marks[next(iter(self._marks))]
+
+    def arrived(self, number: object) -> None:
+        """The PING of this number was answered, so what was sent before it has arrived."""
+        mark = self._marks.get(number) if isinstance(number, int) else None
+        if mark is not None:
+            self._arrived = mark
+            self._marks = {other: later for other, later in self._marks.items() if later > mark}
 
     def pinged(self, now: float) -> None:
-        """Whatever was sent so far comes before the PING."""
+        """A PING that is to show how punctual the peer is was sent."""
         if not self.ping_is_under_way:
             self.ping_is_under_way, self._silent_since = True, now
-        self._before_ping, self._after_ping = self._before_ping + self._after_ping, 0
 
     def answered(self, round_trip_s: float) -> None:
-        """The last PING was answered: all that was sent before it has arrived."""
+        """The last such PING was answered."""
         self.ping_is_under_way = False
-        self._before_ping = 0
         self._slowest_s = max(round_trip_s, DECAY * (self._slowest_s or 0.0))
 
     def silent_s(self, now: float) -> float:
@@ -76,5 +99,5 @@ class AdaptiveTimeout:
         if not self.num_waiting or not self.ping_is_under_way or self._slowest_s is None:
             return math.inf
         bytes_per_s = max(SLOWEST_LINK_BYTES_PER_S, SHARE_OF_LINK * (mbps or 0.0) * 1e6 / 8)
-        under_way_s = (self._before_ping + self._after_ping) / bytes_per_s
+        under_way_s = (self._sent - self._arrived) / bytes_per_s
         return self._silent_since + LEAST_S + ROUND_TRIPS * self._slowest_s + under_way_s

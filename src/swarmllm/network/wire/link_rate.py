@@ -38,8 +38,13 @@ class LinkRate:
             return None
         if len(self._under_way) >= MEASUREMENTS:
             self._under_way.clear()  # the peer doesn't answer
-        self._last_number -= 1  # below 0, to be told from the PINGs that measure round trips
-        self._under_way[self._last_number] = began_at, num_bytes
+        number = self.next_number()
+        self._under_way[number] = began_at, num_bytes
+        return number
+
+    def next_number(self) -> int:
+        """The number of a PING that measures no round trip: below 0, to be told from those that do."""
+        self._last_number -= 1
         return self._last_number
 
     def answered(self, number: object, now: float, round_trip_s: float | None) -> None:

@@ -72,11 +72,13 @@ class Liveness:
         self.num_pings += 1
         self._ping_sent_at = now
         self.timeout.pinged(now)
+        self.timeout.mark(self.num_pings)
         return self.num_pings
 
     def answered(self, number: object, now: float) -> float | None:
         """A PONG has come; returns the seconds of the round trip if it belongs to the last PING."""
         self.timeout.restart(now)
+        self.timeout.arrived(number)
         if number != self.num_pings:
             return None
         sample = now - self._ping_sent_at

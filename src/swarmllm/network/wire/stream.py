@@ -30,6 +30,7 @@ from swarmllm.errors import (
     SessionClosedError,
     SwarmError,
 )
+from swarmllm.network.wire.adaptive_timeout import CONFIRMED_BYTES
 from swarmllm.network.wire.frames import (
     CONTROL_TYPES,
     MAX_MESSAGE_BYTES,
@@ -150,7 +151,11 @@ class FrameStream(asyncio.Protocol):
             return
         frames = encode_message(kind, header, payload_chunks, max_message_bytes=self._inbox.max_message_bytes)
         began_at = await self._outbox.send(frames)
-        if number := self.link_rate.sent(began_at, sum(map(len, payload_chunks))):
+        number = self.link_rate.sent(began_at, sum(map(len, payload_chunks)))
+        if number is None and self.liveness.timeout.unmarked_bytes >= CONFIRMED_BYTES:
+            number = self.link_rate.next_number()
+        if number is not None:
+            self.liveness.timeout.mark(number)
             self._write_control(MessageType.PING, {"n": number})
 
     def _write_control(self, kind: MessageType, header: Mapping[str, Any]) -> None:

@@ -3,8 +3,9 @@
 Used by `span_loader`, and by whoever computes or allocates for a client.
 """
 
+import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolEr
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.settings import require_device
+
+logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
 """What is in the messages of plain RuntimeErrors by which torch and its libraries say so, on CPUs above all."""
@@ -56,6 +59,17 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
     return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
 
 
+def log_lacks(errors: Iterable[object]) -> None:
+    """Log a line for each of these errors that means that memory ran out, unless it was translated, and logged, before.
+
+    The sessions of one forward share its error, which is one lack.
+    """
+    for error in {id(error): error for error in errors}.values():
+        if not isinstance(error, ServerOutOfMemoryError) and out_of_memory(error):
+            reason = f"{type(error).__name__} {error}".strip().split("\n")[0][:300]
+            logger.warning("memory ran out, which the client is told: %s", reason)
+
+
 def lost_context(error: object) -> str | None:
     """What took with it all that this process can compute by: no call will go well any more.
 
@@ -89,6 +103,7 @@ def memory_errors_translated() -> Iterator[None]:
         found = out_of_memory(error)
         if found is None:
             raise
+        log_lacks([error])
         raise found from error
 
 
@@ -105,6 +120,7 @@ def block_errors_translated() -> Iterator[None]:
         raise
     except Exception as error:
         if lacking := out_of_memory(error):
+            log_lacks([error])
             raise lacking from error
         reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:300]}"
         raise RemoteProtocolError(f"the blocks can't run on these inputs: {reason}") from error

@@ -19,7 +19,7 @@ from swarmllm.errors import ServerOutOfMemoryError
 from swarmllm.server.device.accelerator import Accelerator
 from swarmllm.server.device.burst_wait import BurstWait
 from swarmllm.server.device.calls import UNFINISHED, Call, joined, outcome_of, outcomes_of
-from swarmllm.server.device.device import lost_context, out_of_memory
+from swarmllm.server.device.device import log_lacks, lost_context, out_of_memory
 from swarmllm.server.device.load_meter import Load, LoadMeter
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import Budget, Priority, Scheduler
@@ -39,6 +39,11 @@ class _Withdrawn:
     call: Call
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    session: str
+
+
 class DeviceThread:
     """One thread and its queue. `on_settled` and `on_death` are called in the thread."""
 
@@ -53,7 +58,7 @@ class DeviceThread:
     ) -> None:
         self._niceness = niceness
         self._burst_wait = BurstWait()
-        self._inbox: queue.SimpleQueue[Call | _Withdrawn | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Call | _Withdrawn | _Ended | None] = queue.SimpleQueue()
         self._scheduler: Scheduler[Call] = Scheduler(budget)
         self._meter = LoadMeter()
         self._on_settled, self._on_death = on_settled, on_death
@@ -82,6 +87,10 @@ class DeviceThread:
     def withdraw(self, call: Call) -> None:
         """Forget a call for which nobody waits any more; it isn't run, unless its turn has come already."""
         self._inbox.put(_Withdrawn(call))
+
+    def forget(self, session: str) -> None:
+        """Count no more on steps of a session that has ended."""
+        self._inbox.put(_Ended(session))
 
     def stop(self) -> None:
         """End the thread after what is queued."""
@@ -123,11 +132,13 @@ class DeviceThread:
             except queue.Empty:
                 return bool(len(self._scheduler)) or not self._stopping
 
-    def _take_in(self, item: Call | _Withdrawn | None) -> None:
+    def _take_in(self, item: Call | _Withdrawn | _Ended | None) -> None:
         if item is None:
             self._stopping = True
         elif isinstance(item, _Withdrawn):
             self._scheduler.discard(item.call)
+        elif isinstance(item, _Ended):
+            self._scheduler.forget(item.session)
         else:
             self._scheduler.add(item)
             self._burst_wait.came(time.perf_counter())
@@ -203,4 +214,5 @@ class DeviceThread:
                 call.outputs.append(cast(Tensor, outcome))
                 if not call.num_tokens:
                     settled.append((call, outcome_of(partial(joined, call.step, call.outputs))))
+        log_lacks(outcome for _, outcome in settled)
         return [(call, out_of_memory(outcome) or outcome) for call, outcome in settled]

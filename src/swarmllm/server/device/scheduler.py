@@ -11,7 +11,8 @@ sessions, only what they ask for. Its rules, in this order:
 2.  Decode steps that are ready go together: all, if one client alone decodes; of several, one of each, and then in
     turns until the forward takes twice as long as one step alone. So the many sessions of one make nobody else wait.
 3.  What the budget leaves goes to prefill steps, in pieces. While other sessions decode, or did a
-    moment ago, these pieces are small: whoever waits for the next token waits at most for one of them.
+    moment ago, these pieces are small: whoever waits for the next token waits at most for one of them. Sessions that
+    have ended don't count, and those of the prompt's own account only as long as their next step is due (`pause_s`).
 4.  If no prefill step got a piece (there was no room, or it can't be cut), the next forward begins with one.
 5.  Training runs when nobody else waits; but between two steps of those who decode it has one turn, and then it leaves
     the device to the next step, which is due (`pause_s`).
@@ -56,7 +57,8 @@ class Budget:
     doubling_tokens: int = 27
     """Tokens that take as long, in one forward with others, as a decode step alone; measured there as well."""
     decoding_s: float = 0.5
-    """A session decodes as long as its last such step is no older. Assumed: a slow chain's time per token."""
+    """A session decodes as long as it is open and its last such step is no older. Assumed: a slow chain's time per
+    token."""
     others_share: float = 0.1
     """Share of the time that those who come first may wait for others. Beside their steps ride others that take half as
     large a share of a step's time."""
@@ -65,8 +67,9 @@ class Budget:
     patience_s: float = 1.0
     """Longest wait for training's next turn: where turns take long, they get more than their share."""
     pause_s: float = 0.1
-    """How long after a decode step the next one is waited for; whoever has stopped decoding costs training no more than
-    this. Measured beside 50 ms (docs/benchmarks.md), which a token through two busy servers sometimes exceeds."""
+    """How long after a decode step the next one is waited for; whoever has stopped decoding costs training, and prompts
+    of the same account, no more than this. Measured beside 50 ms (docs/benchmarks.md), which a token through two busy
+    servers sometimes exceeds."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -116,6 +119,10 @@ class Scheduler(Generic[W]):
     def discard(self, work: W) -> None:
         """Forget work that nobody wants any more; harmless when it has been taken already."""
         self._waiting.pop(work, None)
+
+    def forget(self, session: str) -> None:
+        """Note that the session has ended: it decodes no more."""
+        self._decoded.pop(session, None)
 
     def decoding(self, now: float) -> tuple[int, int]:
         """Sessions whose decode steps wait, and all that decode: they, and those that did a moment ago."""
@@ -238,7 +245,9 @@ class Scheduler(Generic[W]):
     def _prefill_room(self, work: W, decodes: list[W], now: float) -> int:
         """Tokens that this forward may spend on prefill, as far as `work` is concerned."""
         others_decode = bool(decodes) or any(
-            session != work.session and one.account.comes_first >= work.account.comes_first
+            session != work.session
+            and one.account.comes_first >= work.account.comes_first
+            and (one.account != work.account or now < one.at + self.budget.pause_s)
             for session, one in self._decoded.items()
         )
         if others_decode or self._is_guest(work, now):

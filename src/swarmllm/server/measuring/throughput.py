@@ -8,8 +8,9 @@ most is measured first; when time is up, the rest is left out.
 import logging
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -46,6 +47,11 @@ beside a prompt of 2000; with 13 to 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.
 on one machine and 13 on another."""
 MIN_PREFILL_TOKENS = 8
 """Fewer take as long on every CPU."""
+PIECES = (64, 256, 1024)
+"""Tokens of prompts whose forwards are measured on devices that compute beside the thread that asks them to."""
+COMPUTING = 2.0
+"""A forward of four times as many tokens takes at least so many times as long, if it isn't the asking that takes the
+time. Assumed: halfway between 1 and 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,8 @@ class Throughput:
     decode_ms_per_block: float
     decode_ms_per_block_batch8: float = 0.0
     """0 = not measured, here and below."""
+    piece_ms_per_block: Mapping[int, float] = field(default_factory=dict)
+    """A prompt's forward, by its tokens: those of `PIECES` that were measured."""
     context_ms_per_block_per_1k: float = 0.0
     num_threads: int = 0
     """The number of threads that was best; 0 = not chosen by measurement."""
@@ -80,8 +88,25 @@ def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
 
 
 def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int:
-    """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps."""
-    return max(MIN_PREFILL_TOKENS, round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks)))
+    """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps.
+
+    They take a share of a step's time, but are never so few that asking for the forward takes longer than computing it:
+    more pieces would only make everybody wait more often.
+    """
+    piece_ms = throughput.piece_ms_per_block
+    in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
+    in_time = max((tokens for tokens, ms in piece_ms.items() if ms <= in_time_ms), default=0)
+    share = round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks))
+    return max(MIN_PREFILL_TOKENS, share, in_time, _least_worth_asking_for(piece_ms))
+
+
+def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
+    """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
+    sizes = sorted(piece_ms)
+    for size, larger in pairwise(sizes):
+        if piece_ms[larger] >= COMPUTING * piece_ms[size]:
+            return size
+    return sizes[-1] if len(sizes) > 1 else 0
 
 
 def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
@@ -109,11 +134,13 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.part)
+    pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
     return Throughput(
         forward_tokens_per_s=measured.forward_tokens / forward_s * num_measured / len(blocks.span),
         decode_ms_per_block=decode_s * 1e3 / num_measured,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
         context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
+        piece_ms_per_block={tokens: piece_s * 1e3 / num_measured for tokens, piece_s in pieces_s.items()},
         num_threads=num_threads,
     )
 
@@ -133,7 +160,18 @@ class _Part:
 
     def forward_s(self) -> float:
         """Seconds of a batch of one row."""
-        batch = random_inputs(self._blocks, self.forward_tokens)
+        return self._batch_s(self.forward_tokens)
+
+    def pieces_s(self, deadline: float) -> dict[int, float]:
+        """Seconds of batches of those `PIECES` that fit into the model's positions and the time."""
+        found: dict[int, float] = {}
+        for num_tokens in PIECES:
+            if num_tokens <= self._positions and time.perf_counter() < deadline:
+                found[num_tokens] = self._batch_s(num_tokens)
+        return found
+
+    def _batch_s(self, num_tokens: int) -> float:
+        batch = random_inputs(self._blocks, num_tokens)
         return self._median_s(lambda: self._blocks.forward(batch, self.part))
 
     def decode_s(self, num_rows: int = 1) -> float:

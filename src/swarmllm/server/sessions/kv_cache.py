@@ -15,7 +15,7 @@ a short lack is soon forgotten.
 
 from dataclasses import dataclass
 
-from swarmllm.errors import CacheFullError
+from swarmllm.errors import CacheFullError, SessionTooLargeError
 
 KEPT_SHARE = 0.75
 """Share that stays of what was leased when memory ran out. Assumed, as is the next."""
@@ -52,6 +52,7 @@ class CacheBudget:
         """Set `num_bytes` aside.
 
         Raises:
+            SessionTooLargeError: that much isn't there even while nobody else leases anything.
             CacheFullError: that much is not left.
         """
         lease = CacheLease(self, self.num_lacks)
@@ -74,8 +75,14 @@ class CacheLease:
         """Ask for `num_bytes` in all; on failure the lease stays as it was.
 
         Raises:
+            SessionTooLargeError: that much isn't there even while nobody else leases anything.
             CacheFullError: that much is not left.
         """
+        if num_bytes > self.budget.capacity_bytes:
+            raise SessionTooLargeError(
+                f"the session needs {num_bytes / 1e6:.1f} MB of KV cache, and this server has "
+                f"{self.budget.capacity_bytes / 1e6:.1f} in all: use a smaller max_length or batch"
+            )
         more = num_bytes - self.num_bytes
         if more > self.budget.left_bytes:
             raise CacheFullError(
