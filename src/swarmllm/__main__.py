@@ -60,7 +60,7 @@ COMMANDS = {
         "swarmllm adapters --base HUB_ID --task text-classification",
     ),
     "doctor": Command(
-        "swarmllm.commands.doctor.command",
+        "swarmllm.commands.doctor",
         "checks this machine and network, and names what to mend",
         "swarmllm doctor --model M --initial_peers ADDRESS",
     ),

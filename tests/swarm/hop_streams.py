@@ -8,8 +8,18 @@ from typing import Any, ClassVar
 import base58
 
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.relay.addresses import circuit_through
-from swarmllm.network.relay.wire import HOP, Fields, HopKind, Status, encode, framed, number, read_message, reserve
+from swarmllm.network.relay.wire import (
+    HOP,
+    Fields,
+    HopKind,
+    Status,
+    circuit_through,
+    encode,
+    framed,
+    number,
+    read_message,
+    reserve,
+)
 
 NewPeer = Callable[..., Awaitable[Peer]]
 

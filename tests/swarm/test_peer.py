@@ -19,8 +19,8 @@ from echo_peers import FINGERPRINT, MODEL, echo, greeted, info, polite_echo
 from pytest_asyncio import fixture as in_loop
 from tests.left_tasks import no_task_left_behind
 
-from swarmllm.commands.doctor.findings import DoctorConfig, Verdict
-from swarmllm.commands.doctor.network import check_swarm
+from swarmllm.commands.doctor_checks import check_swarm
+from swarmllm.commands.doctor_findings import DoctorConfig, Verdict
 from swarmllm.errors import (
     ConfigurationError,
     PeerTimeoutError,

@@ -16,8 +16,7 @@ from swarmllm.network.p2p.incoming import Incoming
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay import guest as guest_module
 from swarmllm.network.relay.guest import RelayPeer
-from swarmllm.network.relay.places import Caller
-from swarmllm.network.relay.service import RelayRules
+from swarmllm.network.relay.service import Caller, RelayRules
 from swarmllm.network.relay.wire import AUTONAT, encode, framed, read_message
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

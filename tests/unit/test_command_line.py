@@ -20,7 +20,7 @@ from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.commands.adapters import Search
 from swarmllm.commands.chat import ChatConfig
 from swarmllm.commands.dht import DhtConfig
-from swarmllm.commands.doctor.findings import DoctorConfig
+from swarmllm.commands.doctor_findings import DoctorConfig
 from swarmllm.commands.generate import parse_prompt
 from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser

@@ -8,10 +8,9 @@ import pytest
 
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.relay import guest as guest_module
-from swarmllm.network.relay.addresses import circuit_through
 from swarmllm.network.relay.guest import NUM_RELAYS, RelayGuest, RelayPeer, choose
 from swarmllm.network.relay.service import ByteStream
-from swarmllm.network.relay.wire import Status, encode, framed, hop_status
+from swarmllm.network.relay.wire import Status, circuit_through, encode, framed, hop_status
 
 
 def relay(name: str, *hosts: str) -> RelayPeer:

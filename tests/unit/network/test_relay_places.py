@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarmllm.network.relay import bucket as bucket_module
-from swarmllm.network.relay.bucket import BURST_S, ByteBucket
-from swarmllm.network.relay.places import Caller, Places
+from swarmllm.network.relay import service as service_module
+from swarmllm.network.relay.service import BURST_S, ByteBucket, Caller, Places
 
 
 def caller(name: str, host: str) -> Caller:
@@ -44,7 +43,7 @@ class Clock:
         fake = SimpleNamespace(
             sleep=pass_time, Lock=asyncio.Lock, get_running_loop=lambda: SimpleNamespace(time=lambda: self.now)
         )
-        monkeypatch.setattr(bucket_module, "asyncio", fake)
+        monkeypatch.setattr(service_module, "asyncio", fake)
 
 
 async def test_bytes_pass_at_the_rate_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:

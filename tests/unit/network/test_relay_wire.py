@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from swarmllm.network.p2p._hivemind import Multiaddr
 from swarmllm.network.p2p.addresses import pack_addrs
-from swarmllm.network.relay.addresses import came_from, circuit_through, is_circuit, pack_circuit
 from swarmllm.network.relay.wire import (
     MAX_MESSAGE_BYTES,
     HopKind,
     Status,
+    came_from,
+    circuit_through,
     decode,
     encode,
     framed,
     hop_status,
+    is_circuit,
     number,
+    pack_circuit,
     read_message,
     reserve,
     stop_connect,

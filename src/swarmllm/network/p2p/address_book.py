@@ -15,7 +15,7 @@ from typing import Any
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file
 from swarmllm.network.p2p.addresses import split_initial_peer
-from swarmllm.network.relay.addresses import is_circuit
+from swarmllm.network.relay.wire import is_circuit
 
 logger = logging.getLogger(__name__)
 

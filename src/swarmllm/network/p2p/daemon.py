@@ -34,7 +34,7 @@ from swarmllm.network.p2p._hivemind import (
 )
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.network.relay.addresses import came_from
+from swarmllm.network.relay.wire import came_from
 from swarmllm.private_directory import PrivateDirectory
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID
 from swarmllm.network.p2p.addresses import pack_addrs
 from swarmllm.network.p2p.daemon import Daemon, reason_of
 from swarmllm.network.p2p.incoming import other_end
-from swarmllm.network.relay.addresses import is_circuit
-from swarmllm.network.relay.places import Caller
+from swarmllm.network.relay.service import Caller
+from swarmllm.network.relay.wire import is_circuit
 
 CIRCUIT_S = 3.0
 """More time, where the peer may be behind a relay: that is dialled first, and then asks the peer. Assumed."""

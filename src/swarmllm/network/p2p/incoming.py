@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, read_pbmsg_safe
 from swarmllm.network.p2p.daemon import Daemon
-from swarmllm.network.relay.addresses import came_from
-from swarmllm.network.relay.places import Caller
+from swarmllm.network.relay.service import Caller
+from swarmllm.network.relay.wire import came_from
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
 from swarmllm.network.p2p.incoming import Incoming
 from swarmllm.network.p2p.reachability import Reachability
 from swarmllm.network.relay.guest import RelayPeer
-from swarmllm.network.relay.places import Caller
-from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, RelayRules, RelayService
+from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, Caller, RelayRules, RelayService
 from swarmllm.network.relay.wire import HOP, STOP
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 from swarmllm.network.wire.stream import FrameStream

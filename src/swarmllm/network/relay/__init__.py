@@ -4,10 +4,7 @@ A peer behind a NAT holds a *reservation* at a public one, the relay. Who wants 
 relay asks the peer and from then on passes bytes on, both ways. They are those of a libp2p connection, encrypted and
 authenticated between the two ends. https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md
 
-service    what a relay does for others
-guest      what a peer does to be reached through relays
-places     how many of them, of each and in all
-bucket     how many bytes a second
-wire       the messages between a relay and its peers
-addresses  addresses as bytes, those through relays as well
+service  what a relay does for others, for how many, and how many bytes a second
+guest    what a peer does to be reached through relays
+wire     the messages between a relay and its peers, and addresses as bytes
 """

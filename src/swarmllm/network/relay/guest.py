@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmllm.errors import SwarmError
-from swarmllm.network.relay.addresses import circuit_through, network_of
 from swarmllm.network.relay.service import ByteStream
-from swarmllm.network.relay.wire import HopKind, Status, number, read_message, reserve
+from swarmllm.network.relay.wire import HopKind, Status, circuit_through, network_of, number, read_message, reserve
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a relay does for others: it keeps reservations, opens circuits, and passes their bytes on.
+"""A relay's service to others: it keeps reservations, opens circuits, and passes their bytes on.
 
 It takes the place of the one in libp2p's daemon, which relays for anybody, and cuts each circuit after 128 KiB or two
 minutes. `p2p/peer` hands every stream that is opened at HOP to `RelayService.serve`:
@@ -6,21 +6,24 @@ minutes. `p2p/peer` hands every stream that is opened at HOP to `RelayService.se
     RESERVE  → refused, or a reservation that lasts as long as the stream stays open and RESERVE is said again in time
     CONNECT  → refused, or STOP is opened to the target, and then bytes pass until one side ends or both are idle
 
-A relay learns who talks to whom, when and how much. It sees nothing else: the two ends have encrypted it.
+`Places` bounds how many may take part: of one peer, of one host and in all. Peer ids cost nothing, addresses little:
+so the last number bounds memory, and the numbers before it keep one guest from taking everything. `ByteBucket` bounds
+the bytes a second. A relay learns who talks to whom, when and how much. It sees nothing else: the two ends have
+encrypted it.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import base58
 
 from swarmllm.errors import SwarmError
-from swarmllm.network.relay.bucket import ByteBucket
-from swarmllm.network.relay.places import Caller, Places
 from swarmllm.network.relay.wire import (
     Fields,
     HopKind,
@@ -34,6 +37,9 @@ from swarmllm.network.relay.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+BURST_S = 0.25
+"""Seconds of the rate that may pass at once after a pause: a decode step never waits where others are quiet."""
 
 RESERVATION_S = 60.0
 """A reservation that isn't renewed ends; its holders renew it several times in this time."""
@@ -49,14 +55,83 @@ CHUNK_BYTES = 32 << 10
 """Passed on at once, in turn with other hosts."""
 BUFFER_BYTES = 16 << 10
 """A stream isn't read on while more than twice this waits; one read of asyncio brings 256 KiB at most."""
+
+ByteStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+OpenStop = Callable[[str], Awaitable[ByteStream]]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who opened a stream, as this peer's daemon says."""
+
+    peer_id: str
+    host: str
+    """Address of the machine, or of the router or relay before it; "": not told."""
+    through_relay: bool
+
+
+@dataclass(eq=False)
+class Places:
+    """Those that are left of a kind."""
+
+    of_peer: int
+    of_host: int
+    in_all: int
+    _taken: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return self._taken["all", ""]
+
+    def take(self, caller: Caller) -> bool:
+        """Whether there is one for this caller; if so, it is taken until `leave`."""
+        keys = self._keys(caller)
+        if any(self._taken[key] >= most for key, most in zip(keys, self._limits(), strict=True)):
+            return False
+        self._taken.update(keys)
+        return True
+
+    def leave(self, caller: Caller) -> None:
+        """Give back one that was taken."""
+        self._taken.subtract(self._keys(caller))
+        self._taken = +self._taken
+
+    def _limits(self) -> tuple[int, int, int]:
+        return self.of_peer, self.of_host, self.in_all
+
+    def _keys(self, caller: Caller) -> tuple[tuple[str, str], ...]:
+        return ("peer", caller.peer_id), ("host", caller.host), ("all", "")
+
+
+class ByteBucket:
+    """Hosts take turns, and those of one host among themselves: so a flood from one slows others by one piece each."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._turn = asyncio.Lock()
+        self._turn_of_host: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._free_at = 0.0
+        self.num_bytes = 0
+        """That have passed since the start."""
+
+    def lock_of(self, host: str) -> asyncio.Lock:
+        """To be given to `take` by whoever passes bytes on for this host."""
+        return self._turn_of_host.setdefault(host, asyncio.Lock())
+
+    async def take(self, num_bytes: int, of_host: asyncio.Lock) -> None:
+        """Return when that many may pass."""
+        async with of_host, self._turn:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self._bytes_per_s
+            if self._free_at > now:
+                await asyncio.sleep(self._free_at - now)
+        self.num_bytes += num_bytes
+
+
 MAX_STREAMS = Places(of_peer=64, of_host=96, in_all=256)
 """At HOP. Circuits first of all: a client has one to each server that it reaches through this relay. With all of them
 stalled and full, they take some 200 MB (computed)."""
 MAX_RESERVATIONS = Places(of_peer=2, of_host=32, in_all=128)
 """A newer one of the same peer replaces the older, which needs its place for a moment more."""
-
-ByteStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-OpenStop = Callable[[str], Awaitable[ByteStream]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""The flags and the report of `swarmllm doctor`; the exit status is 1 if anything is wrong."""
+"""`swarmllm doctor`: looks at the needs of a server or client on this machine, and names what to mend.
+
+It has the flags and prints the report; the exit status is 1 if anything is wrong. The checks are in `doctor_checks`.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.commands.doctor.findings import DoctorConfig, Finding, Verdict
-from swarmllm.commands.doctor.packages import check_versions
+from swarmllm.commands.doctor_findings import DoctorConfig, Finding, Verdict, check_versions
 from swarmllm.config import ModelConfig, PeerConfig, SwarmConfig
 from swarmllm.server.settings import BlocksConfig
 
@@ -28,15 +30,15 @@ async def examine(config: DoctorConfig) -> int:
             num_bad += finding.verdict is Verdict.BAD
 
     report("versions", check_versions())
-    from swarmllm.commands.doctor import machine, network  # they import torch, which may be missing
+    from swarmllm.commands import doctor_checks as checks  # it imports torch, which may be missing
 
-    report("device", machine.check_device(config))
-    report("model", machine.check_model(config))
-    report("memory", machine.check_memory(config))
-    report("disk", machine.check_disk(config))
-    report("identity", machine.check_identity(config))
-    report("network", await network.check_listening(config))
-    report("swarm", await network.check_swarm(config))
+    report("device", checks.check_device(config))
+    report("model", checks.check_model(config))
+    report("memory", checks.check_memory(config))
+    report("disk", checks.check_disk(config))
+    report("identity", checks.check_identity(config))
+    report("network", await checks.check_listening(config))
+    report("swarm", await checks.check_swarm(config))
     print(f"\n{num_bad} to mend." if num_bad else "\nNothing to mend.")
     return num_bad
 

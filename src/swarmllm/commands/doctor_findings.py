@@ -1,14 +1,23 @@
-"""What a check of `swarmllm doctor` is told, and what it says."""
+"""The settings and findings of `swarmllm doctor`, and its first check: are Python and all packages as required?
 
+Imports none of these packages, since they may be missing.
+"""
+
+import importlib.metadata
+import platform
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+
+from packaging.requirements import Requirement
 
 from swarmllm.config import PeerConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import Invite
 from swarmllm.server.settings import BlocksConfig, ServerConfig
+from swarmllm.version import __version__
 
 MOST_GB = 1e6
 
@@ -73,3 +82,32 @@ def note(text: str) -> Finding:
 
 def bad(text: str) -> Finding:
     return Finding(Verdict.BAD, text)
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python, and every package that swarmllm requires."""
+    if sys.platform != "linux":
+        yield note(f"this is {platform.system()}: swarmllm has been tried on Linux only")
+    wrong = list(wrong_versions(importlib.metadata.requires("swarmllm") or ()))
+    yield from map(bad, wrong)
+    if not wrong:
+        python = platform.python_version()
+        yield ok(f"swarmllm {__version__} on Python {python}; all packages are of versions that it was tested with")
+
+
+def wrong_versions(
+    requirements: Sequence[str], installed: Callable[[str], str] = importlib.metadata.version
+) -> Iterator[str]:
+    """A sentence for each requirement (extras aside) that is missing or outside its range."""
+    for line in requirements:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        mend = f'pip install "{requirement.name}{requirement.specifier}"'
+        try:
+            version = installed(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{requirement.name} is not installed: {mend}"
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} is {version}, which has not been tested: {mend}"
