@@ -47,6 +47,15 @@ def _write(
 
 
 @triton.jit
+def _is_visible(key, query, end, WINDOW: tl.constexpr):
+    """Whether the query at one position sees the key at another."""
+    visible = (key <= query) & (key < end)
+    if WINDOW > 0:
+        visible = visible & (key > query - WINDOW)
+    return visible
+
+
+@triton.jit
 def _attend(
     Q, K, V, TABLES, ROWS, POSITIONS, TILES, Y, PART, TOP, SUM,
     scale, table_width, q_head, q_token,
@@ -56,29 +65,22 @@ def _attend(
 ):  # fmt: skip
     """H heads of keys, G of queries for each; BM queries at a time, BN keys."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, number = tile, 1
     if TILED:
-        first = tl.load(TILES + 2 * tile)
-        number = tl.load(TILES + 2 * tile + 1)
-    else:
-        first = tile
-        number = 1
-    start = tl.load(POSITIONS + first)
-    row = tl.load(ROWS + first).to(tl.int64)
+        first, number = tl.load(TILES + 2 * tile), tl.load(TILES + 2 * tile + 1)
+    start, row = tl.load(POSITIONS + first), tl.load(ROWS + first).to(tl.int64)
     m = tl.arange(0, BM)
-    token, query_head = m // G, head * G + m % G
-    real = token < number
+    token, query_head, real = m // G, head * G + m % G, m // G < number
     dk, dv, n = tl.arange(0, DKP), tl.arange(0, DVP), tl.arange(0, BN)
     at_query = (first + token).to(tl.int64) * q_token + query_head * q_head
     q = tl.load(Q + at_query[:, None] + dk[None, :], mask=real[:, None] & (dk < DK)[None, :], other=0.0)
-    position = start + token
-    end = start + number
+    position, end = start + token, start + number
     low = 0
     if WINDOW > 0:
         low = tl.maximum(start - WINDOW + 1, 0) // BN
     tiles = tl.cdiv(end, BN) - low
     per_split = tl.cdiv(tiles, SPLITS)
-    top = tl.full([BM], START, tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    top, total = tl.full([BM], START, tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
     for i in range(low + split * per_split, low + tl.minimum((split + 1) * per_split, tiles)):
         j = i * BN + n
@@ -87,10 +89,7 @@ def _attend(
         there = j < end
         k = tl.load(K + at[None, :] * DK + dk[:, None], mask=there[None, :] & (dk < DK)[:, None], other=0.0)
         x = tl.dot(q, k, input_precision="ieee") * scale
-        visible = (j[None, :] <= position[:, None]) & there[None, :]
-        if WINDOW > 0:
-            visible = visible & (j[None, :] > position[:, None] - WINDOW)
-        x = tl.where(visible, x, -float("inf"))
+        x = tl.where(_is_visible(j[None, :], position[:, None], end, WINDOW), x, -float("inf"))
         new_top = tl.maximum(top, tl.max(x, 1))
         p = tl.exp(x - new_top[:, None])
         fade = tl.exp(top - new_top)
@@ -99,12 +98,13 @@ def _attend(
         total = total * fade + tl.sum(p, 1)
         top = new_top
     at_result = (first + token).to(tl.int64) * (H * G) + query_head
+    wide = real[:, None] & (dv < DV)[None, :]
     if SPLITS == 1:
         y = (acc / total[:, None]).to(Y.dtype.element_ty)
-        tl.store(Y + at_result[:, None] * DV + dv[None, :], y, mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(Y + at_result[:, None] * DV + dv[None, :], y, mask=wide)
     else:
         at_part = at_result * SPLITS + split
-        tl.store(PART + at_part[:, None] * DVP + dv[None, :], acc, mask=real[:, None] & (dv < DVP)[None, :])
+        tl.store(PART + at_part[:, None] * DVP + dv[None, :], acc, mask=wide)
         tl.store(TOP + at_part, top, mask=real)
         tl.store(SUM + at_part, total, mask=real)
 
