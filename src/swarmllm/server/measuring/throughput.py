@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import torch
 
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_forward import Packing, SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import SpanCache
@@ -73,7 +74,7 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     """Measure, and set how `packer` runs several sessions; with `choose_threads` also the number of threads."""
     blocks, began_at = packer.blocks, time.perf_counter()
     with torch.inference_mode():
-        measured = _measure(blocks, choose_threads=choose_threads and blocks.device.type == "cpu")
+        measured = _measure(packer, choose_threads=choose_threads and blocks.device.type == "cpu")
         way = measure_packing(packer, measured.decode_ms_per_block)
     packer.use(way)
     took_s = time.perf_counter() - began_at
@@ -109,13 +110,13 @@ def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
     return sizes[-1] if len(sizes) > 1 else 0
 
 
-def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
-    deadline = time.perf_counter() + BUDGET_S
+def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
+    deadline, blocks = time.perf_counter() + BUDGET_S, packer.blocks
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
     if choose_threads:
         torch.set_num_threads(1)  # begin with what is never slow beyond measure
-    measured = _Part(blocks)
+    measured = _Part(packer)
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -148,8 +149,9 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
 class _Part:
     """Those of the blocks that are measured."""
 
-    def __init__(self, blocks: BlockSpan) -> None:
-        self._blocks = blocks
+    def __init__(self, packer: Packer) -> None:
+        self._packer, self._blocks = packer, packer.blocks
+        blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
         first = self.part = first_blocks(blocks, 1)
@@ -183,7 +185,7 @@ class _Part:
             nonlocal cache
             if cache is not None and cache.position >= self._positions:
                 cache = self._new_cache()
-            self._blocks.forward(token, self.part, cache)
+            self._step(token, cache)
 
         return self._median_s(decode)
 
@@ -195,8 +197,15 @@ class _Part:
             return 0.0
         cache, token = self._new_cache(), random_inputs(self._blocks, 1)
         self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
-        added_s = self._median_s(lambda: self._blocks.forward(token, self.part, cache)) - decode_s
+        added_s = self._median_s(lambda: self._step(token, cache)) - decode_s
         return max(0.0, added_s) * 1000 / num_tokens
+
+    def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
+        """A decode step, as the server will run it."""
+        if cache is not None and self._packer.way == Packing.PAGED:
+            self._packer.forward.run([SessionCall(token, self.part, cache)], Packing.PAGED)
+        else:
+            self._blocks.forward(token, self.part, cache)
 
     def _new_cache(self) -> SpanCache | None:
         return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None
