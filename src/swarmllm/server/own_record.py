@@ -95,9 +95,9 @@ class OwnRecord:
             update={
                 "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
                 "round_trips": self.successors.announced,
-                "decode_ms_per_block": throughput.decode_ms_per_block,
-                "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
-                "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,
+                "decode_ms_per_block": min(MAX_MS, thread.pace * throughput.decode_ms_per_block),
+                "decode_ms_per_block_batch8": min(MAX_MS, thread.pace * throughput.decode_ms_per_block_batch8),
+                "context_ms_per_block_per_1k": min(MAX_MS, thread.pace * throughput.context_ms_per_block_per_1k),
                 "queue_ms": min(thread.load.queue_ms, MAX_MS),
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,

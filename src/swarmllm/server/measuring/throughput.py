@@ -19,6 +19,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.server.device.load_meter import DecodeTimes
 from swarmllm.server.measuring.packing_speed import measure_packing
 from swarmllm.server.measuring.timing import first_blocks, seconds
 
@@ -80,6 +81,15 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
     return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
     return measured
+
+
+def decode_times(throughput: Throughput) -> DecodeTimes:
+    """With which real steps are compared."""
+    return DecodeTimes(
+        throughput.decode_ms_per_block,
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+    )
 
 
 def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
