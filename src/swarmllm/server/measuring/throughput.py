@@ -107,10 +107,10 @@ def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int
     in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
     in_time = max((tokens for tokens, ms in piece_ms.items() if ms <= in_time_ms), default=0)
     share = round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks))
-    return max(MIN_PREFILL_TOKENS, share, in_time, _least_worth_asking_for(piece_ms))
+    return max(MIN_PREFILL_TOKENS, share, in_time, least_worth_asking_for(piece_ms))
 
 
-def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
+def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
     """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
     sizes = sorted(piece_ms)
     for size, larger in pairwise(sizes):
@@ -145,8 +145,10 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.part)
     pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
+    # On a device a batch of `FORWARD_TOKENS` may take as long as asking for it.
+    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
     return Throughput(
-        forward_tokens_per_s=measured.forward_tokens / forward_s * num_measured / len(blocks.span),
+        forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
         decode_ms_per_block=decode_s * 1e3 / num_measured,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
         context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
