@@ -45,6 +45,7 @@ from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.downloads import in_background
 from swarmllm.server.measuring.throughput import (
     Throughput,
+    decode_times,
     doubling_tokens,
     measure_throughput,
     prefill_tokens_beside_decode,
@@ -213,6 +214,7 @@ class SpanLoader:
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
         logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
         self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
+        self.executor.thread.expect(decode_times(throughput))
         return Loaded(packer, inputs, throughput, room, before)
 
     def _group(self) -> Group | None:

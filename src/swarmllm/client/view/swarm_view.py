@@ -9,7 +9,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from swarmllm.client.view.active_adapter import ActiveAdapter
 from swarmllm.client.view.adapter_uploads import AdapterUploads
@@ -25,7 +27,7 @@ from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.look_ups import LookUps
 from swarmllm.client.view.routes import Routes
-from swarmllm.client.view.this_machine import decode_ms
+from swarmllm.client.view.this_machine import decode_ms, product_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
 from swarmllm.errors import (
@@ -74,6 +76,9 @@ class SwarmView:
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
         """Bytes of all blocks, if this machine held them; None: nobody knows."""
+        self.head_weight: Callable[[], Tensor | None] = lambda: None
+        """The matrix of the head, which the client multiplies for each token; None: the model has no head."""
+        self._head_ms: float | None = None
         self.own_traits: BlockTraits | None = None
         """What this client has found out of the model's blocks; None: it couldn't. Set it before servers are met."""
         self._traits: BlockTraits | None = None
@@ -171,10 +176,18 @@ class SwarmView:
         route = [hop for span in self.spans for hop in await self.routes.find(span)]
         num_bytes = self.num_bytes
         here_ms = None if num_bytes is None else await asyncio.to_thread(decode_ms, num_bytes)
-        return explain_route(route, self.look_ups.snapshot, self.routes.costs(), here_ms=here_ms)
+        head_ms = await self._time_of_head()
+        return explain_route(route, self.look_ups.snapshot, self.routes.costs(), here_ms=here_ms, head_ms=head_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
-        return route_cost_ms(route, self.routes.costs())
+        return route_cost_ms(route, self.routes.costs()) + await self._time_of_head()
+
+    async def _time_of_head(self) -> float:
+        """Milliseconds, measured when somebody asks first."""
+        weight = self.head_weight() if self._head_ms is None else None
+        if weight is not None:
+            self._head_ms = await asyncio.to_thread(product_ms, weight)
+        return self._head_ms or 0.0
 
     async def traits(self) -> BlockTraits:
         """The traits of the model's blocks on which to build: this client's own; servers that claim others are avoided.

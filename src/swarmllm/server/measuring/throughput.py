@@ -20,6 +20,7 @@ from swarmllm.models.span.packed_forward import Packing, SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.server.device.load_meter import DecodeTimes
 from swarmllm.server.measuring.packing_speed import measure_packing
 from swarmllm.server.measuring.timing import first_blocks, seconds
 
@@ -83,6 +84,15 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     return measured
 
 
+def decode_times(throughput: Throughput) -> DecodeTimes:
+    """With which real steps are compared."""
+    return DecodeTimes(
+        throughput.decode_ms_per_block,
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+    )
+
+
 def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
     """Tokens which such a server computes in batches in the time of one session's decode step."""
     return round(throughput.decode_ms_per_block * num_blocks / 1e3 * throughput.forward_tokens_per_s)
@@ -98,10 +108,10 @@ def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int
     in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
     in_time = max((tokens for tokens, ms in piece_ms.items() if ms <= in_time_ms), default=0)
     share = round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks))
-    return max(MIN_PREFILL_TOKENS, share, in_time, _least_worth_asking_for(piece_ms))
+    return max(MIN_PREFILL_TOKENS, share, in_time, least_worth_asking_for(piece_ms))
 
 
-def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
+def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
     """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
     sizes = sorted(piece_ms)
     for size, larger in pairwise(sizes):
@@ -136,8 +146,10 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.part)
     pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
+    # On a device a batch of `FORWARD_TOKENS` may take as long as asking for it.
+    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
     return Throughput(
-        forward_tokens_per_s=measured.forward_tokens / forward_s * num_measured / len(blocks.span),
+        forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
         decode_ms_per_block=decode_s * 1e3 / num_measured,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
         context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
