@@ -290,7 +290,7 @@ class SwarmView:
             if isinstance(error, SwarmError):
                 raise
             took_s = loop.time() - began_at
-            self._dial_times.left(took_s)
+            self._dial_times.took(took_s)
             raise PeerTimeoutError(
                 f"the server {server.peer_id} was left after {took_s:.1f} s, as others serve its blocks", server.peer_id
             ) from None
