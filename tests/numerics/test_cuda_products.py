@@ -195,8 +195,23 @@ def test_gpus_that_triton_does_not_compile_for(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(cuda, "_multiplies_on", lambda _: True)
     compiles = cuda._compiles_for.__wrapped__
     assert (compiles(torch.device("cuda"), True), compiles(torch.device("cuda"), False)) == (float8, others)
+
+
+def test_without_a_compiler_weights_are_dequantized_and_the_owner_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(cuda, "multiply", fails)
+    assert cuda._multiplies_on.__wrapped__(torch.device("cpu")) is False
+    assert "install gcc" in caplog.text
+    assert "(Failed to find C compiler.)" in caplog.text
+    monkeypatch.setattr(cuda, "multiply", lambda *_: None)
+    assert cuda._multiplies_on.__wrapped__(torch.device("cpu")) is True
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

@@ -5,11 +5,15 @@ Called by `packed` and its subclasses. Imports Triton only when a product on CUD
 
 import functools
 import importlib.util
+import logging
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 MOST_INPUTS = 64
 """Inputs that the kernel takes; more are multiplied by the dequantized weight."""
@@ -69,8 +73,27 @@ def _compiles_for(device: torch.device, with_float8: bool) -> bool:
     """Whether Triton is there, and knows bfloat16 and these types on this GPU."""
     if importlib.util.find_spec("triton") is None:
         return False
+    if device.type != "cuda":
+        return True
     least = (8, 9) if with_float8 else (8, 0)
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= least
+    return torch.cuda.get_device_capability(device) >= least and _multiplies_on(device)
+
+
+@functools.cache
+def _multiplies_on(device: torch.device) -> bool:
+    """Whether a product works: Triton needs a C compiler, Python's headers, and a folder that it can write to."""
+    inputs = torch.zeros(1, COLUMNS, dtype=torch.bfloat16, device=device)
+    codes, scale = torch.zeros(1, COLUMNS, dtype=torch.int8, device=device), torch.ones(1, 1, device=device)
+    try:
+        multiply(inputs, Matrix(codes=codes, scale=scale))
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "Triton can't compile here, so weights of few bits multiply at a fraction of the GPU's speed: install gcc "
+            "and Python's headers, or set TRITON_CACHE_DIR to a folder that can be written to (%s)",
+            str(error).strip().split("\n")[0],
+        )
+        return False
+    return True
 
 
 def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = None) -> Tensor:
