@@ -30,7 +30,8 @@ SAME_CUT_S = 1.0
 CUT_FORGOTTEN_S = 60.0
 """After this, a cut counts as the first one again: relays come and go. Assumed."""
 MOST_REFUSALS = 3
-"""Servers that are asked whether a request can't be done by anybody. Assumed: so many liars are rarely the best."""
+"""Servers that are asked whether a request can't be done by anybody. Assumed: so many liars are rarely the best. So
+often is one asked that has no memory for it, if there is no other."""
 FULL_SERVER_PAUSE_S = 1.0
 """Assumed: how long a peer that is full or overloaded is passed over, without blame."""
 LEAST_DIAL_S = 0.7

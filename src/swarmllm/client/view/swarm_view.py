@@ -36,6 +36,7 @@ from swarmllm.errors import (
     PeerError,
     PeerTimeoutError,
     RemoteProtocolError,
+    ServerOutOfMemoryError,
     SessionTooLargeError,
     SwarmError,
 )
@@ -318,10 +319,12 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
-        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+        if isinstance(error, SessionTooLargeError | ServerOutOfMemoryError) and error.peer_id is not None:
             retries.refused_by.append(error.peer_id)
-            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
-                raise error  # those that are left would say the same whenever they are asked
+            # Room is as large as it is, while memory may come back: in a moment, or not before the client gives up.
+            lasts = isinstance(error, SessionTooLargeError) or retries.refused_by.count(error.peer_id) >= MOST_REFUSALS
+            if lasts and self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                raise error
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
