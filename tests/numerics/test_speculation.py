@@ -29,7 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from swarmllm.client.mtp_head import load_mtp_head, wanted_mtp_weights
+from swarmllm.client.speculative_generation import load_mtp_head, wanted_mtp_weights
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint

@@ -51,7 +51,7 @@ class PairCache(Protocol):
 
 
 class Head(Protocol):
-    """As `client/mtp_head` has it."""
+    """As `client/speculative_generation` has it."""
 
     def new_cache(self) -> PairCache: ...
 

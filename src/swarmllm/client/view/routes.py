@@ -12,11 +12,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from swarmllm.client.view.active_adapter import ActiveAdapter
-from swarmllm.client.view.agreed_weights import AgreedWeights
-from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.client.view.look_ups import LookUps
+from swarmllm.client.view.look_ups import Distances, LookUps
+from swarmllm.client.view.usable_servers import ActiveAdapter, AgreedWeights
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError
