@@ -47,7 +47,7 @@ from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.split_forward import SplitForward
+from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
 from swarmllm.models.shell.vision_inputs import forget_offsets
 from swarmllm.models.span.probe_results import PROBES
