@@ -232,7 +232,8 @@ class ClientConfig(SwarmConfig):
     blocked_servers: tuple[str, ...] = ()
     """Peer ids of servers never to use."""
     connect_timeout_s: float = 5.0
-    """Seconds to dial one peer. A dead one fails in milliseconds, a frozen one only by this timeout."""
+    """Seconds to dial one peer. A dead one fails in milliseconds, a frozen one by this timeout, or after about a second
+    where others serve its blocks."""
     step_timeout_s: float = 300.0
     """Seconds that one step may compute while its servers answer pings: slow is not dead."""
     route_timeout_s: float = 20.0

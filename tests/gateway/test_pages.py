@@ -320,7 +320,9 @@ def test_the_command_to_join_works_in_any_directory(gateway: RunningGateway) -> 
 
 
 def test_a_server_dies_while_it_answers(page: Page) -> None:
-    with local_swarm((0, 4), (4, 8), (4, 8)) as swarm, running_gateway(swarm.initial_peers) as gateway:
+    """And servers have names that somebody gave all of them."""
+    spans = (0, 4), (4, 8), (4, 8)
+    with local_swarm(*spans, public_name="desk") as swarm, running_gateway(swarm.initial_peers) as gateway:
         gateway.wait_until_seen(3)
         page.goto(f"{gateway.url}/")
         settings(page, Temperature="2", Seed="1")
@@ -392,6 +394,7 @@ def test_a_swarm_at_a_glance(page: Page, gateway: RunningGateway) -> None:
             decode_ms_per_block=2.0,
             tokens_served=1_000_000,
             memory_left_bytes=11_000_000_000,
+            machine="a1b2c3d4" if start else "",
         )
         for idx, start in enumerate([0, 8, 16, 0])
     ]
@@ -413,6 +416,9 @@ def test_a_swarm_at_a_glance(page: Page, gateway: RunningGateway) -> None:
     expect(page.locator("th", has_text="Hardware")).to_be_hidden()
     page.get_by_role("button", name="Show all columns").click()
     expect(page.locator("th", has_text="Hardware")).to_be_visible()
+    expect(page.locator("td", has_text="a1b2c3")).to_have_count(2)
+    shown["servers"][0]["identity_shared"] = True
+    expect(page.locator("td", has_text="online, identity used twice")).to_have_count(1)
     minutes = page.locator("#timeline .minute")
     expect(minutes).to_have_count(10)
     page.get_by_role("button", name="Show the last hour").click()

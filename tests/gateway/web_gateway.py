@@ -93,9 +93,9 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
     wait_until(lambda: not any(one.is_alive() for one in pool), "the gateway's threads ended")
 
 
-def local_swarm(*spans: tuple[int, int]) -> LocalSwarm:
+def local_swarm(*spans: tuple[int, int], **options: Any) -> LocalSwarm:
     """Servers of the embedded model."""
-    return LocalSwarm(embedded_model_path(), spans=list(spans), **OPTIONS)
+    return LocalSwarm(embedded_model_path(), spans=list(spans), **OPTIONS, **options)
 
 
 def server_metrics(server: LocalServer) -> dict[str, float]:

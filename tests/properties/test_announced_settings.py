@@ -12,8 +12,7 @@ from swarmllm import embedded_model_path
 from swarmllm.config import RECORD_PERIODS
 from swarmllm.data_structures import MAX_ADDRS, MAX_TTL_S, BlockTraits, ServerInfo, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.p2p.addresses import best_addrs

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, generate_seeded, prompt, wait_until
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -39,6 +40,44 @@ def test_own_generation_loop_with_embed_step_and_head(model: Any, local: PreTrai
         assert len(session.timings) == len(spans)
 
     assert generated.tolist() == expected.tolist()
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of a size, in the threads in which it is entered."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("clone", "_to_copy", "copy_", "cat", "stack", "index_select", "mul"):
+            self.found += [str(func)] * (isinstance(result, torch.Tensor) and result.numel() == self.numel)
+        return result
+
+
+def test_a_client_copies_a_token_once(model: Any) -> None:
+    """For the replay, as users may change their tensors; what is sent and what comes is the message's own memory."""
+    here, loop = Copies(model.config.hidden_size), model.swarm.loop
+    there = Copies(model.config.hidden_size)
+
+    async def enter() -> None:
+        there.__enter__()
+
+    async def leave() -> None:
+        there.__exit__(None, None, None)
+
+    with torch.no_grad(), model.inference_session(max_length=64) as session:
+        session.step(model.embed(prompt()))
+        hidden = model.embed(prompt()[:, :1])
+        session.step(hidden)
+        loop.run(enter())
+        try:
+            with here:
+                session.step(hidden)
+        finally:
+            loop.run(leave())
+    assert (here.found, there.found) == ([], ["aten.clone.default"])
 
 
 def test_what_the_program_has_seeded_stays_its_own(model: Any) -> None:

@@ -19,7 +19,10 @@ from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.__main__ import parse_config
 from swarmllm.server.settings import ServerConfig
 
-PEERS = ("/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWA", "/ip4/10.0.0.2/tcp/31337/p2p/12D3KooWB")
+PEERS = (
+    "/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWBAwnHm453KpXMfsLQJ2JViwTQqoZBw7s1jDys9rVxmuf",
+    "/ip4/10.0.0.2/tcp/31337/p2p/12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo",
+)
 PRIVATE = Invite(initial_peers=PEERS, model="some/model", allowed_servers=("s1", "s2"), allowed_clients=("c1",))
 ENTRIES = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=60).filter(
     lambda text: not text.startswith(PREFIX) and not text.endswith(".swarm")

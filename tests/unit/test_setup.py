@@ -21,6 +21,8 @@ from swarmllm.errors import ERRORS_BY_CODE, SwarmError
 ROOT = Path(__file__).parents[2]
 
 HEAVY = ("starlette", "torch", "transformers", "hivemind", "numpy", "pydantic", "huggingface_hub")
+COMES_WITH_TORCH = ("triton",)
+"""In its builds for CUDA, which alone have a use for it."""
 IMPORTED_AS = {"PIL": "pillow", "pydantic_core": "pydantic"}
 """pydantic requires its core in one exact version."""
 NEEDED_WITHOUT_IMPORT = {"numpy", "wsproto", "peft", "accelerate"}
@@ -146,8 +148,8 @@ def test_what_is_imported_is_required_and_the_other_way_round(repo_root: Path) -
                 imported |= {alias.name.split(".")[0]: path for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 imported[node.module.split(".")[0]] = path
-    for ours in {*sys.stdlib_module_names, "swarmllm"} & imported.keys():
-        del imported[ours]
+    for other in {*sys.stdlib_module_names, "swarmllm", *COMES_WITH_TORCH} & imported.keys():
+        del imported[other]
     imported = {IMPORTED_AS.get(name, name): path for name, path in imported.items()}
     for name, path in imported.items():
         assert canonicalize_name(name) in required, f"{path} imports {name}, which setup.cfg does not require"

@@ -39,8 +39,7 @@ from swarmllm.config import ClientConfig, default_cache_dir, hub_token, own_cach
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_class, task_of, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.client_shell import embed, head

@@ -16,7 +16,7 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.network.p2p import verified_peers
-from swarmllm.network.p2p.verified_peers import CHANGED_S, CONFIRMED_S, REFUTED_S, VerifiedPeers
+from swarmllm.network.p2p.verified_peers import AGAIN_S, CHANGED_S, CONFIRMED_S, REFUTED_S, VerifiedPeers
 
 FINGERPRINT = "0123456789abcdef"
 
@@ -109,6 +109,30 @@ async def test_a_server_that_has_moved_is_met_again(peer: FakePeer, verified: Ve
     assert await verified.verify([moved]) == (moved,)
     assert await verified.verify([info("mover")]) == ()  # an old record, and the greeting is new
     assert len(peer.dialled) == 2
+
+
+async def test_who_is_asked_again_counts_when_it_answers(peer: FakePeer, verified: VerifiedPeers) -> None:
+    """They were met a while ago, and some of them may have died since."""
+    servers = [info("alive"), info("dead"), info("frozen"), info("busy")]
+    peer.says = {server.peer_id: LOADED for server in servers}
+    assert await verified.verify(servers) == tuple(servers)
+    assert not verified.verify_soon(servers, again=True), "they were met just now"
+    peer.now += AGAIN_S
+    assert not verified.verify_soon(servers), "they were met"
+    del peer.says[peer_id("dead")]
+    peer.silent = {peer_id("frozen")}
+    peer.says[peer_id("busy")] = ServerOverloadedError("too many streams")
+    dials = verified.verify_soon(servers, again=True)
+    assert verified.confirmed(servers) == ()
+    assert not any(map(verified.is_refuted, servers))
+    while len(verified._dials) > 1:
+        await asyncio.wait(dials, return_when=asyncio.FIRST_COMPLETED)
+        dials = [dial for dial in dials if not dial.done()]
+    assert verified.confirmed(servers) == (servers[0], servers[3])
+    assert verified.is_refuted(servers[1])
+    await verified.close()
+    await asyncio.sleep(0)
+    assert servers[2] in verified.confirmed(servers), "nothing bad is known of it"
 
 
 async def test_a_look_dials_so_many_and_waits_so_long(

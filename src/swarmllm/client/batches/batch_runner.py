@@ -26,6 +26,7 @@ from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+from swarmllm.models.boundary.host_copies import in_host_memory
 
 Result = TypeVar("Result")
 
@@ -176,13 +177,19 @@ class RemoteCall(torch.autograd.Function):
         *more: Tensor | None,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
-        # The backward is of this forward, whatever becomes of the tensors until then; adapters are copies already.
-        outputs, stages = runner.forward(inputs.copied() if keep else inputs.detached(), span, keep=keep)
+        # The backward is of this forward, whatever becomes of the tensors until then; adapters are copies already, and
+        # so is what was on a device.
+        here = inputs.on_host()
+        here = here.copied() if keep and here is inputs else here.detached()
+        outputs, stages = runner.forward(here, span, keep=keep)
+        if inputs.inner is not None:
+            inputs.inner.move(hidden_states.device)
         if keep:
             ctx.runner, ctx.stages = runner, stages
+            ctx.devices = [None if t is None else t.device for t in (hidden_states, *more[: len(BESIDE)])]
             ctx.like = [(t.shape, t.device, t.dtype) for t in more[len(BESIDE) :] if t is not None]
             ctx.may_overflow = _scales_losses()
-        return outputs
+        return outputs.to(hidden_states.device)
 
     @staticmethod
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,19 +203,17 @@ class RemoteCall(torch.autograd.Function):
                 "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
                 "lower the learning rate"
             )
-        grads = ctx.runner.backward(ctx.stages, grad_outputs.contiguous())
+        (grad_outputs,) = in_host_memory([grad_outputs.contiguous()])
+        grads = ctx.runner.backward(ctx.stages, grad_outputs)
         _, _, _, _, hidden, *more = ctx.needs_input_grad
         beside, trained = more[: len(BESIDE)], more[len(BESIDE) :]
         of_adapter: list[Tensor | None] = []
         for index, (wanted, (shape, device, dtype)) in enumerate(zip(trained, ctx.like, strict=True)):
             grad = grads.get(f"adapter.{index}") if wanted else None  # None: of a block outside this span
             of_adapter.append(None if grad is None else grad.view(shape).to(device, dtype))
-        return (
-            *(None, None, None, None),
-            grads["hidden_states"] if hidden else None,
-            *(grads[name] if wanted else None for name, wanted in zip(BESIDE, beside, strict=True)),
-            *of_adapter,
-        )
+        names = zip(("hidden_states", *BESIDE), (hidden, *beside), ctx.devices, strict=True)
+        of_inputs = (grads[name].to(device) if wanted else None for name, wanted, device in names)
+        return (None, None, None, None, *of_inputs, *of_adapter)
 
 
 def _scales_losses() -> bool:

@@ -60,7 +60,11 @@ class RemoteLeg:
         return self.chain.span
 
     def run(self, inputs: BlockInputs) -> Tensor:
-        return self.loop.run(self.chain.step(inputs))
+        return _returned(self.loop.run(self.chain.step(inputs.on_host())), inputs)
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step, and don't wait for its result."""
+        self.loop.run(self.chain.send(inputs.on_host(), position))
 
     def past(self) -> list[tuple[int, BlockInputs]]:
         return self.loop.run(self.chain.past())
@@ -182,7 +186,7 @@ class Legs:
         before, first = self._legs[: self._first_remote], self._remote
         if before:
             inputs = inputs.with_hidden(self._run(before, inputs, position))
-        first.loop.run(first.chain.send(self._noise(inputs), position))
+        first.send(self._noise(inputs), position)
         self._sent.append((position, inputs))
 
     def receive(self) -> Tensor:
@@ -194,7 +198,8 @@ class Legs:
             raise
         position, inputs = self._sent.popleft()
         try:
-            return self._run(self._legs[self._first_remote + 1 :], inputs.with_hidden(hidden), position)
+            inputs = inputs.with_hidden(_returned(hidden, inputs))
+            return self._run(self._legs[self._first_remote + 1 :], inputs, position)
         except BaseException:
             self.abandon()
             raise
@@ -271,8 +276,17 @@ class Legs:
         return inputs.hidden_states
 
 
+def _returned(hidden: Tensor, inputs: BlockInputs) -> Tensor:
+    """What servers have computed from these inputs, where the inputs are."""
+    device = inputs.hidden_states.device
+    if inputs.inner is not None:
+        inputs.inner.move(device)
+    return hidden.to(device, non_blocking=True)
+
+
 def _append(leg: Leg, inputs: BlockInputs) -> None:
     """Note what its blocks have seen; they will compute it when they go on."""
+    inputs = inputs.on_host() if isinstance(leg, RemoteLeg) else inputs
     leg.text.append(leg.text.position, inputs)
     leg.text.adapter = inputs.adapter
     leg.text.source_length = max(leg.text.source_length, inputs.source_len)

@@ -263,13 +263,9 @@ class Routes:
     async def _look_for_others(self, span: Span) -> None:
         """Look into the DHT; return soon if there is a route by then, else in time to look again.
 
-        Whoever was refuted is dialled again meanwhile, all at once: tried one after the other, as many dead ones as are
-        still announced would come before the one that lives.
+        All are asked again meanwhile.
         """
-        announced = [
-            server for server in self._snapshot.online() if server.start < span.end and span.start < server.end
-        ]
-        self._verified.verify_soon(announced, again=True)
+        self.ask_again(span)
         enough = time.monotonic() + RETRY_LOOKUP_S
         looking = self._loop.spawn(self._look_ups.refresh(), name="look into the DHT")
         await asyncio.wait((looking,), timeout=LOOK_UP_TIMEOUT_S)
@@ -277,6 +273,16 @@ class Routes:
             looking.result()
         if self.alternative(span, ()) is None:
             await asyncio.sleep(enough - time.monotonic())
+
+    def ask_again(self, span: Span) -> None:
+        """Dial all at once who are said to serve some of these blocks, so that whoever answers comes first.
+
+        Tried one after the other, as many dead ones as are still announced would come before the one that lives.
+        """
+        announced = [
+            server for server in self._snapshot.online() if server.start < span.end and span.start < server.end
+        ]
+        self._verified.verify_soon(announced, again=True)
 
     # ------------------------------------------------------------------ the choice
 

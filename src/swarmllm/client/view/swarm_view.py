@@ -279,7 +279,8 @@ class SwarmView:
         began_at = loop.time()
 
         def leave_if_others() -> None:
-            if span is not None and self.routes.alternative(span, [server.peer_id], even_avoided=True) is not None:
+            if span and self.routes.alternative(span, [server.peer_id], even_avoided=True) is not None:
+                self.routes.ask_again(span)
                 limit.reschedule(loop.time())
 
         timer = loop.call_later(min(config.connect_timeout_s, self._longest_wait_s(server)), leave_if_others)

@@ -1,6 +1,6 @@
 // What comes in while an answer is written, piece by piece.
 
-import { endOfId, noticeOf } from "/static/message.js";
+import { noticeOf } from "/static/message.js";
 
 // Takes chunks of one answer into its message.
 export function receiver(message) {
@@ -39,7 +39,7 @@ function take(message, event) {
     message.route = event.route;
     message.notices = message.notices.filter((one) => !one.queue); // it has its turn
   }
-  if (event.replaced_by) message.fresh = event.replaced_by.map(endOfId);
+  if (event.replaced_by) message.fresh = event.replaced_by;
   if (!notice) return;
   if (event.event === "queue") notice.queue = true;
   // A repair may need several tries, of which the last word is enough.

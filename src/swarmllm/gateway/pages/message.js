@@ -5,7 +5,7 @@ import { dressCode } from "/static/code.js";
 import { markdown } from "/static/markdown.js";
 
 export const endOfId = (hop) => hop.public_name || `…${hop.peer_id.slice(-6)}`;
-const blocks = (hop) => `${hop.blocks[0]}:${hop.blocks[1]}`;
+const blocks = (hop) => `${hop.blocks?.[0]}:${hop.blocks?.[1]}`;
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -106,7 +106,7 @@ function foot(message, busy, { onRegenerate, onContinue, onVersion }) {
       }
       const chip = make("span", "hop", `${endOfId(hop)} ${blocks(hop)}`);
       chip.title = `${hop.peer_id}, blocks ${blocks(hop)}`;
-      if (message.fresh?.includes(endOfId(hop))) chip.classList.add("new");
+      if (message.fresh?.some((one) => one.peer_id === hop.peer_id && blocks(one) === blocks(hop))) chip.classList.add("new");
       route.append(chip);
     });
     line.append(route);

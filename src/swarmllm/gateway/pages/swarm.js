@@ -25,7 +25,8 @@ const measured = (server, value) => (server.throughput > 0 ? value : null);
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => blocksOf(swarm, s.start, s.end) },
-  { id: "state", title: "State", value: (s) => (s.relayed ? `${s.state}, relayed` : s.state) },
+  { id: "state", title: "State", value: (s) => [s.state, s.relayed && "relayed", s.identity_shared && "identity used twice"].filter(Boolean).join(", ") },
+  { id: "machine", title: "Machine", more: true, value: (s) => s.machine?.slice(0, 6) || null },
   { id: "hardware", title: "Hardware", more: true, value: (s) => s.hardware || null },
   { id: "now", title: "Tokens/s now", number: true, value: (s) => s.tokens_per_s },
   { id: "throughput", title: "Tokens/s at most", number: true, value: (s) => measured(s, s.throughput) },
@@ -208,7 +209,7 @@ function summary() {
 function risk() {
   const alone = swarm.held_by_one;
   if (!alone.length) return " Any one server can be lost.";
-  const names = [...new Set(alone.map(nameOf))];
+  const names = [...new Map(alone.map((one) => [one.peer_id, nameOf(one)])).values()]; // some may be called the same
   const blocks = alone.map((one) => blocksOf(swarm, ...one.blocks)).join(", ");
   const lost = swarm.servers.some((server) => server.state === "unreachable") || swarm.history.slice(-numMinutes).some((minute) => minute.lost);
   const again = lost ? " too" : "";

@@ -13,6 +13,7 @@ from torch import Tensor
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.host_copies import in_host_memory
 from swarmllm.models.boundary.inner_states import InnerStates
 
 AXES = {
@@ -73,7 +74,7 @@ class BlockInputs:
     deepstack_at: Tensor | None = None
     """`[levels]`: the blocks at which each level is added, as the stack numbers them."""
     dropout_seeds: Tensor | None = None
-    """`[batch, seq]`; only if there is dropout (`adapters/seeded_dropout`)."""
+    """`[batch, seq]`; only if there is dropout (`adapters/dropout`)."""
     adapter_numbers: Tensor | None = None
     """`[batch, seq]`; only if the adapter has patches for some tokens (`Patch.number`)."""
     adapter: BlockAdapter | None = None
@@ -168,6 +169,16 @@ class BlockInputs:
         """The same, with tensors of its own: what callers change in place later changes nothing here."""
         detached = self.detached()
         return detached.with_tensors({name: tensor.clone() for name, tensor in detached.tensors().items()})
+
+    def on_host(self) -> Self:
+        """The same call with all tensors in host memory, outside of autograd's graph, as servers are sent it.
+
+        One wait for all that are on a device, and none for them later, in the event loop that sends them.
+        """
+        tensors = self.tensors()
+        if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            return self
+        return self.with_tensors(dict(zip(tensors, in_host_memory(list(tensors.values())), strict=True)))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same call on another device, with floating-point tensors in another dtype (masks keep theirs)."""

@@ -83,6 +83,12 @@ class InnerStates:
                 for (_, place, _), same in zip(maps, of_parts, strict=True)
             ]
 
+    def move(self, device: torch.device) -> None:
+        """Put all that was found on that device."""
+        self.found = {block_idx: output.to(device) for block_idx, output in self.found.items()}
+        for block_idx, maps in self.maps.items():
+            self.maps[block_idx] = [(idx, place, one.to(device)) for idx, place, one in maps]
+
     def copy(self, span: Span, like: Tensor) -> None:
         """Make what was found in these blocks the caller's own, where and in what dtype `like` is."""
         device, dtype = like.device, like.dtype

@@ -10,7 +10,8 @@
     codes        codes of a few bits into numbers
     kernels      multiplying on CPUs, in C: kernels.c chooses among products.h as compiled for three kinds of processors
     speeds       which of the ways to multiply is the fastest on this processor
-    cuda         multiplying on CUDA
+    cuda         multiplying on CUDA: what is asked of the next
+    cuda_products  the kernel for it, in Triton, for a few inputs and all formats
     bfloat16     weights in bfloat16 as they are, where processors multiply those slowly
     weight       a packed weight that stands where a model had a parameter
     loading      quantizes each weight as it is read, so that no more than one is in memory in full precision

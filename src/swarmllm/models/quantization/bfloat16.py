@@ -52,9 +52,6 @@ class Whole(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.codes)
 
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.codes)
-
 
 def hold_whole(model: PreTrainedModel) -> None:
     """Put a `Whole` in the place of each large matrix in bfloat16 of the blocks, if this processor gains by it."""

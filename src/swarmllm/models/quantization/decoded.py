@@ -1,6 +1,7 @@
 """Packed weights whose codes are decoded row by row: by `kernels.c`, or by torch where it isn't there and on CUDA.
 
-Few inputs multiply by the kernels, many by rows that are decoded a few at a time. Used by `published`, `gguf_blocks`
+Few inputs multiply by the kernels, many by rows that are decoded a few at a time. On CUDA, few inputs multiply by
+`cuda_products` where the form describes itself to it. Used by `published`, `gguf_blocks`
 and `kbit`.
 """
 
@@ -43,6 +44,3 @@ class Decoded(Packed):
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         return self._matrix().multiply(inputs.float()).to(inputs.dtype)
-
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.dequantize().to(inputs.dtype).T

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import cuda
+from swarmllm.models.quantization.codes import NF4
 from swarmllm.models.quantization.packed import TILE, Packed, row_slices, scale_dtype
 from swarmllm.models.quantization.rules import GROUP
 
@@ -75,8 +76,8 @@ class Nf4(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return cuda.multiply_nf4(inputs, self.codes, self.scale, GROUP)
+    def _cuda_matrix(self) -> cuda.Matrix | None:
+        return cuda.Matrix(codes=self.codes, scale=self.scale, values=NF4, high_first=True)
 
 
 class TiledNf4(Nf4):
@@ -93,6 +94,9 @@ class TiledNf4(Nf4):
         """They have to be whole tiles."""
         codes, scale = self.codes.narrow(-2, start, end - start), self.scale.narrow(-1, start, end - start)
         return TiledNf4(codes, scale, self.dtype)
+
+    def _cuda_matrix(self) -> None:
+        return None  # made for a CPU; the model was moved since
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         return self._dequantize_rows(_untile(self.codes[start:end]), self.scale[:, start:end].T, dtype)

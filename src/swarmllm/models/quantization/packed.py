@@ -1,8 +1,8 @@
 """The formats of quantized weights: packed matrices `[…, out, in]` that multiply without ever being whole in memory.
 
-On a CPU, few tokens go through a kernel that reads the packed weights. Many tokens, gradients and what no kernel can do
-(float32 activations, above all) dequantize some rows at a time, which stay in the processor's cache. On CUDA, `cuda`
-has kernels for everything. Both ways use the same packed numbers, so results differ by rounding only.
+Few tokens go through a kernel that reads the packed weights (on CUDA, that of `cuda_products`). Many tokens, gradients
+and what no kernel can do (float32 activations on a CPU, above all) dequantize some rows at a time, which stay in the
+processor's cache. Both ways use the same packed numbers, so results differ by rounding only.
 Used by `weight` and `loading`.
 """
 
@@ -87,16 +87,26 @@ class Packed:
         if inputs.shape[0] == 0:  # for which `len` calls Python
             return inputs.new_zeros(0, self.shape[0])
         if inputs.device.type == "cuda":
-            return self._multiply_on_cuda(inputs).to(inputs.dtype)
-        if self._kernel_takes(inputs):
+            matrix = self._cuda_matrix()
+            if matrix is not None and cuda.takes(inputs, matrix):
+                return cuda.multiply(inputs, matrix)
+        elif self._kernel_takes(inputs):
             return self._multiply_by_kernel(inputs.contiguous())
-        dtype = computing_dtype(inputs.dtype, inputs.device)
+        return self._multiply_by_rows(inputs)
+
+    def _multiply_by_rows(self, inputs: Tensor) -> Tensor:
+        dtype, scale = computing_dtype(inputs.dtype, inputs.device), self._output_scale()
         wide = inputs.to(dtype)
         outputs = wide.new_empty(len(inputs), self.shape[0])
         for start, end in self._slices(dtype):
-            outputs[:, start:end] = wide @ self._rows(start, end, dtype).T
-        scale = self._output_scale()
-        return (outputs if scale is None else outputs.mul_(scale)).to(inputs.dtype)
+            if scale is not None and dtype == torch.float16:  # in which sums of codes would be infinite
+                rows = self._rows(start, end, torch.float32).mul_(scale[start:end, None]).to(dtype)
+            else:
+                rows = self._rows(start, end, dtype)
+            outputs[:, start:end] = wide @ rows.T
+        if scale is not None and dtype != torch.float16:
+            outputs.mul_(scale)
+        return outputs.to(inputs.dtype)
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:
         """`[tokens, out]` → `[tokens, in]`: what gradients need."""
@@ -136,8 +146,9 @@ class Packed:
     @abstractmethod
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor: ...
 
-    @abstractmethod
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor: ...
+    def _cuda_matrix(self) -> cuda.Matrix | None:
+        """This matrix for the kernel on CUDA; None if it has none for this format."""
+        return None
 
     def _slices(self, dtype: torch.dtype) -> list[tuple[int, int]]:
         rows, columns = self.shape
@@ -209,8 +220,8 @@ class Int8(Packed):
         fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
         return fits and inputs.shape[0] <= INT8_KERNEL_TOKENS and torch_multiplies_int8_faster()
 
-    def _multiply_on_cuda(self, inputs: Tensor) -> Tensor:
-        return cuda.multiply_int8(inputs, self.codes, self.scale)
+    def _cuda_matrix(self) -> cuda.Matrix:
+        return cuda.Matrix(codes=self.codes, scale=self.scale[:, None])
 
 
 def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.codes import E2M1, FP4, INT4, NF4, UINT4, scaled, values_of_pairs
 from swarmllm.models.quantization.decoded import Decoded
 
@@ -38,6 +38,9 @@ class Published(Decoded):
         if least is not None:
             weights.view(*least.shape, -1).add_(least[..., None])
         return weights
+
+    def _cuda_matrix(self) -> cuda.Matrix:
+        return cuda.Matrix(**self.tensors(), divides=self.divides, values=self.values)  # type: ignore[arg-type]
 
     def _matrix(self) -> kernels.Matrix:
         return kernels.Matrix(**self.tensors(), divides=self.divides, values=self.values)  # type: ignore[arg-type]

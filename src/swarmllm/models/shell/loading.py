@@ -35,8 +35,7 @@ from swarmllm.models.architecture import (
     stack_root,
     stacks,
 )
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner, forward_of_model
 from swarmllm.models.shell.client_shell import ClientShell, ShellStack, TrainingNotices

@@ -21,7 +21,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.adapters.seeded_dropout import draw_seeds
+from swarmllm.models.adapters.dropout import draw_seeds
 from swarmllm.models.architecture import cache_argument, decoder_stack
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask

@@ -8,6 +8,7 @@ verifies it; those that nobody has opened one to yet are dialled a bounded numbe
     no verdict         never dialled, or long ago
     confirmed          it said in its greeting that it serves what its record says, within the last `CONFIRMED_S`
     refuted            it couldn't be dialled or greeted within the last `REFUTED_S`, or said something else
+    asked again        somebody was lost, so it is dialled anew; until it answers, it counts as never dialled
 
 Who made this may check greetings in its own way (`check`): a client knows what a model's blocks need, and refutes
 servers that claim something else. A server that answers the greeting may lie in it all the same, and compute nonsense;
@@ -19,6 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -38,7 +40,7 @@ CONFIRMED_S = 300.0
 REFUTED_S = 30.0
 """Assumed: seconds until a server that could not be reached is dialled again."""
 AGAIN_S = 2.0
-"""Seconds until a refuted server is dialled again, where nobody else is left."""
+"""Seconds until a server is dialled again because others were lost."""
 CHANGED_S = 2.0
 """A record that says something else than a greeting that is older than this may be the newer one."""
 DIAL_TIMEOUT_S = 5.0
@@ -82,6 +84,7 @@ class VerifiedPeers:
         self._generator = generator or Random()
         self._verdicts: dict[str, _Verdict] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
+        self._asked_again: set[str] = set()
         self._room = asyncio.Semaphore(MAX_DIALS)
 
     # What is known
@@ -95,6 +98,8 @@ class VerifiedPeers:
         """The greeting of this server, if it confirms its record."""
         verdict = self._verdicts.get(server.peer_id)
         if verdict is None or verdict.served is None or self._clock() - verdict.at >= CONFIRMED_S:
+            return None
+        if server.peer_id in self._asked_again:
             return None
         return verdict.served if verdict.served.confirms(server) else None
 
@@ -202,25 +207,31 @@ class VerifiedPeers:
     def verify_soon(self, servers: Iterable[ServerInfo], *, again: bool = False) -> list[asyncio.Task[None]]:
         """Dial, in the background, those that nothing is known of: first who was met before or is a neighbour.
 
-        `again`: those too that were refuted before, but not just now.
+        `again`: those too that were met or refuted before, but not just now.
         """
 
-        def may_be_there(server: ServerInfo) -> bool:
+        def is_wanted(server: ServerInfo) -> bool:
             verdict = self._verdicts.get(server.peer_id)
-            return not self.is_refuted(server) or (
-                again and verdict is not None and self._clock() - verdict.at >= AGAIN_S
-            )
+            if again and verdict is not None and self._clock() - verdict.at >= AGAIN_S:
+                return True
+            return self.served(server) is None and not self.is_refuted(server)
 
-        unknown = [server for server in servers if self.served(server) is None and may_be_there(server)]
+        unknown = [server for server in servers if is_wanted(server)]
         self._generator.shuffle(unknown)
         first = {server.peer_id for server in self.neighbours(unknown)}
         unknown.sort(key=lambda server: server.peer_id not in self and server.peer_id not in first)
-        for server in unknown[: max(0, MAX_DIALS_PER_LOOK - len(self._dials))]:
+        for server in unknown[: max(0, (MAX_DIALS if again else MAX_DIALS_PER_LOOK) - len(self._dials))]:
             if server.peer_id not in self._dials:
+                if again:
+                    self._asked_again.add(server.peer_id)
                 task = asyncio.get_running_loop().create_task(self._dial(server), name=f"verify {server.peer_id}")
                 self._dials[server.peer_id] = task
-                task.add_done_callback(lambda _, peer_id=server.peer_id: self._dials.pop(peer_id, None))  # type: ignore[misc]
+                task.add_done_callback(partial(self._dialled, server.peer_id))
         return [self._dials[server.peer_id] for server in unknown if server.peer_id in self._dials]
+
+    def _dialled(self, peer_id: str, _: "asyncio.Task[None]") -> None:
+        self._asked_again.discard(peer_id)
+        self._dials.pop(peer_id, None)
 
     async def close(self) -> None:
         """End the dials that are under way."""
@@ -237,4 +248,5 @@ class VerifiedPeers:
                 logger.debug("not counted: %s", error)
 
     def _note(self, peer_id: str, served: ServedBlocks | None) -> None:
+        self._asked_again.discard(peer_id)
         self._verdicts[peer_id] = _Verdict(served, self._clock())

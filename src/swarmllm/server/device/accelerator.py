@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swarmllm.models.boundary.host_copies import queued_copy
+
 
 class Accelerator(Protocol):
     """What the device thread needs of a device that isn't the processor itself."""
@@ -31,17 +33,10 @@ class DeviceStream:
         self._device = device
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        copies = [self._queued_copy(tensor) for tensor in tensors]
+        copies = [queued_copy(tensor) if tensor.device == self._device else tensor for tensor in tensors]
         # Not the whole device, on which blocks that are offloaded may be on their way beside it.
         torch.accelerator.current_stream(self._device).synchronize()
         return copies
-
-    def _queued_copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device != self._device:
-            return tensor
-        pin = self._device.type == "cuda"  # or the copy would be one after the other with its own waiting
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        return copy.copy_(tensor, non_blocking=pin)
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

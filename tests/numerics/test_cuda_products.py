@@ -1,0 +1,184 @@
+"""The kernel for packed weights on CUDA, in Triton's interpreter, which runs it on a CPU; `tests/gpu` has it on a GPU.
+
+Triton is 190 MB to download, and no dependency where there is no GPU. To run these:
+`pip install 'triton<3.7' 'numpy<2.4'`, and TRITON_INTERPRET=1 in the environment.
+"""
+
+import ast
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packaging.version import Version
+from test_published_weights import KEPT_BITS, kept
+from torch import Tensor
+
+import swarmllm
+from swarmllm.models.quantization import cuda
+from swarmllm.models.quantization.codes import INT4, NF4, UINT4, nibbles
+from swarmllm.models.quantization.nf4 import Nf4
+from swarmllm.models.quantization.packed import Int8, Packed
+
+SOURCES = Path(swarmllm.__file__).parent
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3}
+"""The interpreter takes bfloat16 for whole numbers in products."""
+
+
+def why_not() -> str:
+    if torch.cuda.is_available():
+        return "tests/gpu does the same on this GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton isn't installed"
+    if os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, which transformers does
+        return "TRITON_INTERPRET isn't 1"
+    return "" if Version(np.__version__) < Version("2.4") else "Triton's interpreter needs numpy before 2.4"
+
+
+interpreted = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def inputs(num_inputs: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(num_inputs, columns, generator=torch.Generator().manual_seed(num_inputs)).to(dtype)
+
+
+def check(packed: Packed, num_inputs: int, dtype: torch.dtype) -> None:
+    matrix, given = packed._cuda_matrix(), inputs(num_inputs, packed.shape[1], dtype)
+    assert matrix is not None
+    assert cuda.takes(given, matrix)
+    found, expected = cuda.multiply(given, matrix), given.double() @ packed.dequantize().double().T
+    assert (found.dtype, found.shape) == (dtype, expected.shape)
+    assert (found.double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (40, 64), (70, 320), (1, 16)])
+@pytest.mark.parametrize("num_inputs", [1, 16, 17, 64])
+def test_int8(num_inputs: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Also where rows, columns and inputs don't fill the last program's."""
+    check(Int8.quantize(weight(rows, columns, torch.float32)), num_inputs, dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (40, 64), (70, 320)])
+@pytest.mark.parametrize("num_inputs", [1, 33])
+def test_nf4(num_inputs: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    check(Nf4.quantize(weight(rows, columns, torch.float32), tiled=False), num_inputs, dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
+def test_published_formats(name: str) -> None:
+    """Those with groups of usual sizes; the others are dequantized, and multiplied then."""
+    packed = kept(name, torch.float32)
+    matrix = packed._cuda_matrix()
+    assert matrix is not None
+    if cuda.takes(inputs(1, packed.shape[1], torch.float32), matrix):
+        check(packed, 5, torch.float32)
+    else:
+        assert matrix.group not in (16, 32, 64, 128, 256)
+
+
+def matrix_of(group: int, parts: str, values: tuple[float, ...], high_first: bool) -> tuple[cuda.Matrix, Tensor]:
+    """A matrix with these parts, and what it is in float64."""
+    rows, groups = 33, 3
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(0, 256, (rows, group * groups // 2), dtype=torch.uint8, generator=generator)
+    scale, zero, least = (torch.rand(rows, groups, generator=generator) + 0.5 for _ in range(3))
+    factor, divides = torch.rand(rows, generator=generator) + 0.5, "divisor" in parts
+    matrix = cuda.Matrix(
+        codes=codes,
+        scale=scale.bfloat16(),
+        zero=zero if "zero" in parts else None,
+        least=least if "least" in parts else None,
+        factor=factor if "factor" in parts or divides else None,
+        divides=divides,
+        values=values,
+        high_first=high_first,
+    )
+    weights = torch.tensor(values)[nibbles(codes, low_first=not high_first).int()].double().view(rows, groups, -1)
+    steps = scale.bfloat16().double()
+    if matrix.zero is not None:
+        weights = weights - zero.double()[..., None]
+    if matrix.factor is not None:
+        steps = steps / factor[:, None] if divides else steps * factor[:, None]
+    weights = weights * steps[..., None]
+    if matrix.least is not None:
+        weights = weights + least.double()[..., None]
+    return matrix, weights.flatten(1)
+
+
+@interpreted
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 384])
+@pytest.mark.parametrize("parts", ["", "zero", "least", "factor", "divisor", "zero least"])
+def test_all_that_a_matrix_may_have(group: int, parts: str) -> None:
+    for values, high_first in itertools.product((INT4, UINT4, NF4), (False, True)):
+        matrix, weights = matrix_of(group, parts, values, high_first)
+        given = inputs(3, weights.shape[1], torch.float32)
+        expected = given.double() @ weights.T
+        assert cuda.takes(given, matrix)
+        assert (cuda.multiply(given, matrix).double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_what_the_kernel_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_compiles_for", lambda *_: True)
+    matrix = Int8.quantize(torch.randn(4, 96))._cuda_matrix()
+    assert cuda.takes(inputs(cuda.MOST_INPUTS, 96, torch.float16), matrix)
+    assert not cuda.takes(inputs(cuda.MOST_INPUTS + 1, 96, torch.float16), matrix)
+    assert not cuda.takes(inputs(1, 96, torch.float64), matrix)
+    of_groups = {
+        group: cuda.Matrix(codes=torch.zeros(4, 960), scale=torch.ones(4, 960 // group)) for group in (8, 48, 64)
+    }
+    assert [group for group, one in of_groups.items() if cuda.takes(inputs(1, 960, torch.float16), one)] == [64]
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "float8", "others"),
+    [(None, (9, 0), False, False), ("triton", (7, 5), False, False), ("triton", (8, 0), False, True)],
+)
+def test_gpus_that_triton_does_not_compile_for(
+    found: str | None, capability: tuple[int, int], float8: bool, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    compiles = cuda._compiles_for.__wrapped__
+    assert (compiles(torch.device("cuda"), True), compiles(torch.device("cuda"), False)) == (float8, others)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether its import is within a function)."""
+
+    def within(node: ast.AST, in_function: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, in_function) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                yield from ((f"{child.module}.{alias.name}", in_function) for alias in child.names)
+                yield child.module or "", in_function
+            yield from within(child, in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return within(ast.parse(path.read_text()), False)
+
+
+def test_triton_is_imported_for_a_product_on_cuda_and_for_nothing_else() -> None:
+    found = {path.name: list(imports(path)) for path in SOURCES.rglob("*.py")}
+    assert {name for name, names in found.items() if any(one.split(".")[0] == "triton" for one, _ in names)} == {
+        "cuda_products.py"
+    }
+    asking = {
+        (name, in_function)
+        for name, names in found.items()
+        for one, in_function in names
+        if one.endswith(".cuda_products")
+    }
+    assert asking == {("cuda.py", True)}
