@@ -17,7 +17,7 @@ from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.p2p.addresses import best_addrs
 from swarmllm.network.p2p.block_directory import VALUE_OVERHEAD_BYTES
-from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES
+from swarmllm.network.p2p.records import MAX_VALUE_BYTES
 from swarmllm.server.device.memory import CacheRoom
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.measuring.throughput import Throughput
