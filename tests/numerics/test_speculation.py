@@ -36,9 +36,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.speculation.best_drafter import BestDrafter
-from swarmllm.speculation.drafters import NGramDrafter
-from swarmllm.speculation.mtp_drafter import MTP_KIND, MtpDrafter
+from swarmllm.speculation.drafters import MTP_KIND, BestDrafter, MtpDrafter, NGramDrafter
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 

@@ -5,7 +5,7 @@ whose caches can't be rolled back, texts given as embeddings, models whose forwa
 by hooks; beams and transformers' own assistants never come here.
 
 `MtpHead` is a checkpoint's own head for multi-token prediction, loaded and run on this machine;
-`speculation/mtp_drafter` asks it. `checkpoint/mtp_layouts` says where its tensors are; its block is run as servers run
+`speculation/drafters` asks it. `checkpoint/mtp_layouts` says where its tensors are; its block is run as servers run
 theirs, by the architecture's own forward.
 """
 
@@ -37,9 +37,15 @@ from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import INNER_OUTPUTS
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.speculation.best_drafter import BestDrafter
-from swarmllm.speculation.drafters import Drafter, ModelDrafter, NGramDrafter, SilentDrafter
-from swarmllm.speculation.mtp_drafter import MtpDrafter, note_states
+from swarmllm.speculation.drafters import (
+    BestDrafter,
+    Drafter,
+    ModelDrafter,
+    MtpDrafter,
+    NGramDrafter,
+    SilentDrafter,
+    note_states,
+)
 from swarmllm.speculation.planner import Planner
 from swarmllm.speculation.sampling_loop import Speculation
 

@@ -20,7 +20,7 @@ from swarmllm.data_structures import RouteHop, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError
 from swarmllm.network.p2p.block_directory import DEFAULT_TTL_S
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
-from swarmllm.swarm.plausible import plausible
+from swarmllm.swarm.claims import plausible
 from swarmllm.swarm.retry import PeerHealth
 from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import find_parallel_routes, find_route, is_worth_moving

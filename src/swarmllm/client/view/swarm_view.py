@@ -45,7 +45,7 @@ from swarmllm.machine_memory import available_memory_bytes
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.network.wire.messages import MAX_PATCHES, AdapterHeader
 from swarmllm.network.wire.protocol import FrameStream, MessageType
-from swarmllm.swarm.explain import Route, explain_route
+from swarmllm.swarm.block_map import Route, explain_route
 from swarmllm.swarm.retry import MOST_REFUSALS, DialTimes, PeerHealth, Retries
 from swarmllm.swarm.round_trips import DIAL_ROUND_TRIPS
 from swarmllm.swarm.routing import route_cost_ms

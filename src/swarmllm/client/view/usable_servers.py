@@ -40,8 +40,8 @@ from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, Server
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
 from swarmllm.swarm.block_map import describe_different_weights
+from swarmllm.swarm.claims import agreed_digests, contradicts
 from swarmllm.swarm.stacks import describe_span
-from swarmllm.swarm.weight_digests import agreed_digests, contradicts
 
 logger = logging.getLogger(__name__)
 
