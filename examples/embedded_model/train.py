@@ -37,7 +37,7 @@ PROMPTS = (
 CHAT_TEMPLATE = (  # as corpus.chat writes conversations; instructions of the system would be new to the model
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'user' %}User: {{ message.content }}\n"
-    "{% elif message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}\n{% endif %}"
+    "{% elif message.role == 'assistant' %}Assistant: {{ message.content | trim }}{{ eos_token }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 

@@ -187,6 +187,8 @@ class ServerInfo(PeerModel):
     """KV cache left, in tokens through the whole span."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     """Most tokens of one forward or backward request."""
+    batch_tokens: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    """Tokens of a forward below which fewer take hardly less time; 0 = not told, as by processors, where it is few."""
     dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     version: Annotated[PeerText, Field(max_length=32)] = ""

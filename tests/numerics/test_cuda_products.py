@@ -20,7 +20,7 @@ from torch import Tensor
 
 import swarmllm
 from swarmllm.models.quantization import cuda
-from swarmllm.models.quantization.codes import INT4, NF4, UINT4, nibbles
+from swarmllm.models.quantization.codes import E2M1, FP4, INT4, NF4, UINT4, nibbles
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, Packed
 
@@ -128,6 +128,50 @@ def test_all_that_a_matrix_may_have(group: int, parts: str) -> None:
         expected = given.double() @ weights.T
         assert cuda.takes(given, matrix)
         assert (cuda.multiply(given, matrix).double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def run(instructions: str, word: int) -> list[int]:
+    """What such instructions leave in `$0` to `$3`, by the description of each in NVIDIA's manual of PTX."""
+    registers = {"$4": word}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for line in instructions.splitlines():
+        name, _, operands = line.rstrip(";").partition(" ")
+        if "." not in name or name == ".reg":
+            continue
+        target, *others = operands.split(", ")
+        first, second, *third = map(value, others)
+        match name:
+            case "and.b32":
+                registers[target] = first & second
+            case "or.b32":
+                registers[target] = first | second
+            case "shr.b32":
+                registers[target] = first >> second
+            case "prmt.b32":
+                given = (first | second << 32).to_bytes(8, "little")
+                selectors = [third[0] >> 4 * place & 15 for place in range(4)]
+                assert max(selectors) < 8, "the highest bit would spread a byte's sign"
+                registers[target] = int.from_bytes(bytes(given[one] for one in selectors), "little")
+            case _:
+                raise NotImplementedError(name)
+    return [registers[f"${place}"] for place in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("values", [INT4, UINT4, NF4, FP4, E2M1], ids=["int4", "uint4", "nf4", "fp4", "e2m1"])
+@pytest.mark.parametrize("high_first", [False, True])
+def test_instructions_that_decode(values: tuple[float, ...], high_first: bool, dtype: torch.dtype) -> None:
+    """Each byte in each place of a word gives the two values that it stands for."""
+    instructions = cuda.decoding(values, dtype, high_first)
+    codes = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    codes = torch.cat([codes.roll(shift, 1) for shift in range(4)])
+    found = [run(instructions, int.from_bytes(bytes(word), "little")) for word in codes.tolist()]
+    as_values = torch.tensor(found, dtype=torch.int64).to(torch.int32).view(dtype).view(len(codes), 8)
+    expected = torch.tensor(values, dtype=torch.float64).to(dtype)[nibbles(codes, low_first=not high_first).int()]
+    assert torch.equal(as_values.view(torch.int16), expected.view(torch.int16))
 
 
 def test_what_the_kernel_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,9 @@ def announced(
         quantization=resolve_quantization(config.quant_type),
         adapters=SimpleNamespace(names=()),
         executor=SimpleNamespace(
-            thread=SimpleNamespace(load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5)
+            thread=SimpleNamespace(
+                load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5, pace=2.0
+            )
         ),
     )
     links: Any = SimpleNamespace(mbps=lambda _: mbps)

@@ -359,10 +359,17 @@ def open_in_swarm(
             model.speculator = Speculator(config, checkpoint, model)
         model.local_fallback = open_fallback(config, checkpoint, model)
         model.remote_blocks, model.remote_encoder_blocks, model.swarm = blocks, encoder, view
+        view.head_weight = _head_weight(model)
         model.submitted, model.model_tags = Submitted(), describe_origin(checkpoint, task)
         undo.pop_all()
     model._finalizer = weakref.finalize(model, loop.close)
     return model
+
+
+def _head_weight(model: Any) -> Callable[[], Tensor | None]:
+    """The matrix of the model's head; it doesn't keep the model in memory."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return (lambda: None) if weight is None else weakref.ref(weight)
 
 
 def _find_traits(checkpoint: Checkpoint, view: SwarmView) -> None:

@@ -192,7 +192,17 @@ def _obey(name: str, words: str, conversation: Conversation, config: ChatConfig)
 def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: bool) -> None:
     from transformers import StoppingCriteriaList, TextStreamer
 
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    class Answer(TextStreamer):
+        """Without the space before the first word, which the prompt of many models leaves to the answer."""
+
+        begun = False
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            shown = text if self.begun else text.lstrip()
+            self.begun = self.begun or bool(shown)
+            super().on_finalized_text(shown, stream_end)
+
+    streamer = Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if interactive:
         with CtrlC() as ctrl_c:
             conversation.reply(said, streamer=streamer, stopping_criteria=StoppingCriteriaList([ctrl_c]))

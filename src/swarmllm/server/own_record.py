@@ -10,6 +10,7 @@ from swarmllm.server.device.device import hardware_name
 from swarmllm.server.device.memory import free_bytes
 from swarmllm.server.device.niceness import MAX_MS, Niceness
 from swarmllm.server.measuring.successors import Successors
+from swarmllm.server.measuring.throughput import least_worth_asking_for
 from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.twins import Twins
 from swarmllm.server.sessions.kv_cache import CacheBudget
@@ -94,10 +95,13 @@ class OwnRecord:
         return info.model_copy(
             update={
                 "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
+                "batch_tokens": min(
+                    least_worth_asking_for(throughput.piece_ms_per_block), self.config.max_batch_tokens
+                ),
                 "round_trips": self.successors.announced,
-                "decode_ms_per_block": throughput.decode_ms_per_block,
-                "decode_ms_per_block_batch8": throughput.decode_ms_per_block_batch8,
-                "context_ms_per_block_per_1k": throughput.context_ms_per_block_per_1k,
+                "decode_ms_per_block": min(MAX_MS, thread.pace * throughput.decode_ms_per_block),
+                "decode_ms_per_block_batch8": min(MAX_MS, thread.pace * throughput.decode_ms_per_block_batch8),
+                "context_ms_per_block_per_1k": min(MAX_MS, thread.pace * throughput.context_ms_per_block_per_1k),
                 "queue_ms": min(thread.load.queue_ms, MAX_MS),
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.downloads import in_background
 from swarmllm.server.measuring.throughput import (
     Throughput,
+    decode_times,
     doubling_tokens,
     measure_throughput,
     prefill_tokens_beside_decode,
@@ -203,6 +205,7 @@ class SpanLoader:
         self.adapters.load(blocks)
         inputs = InputChecks(blocks)
         room = self._room(blocks, inputs, sum(other.num_bytes for other in others))
+        self._use_pages(blocks, room)
         packer, throughput = self._measured(blocks)
         if others:  # measured were those of the decoder
             share = len(blocks.span) / len(span)
@@ -210,6 +213,7 @@ class SpanLoader:
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
         logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
         self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
+        self.executor.thread.expect(decode_times(throughput))
         return Loaded(packer, inputs, throughput, room, before)
 
     def _group(self) -> Group | None:
@@ -222,19 +226,34 @@ class SpanLoader:
         logger.info("%d processes share the blocks: %s", len(devices), ", ".join(map(str, devices)))
         return Group(devices, num_threads=self._num_threads)
 
+    def _use_pages(self, blocks: BlockSpan, room: CacheRoom) -> None:
+        """Have the keys and values of all sessions in pages of one pool, where there are kernels for that."""
+        if self.device.type != "cuda" or find_spec("triton") is None or not blocks.can_be_paged:
+            return
+        blocks.pool = blocks.new_pool(1 + (room.sessions + room.pages) // blocks.page_bytes)
+
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
         """How they are packed and how fast they are: measured, unless they were loaded before, too."""
         last = self._last
         if last is not None and last.span == blocks.span:
-            packer = Packer(blocks, last.ways)
+            packer = self._packer(blocks, last.ways)
             packer.use(last.way)
             return packer, last.throughput
         with stage("trying how sessions can be computed together"):
-            packer = Packer(blocks, right_ways(blocks))
+            packer = self._packer(blocks, right_ways(blocks))
         choose_threads = self._config.num_threads is None and blocks.group is None
         throughput = measure_throughput(packer, choose_threads=choose_threads)
         self._last = _Measured(blocks.span, packer.ways, packer.way, throughput)
         return packer, throughput
+
+    def _packer(self, blocks: BlockSpan, ways: Sequence[Packing]) -> Packer:
+        packer = Packer(blocks, ways)
+        if Packing.PAGED not in ways:
+            blocks.pool = None
+        if blocks.pool is not None:
+            with stage("recording decode steps"):
+                packer.record()
+        return packer
 
     def _room(self, blocks: BlockSpan, inputs: InputChecks, other_bytes: int) -> CacheRoom:
         config = self._config

@@ -212,17 +212,25 @@ class Route(list[RouteHop]):
 
 
 def explain_route(
-    route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts, *, here_ms: float | None = None
+    route: Sequence[RouteHop],
+    snapshot: SwarmSnapshot,
+    costs: RouteCosts,
+    *,
+    here_ms: float | None = None,
+    head_ms: float = 0.0,
 ) -> Route:
     """Say what is expected of a route through all blocks.
 
     Args:
         here_ms: what a step would take on the asker's own machine; None: it can't hold the blocks, or nobody knows.
+        head_ms: what the asker takes itself, for the head of the model.
     """
     of_hops = costs.of_hops(route)
-    total_ms = sum(hop.total_ms for hop in of_hops)
     network_ms, queue_ms = sum(hop.network_ms for hop in of_hops), sum(hop.queue_ms for hop in of_hops)
-    lines = [_in_numbers(f"{total_ms:.1f} ms per token", network_ms, queue_ms, total_ms - network_ms - queue_ms)]
+    compute_ms = sum(hop.compute_ms for hop in of_hops)
+    total_ms = network_ms + queue_ms + compute_ms + head_ms
+    lines = [_in_numbers(f"{total_ms:.1f} ms per token", network_ms, queue_ms, compute_ms)]
+    lines[0] += f", this client's head {head_ms:.1f} ms" if head_ms else ""
     if len(route) > 1:
         lines += [
             _in_numbers(
@@ -234,8 +242,10 @@ def explain_route(
             for hop, cost in zip(route, of_hops, strict=True)
         ]
     lines += _faster_alone(route, snapshot, costs)
-    if here_ms is not None and here_ms < total_ms:
-        lines.append(f"this machine alone would take about {here_ms:.1f} ms: it has the memory to hold all blocks")
+    if here_ms is not None and here_ms + head_ms < total_ms:
+        lines.append(
+            f"this machine alone would take about {here_ms + head_ms:.1f} ms: it has the memory to hold all blocks"
+        )
     return Route(route, lines, total_ms)
 
 

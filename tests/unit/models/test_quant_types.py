@@ -15,7 +15,7 @@ from swarmllm.server import settings
 def test_flag_spot_checks_and_forms_know_the_same_types() -> None:
     assert ("auto", *QUANT_TYPES) == settings.QUANT_TYPES
     assert BY_QUANT_TYPE.keys() == set(QUANT_TYPES)
-    assert set(QUANT_TYPES) == {"none", "int8", "nf4", *BITS}
+    assert set(QUANT_TYPES) == {"none", "int8", "nf4", "llm_int8", *BITS}
     assert list(BITS.values()) == list(PLANES)
     assert all(sum(planes) == (7 if bits == 3.5 else bits) for bits, planes in PLANES.items())
 
@@ -32,5 +32,5 @@ def test_known_types(quant_type: str) -> None:
 
 @pytest.mark.parametrize("quant_type", ["int7", "q3.50", "3.5", ""])
 def test_unknown_types_are_refused_with_a_list_of_all(quant_type: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"none, int2, int3, q3\.5, int4, int5, int6, int8, nf4"):
+    with pytest.raises(ConfigurationError, match=r"none, int2, int3, q3\.5, int4, int5, int6, int8, nf4, llm_int8$"):
         resolve_quantization(quant_type)

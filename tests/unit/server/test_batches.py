@@ -1,6 +1,7 @@
 """Forwards that are kept for their backward: used once, the oldest given up, none of them for ever."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.server.batches import batches
-from swarmllm.server.batches.batches import Batch, Graph, KeptBatches, Turns
+from swarmllm.server.batches.batches import Batch, Graph, KeptBatches, Turns, _parts
 
 
 def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
@@ -83,3 +84,22 @@ def test_parts_pass_gradients_on_and_rows_are_joined() -> None:
     assert num_turns == 4
     assert grads["hidden_states"][:, 0, 0].tolist() == [15.0, 21.0]
     assert grads["inputs_embeds"][:, 0, 0].tolist() == [6.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_tokens", "expected"),
+    [
+        ("cpu", 4, [0, 1, 3, 4, 5, 6, 7, 8]),
+        ("cuda", 256, [0, 8]),
+        ("cuda", 1024, [0, 4, 8]),
+        ("cuda", 2048, [0, 3, 5, 7, 8]),
+        ("cuda", 9000, [0, 1, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_turn_on_a_device_is_of_more_blocks_the_fewer_tokens(
+    device: str, num_tokens: int, expected: list[int]
+) -> None:
+    traits = type("Traits", (), {"forbidden_cuts": (2,)})()
+    blocks: Any = type("Blocks", (), {"device": torch.device(device), "traits": traits})()
+    cuts = _parts(blocks, Span(0, 8), num_tokens)
+    assert [part.start for part in cuts] + [cuts[-1].end] == expected

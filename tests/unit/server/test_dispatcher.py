@@ -15,6 +15,9 @@ ID = "0" * 32
 OPEN = {"id": 1, "session": ID, "token": ID, "start": 0, "end": 1, "batch_size": 1, "max_length": 8}
 
 
+LOOP_TURNS = 5
+
+
 class Session:
     """Stands for one with a large cache."""
 
@@ -62,6 +65,9 @@ async def test_the_sessions_of_a_stream_that_has_ended_are_freed_without_the_gar
     gc.disable()
     try:
         await Dispatcher(HangsUp(), access, MagicMock(), "none").serve()
-        assert [session() for session in found] == [None]
+        (session,) = found
+        for _ in range(LOOP_TURNS):  # the loop may hold the last callbacks of tasks that have ended
+            await asyncio.sleep(0)
+        assert session() is None
     finally:
         gc.enable()

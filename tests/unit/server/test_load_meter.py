@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swarmllm.server.device.calls import Call
-from swarmllm.server.device.load_meter import FORGET_QUEUE_S, LAST_STEPS, SMOOTHING, LoadMeter
+from swarmllm.server.device.load_meter import FORGET_QUEUE_S, LAST_STEPS, SMOOTHING, DecodeTimes, LoadMeter
 from swarmllm.server.device.scheduler import Priority
 
 
@@ -42,3 +42,41 @@ def test_what_95_of_100_steps_were_ready_within() -> None:
         began_at = 10.0 * step
         meter.count([(waiting(began_at), 1)], began_at, 0.0, ended_at=began_at + (1.0 if step < 100 else step / 1e4))
     assert meter.step_ms_p95() == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
+
+
+class Step:
+    """One decode step of a row with 1000 tokens in its cache."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks, self.num_tokens, self.context_tokens = num_blocks, 1, 1000
+
+
+def decoding(num_blocks: int = 4) -> tuple[Call, int]:
+    call = waiting(0.0)
+    call.step = Step(num_blocks)  # type: ignore[assignment]
+    return call, 1
+
+
+def test_what_steps_take_is_compared_with_what_was_measured() -> None:
+    meter = LoadMeter()
+    meter.count([decoding()], now=0.0, since=0.0, ended_at=9.0)
+    assert meter.pace == 1
+    meter.expect(DecodeTimes(1.0, 8.0, 0.5))
+    two_rows_s = 4 * (1 + 1 + 0.5 * 2) / 1e3
+    for _ in range(100):
+        meter.count([decoding(), decoding()], now=0.0, since=0.0, ended_at=3.5 * two_rows_s)
+    assert meter.pace == pytest.approx(3.5, rel=1e-3)
+    meter.count([decoding()], now=0.0, since=0.0, ended_at=4 * 1.5 / 1e3)
+    assert meter.pace == pytest.approx(3.5 - SMOOTHING * 2.5, rel=1e-3)
+    meter.expect(DecodeTimes(3.0))
+    assert meter.pace == 1
+
+
+def test_steps_beside_prompts_or_of_unlike_spans_tell_nothing() -> None:
+    meter = LoadMeter()
+    meter.expect(DecodeTimes(1.0))
+    prompt = waiting(0.0)
+    prompt.priority, prompt.step = Priority.PREFILL, Step(4)  # type: ignore[assignment]
+    for beside in ((prompt, 100), decoding(num_blocks=2)):
+        meter.count([decoding(), beside], now=0.0, since=0.0, ended_at=9.0)
+    assert meter.pace == 1

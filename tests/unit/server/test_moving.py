@@ -18,6 +18,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.server import rebalancer as rebalancer_module
 from swarmllm.server import span_loader
 from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.load_meter import DecodeTimes
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.rebalancer import Rebalancer
@@ -82,6 +83,7 @@ async def test_it_goes_back_to_its_blocks(
     monkeypatch.setattr(span_loader, "measure_throughput", lambda *_, **__: None)
     monkeypatch.setattr(span_loader, "prefill_tokens_beside_decode", lambda *_: 8)
     monkeypatch.setattr(span_loader, "doubling_tokens", lambda *_: 27)
+    monkeypatch.setattr(span_loader, "decode_times", lambda _: DecodeTimes(1.0))
     monkeypatch.setattr(span_loader, "InputChecks", lambda _: None)
     monkeypatch.setattr(SpanLoader, "_room", lambda *_: None)
     life = life_of(loader_of(embedded_model_path(), executor))

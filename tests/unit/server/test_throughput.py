@@ -41,7 +41,7 @@ class Clock:
             new_cache=lambda _: SimpleNamespace(position=0),
             forward=self.forward,
         )
-        return SimpleNamespace(blocks=blocks, use=lambda _: None)
+        return SimpleNamespace(blocks=blocks, use=lambda _: None, way=Packing.RAGGED)
 
 
 @pytest.fixture

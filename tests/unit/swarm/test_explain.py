@@ -26,6 +26,15 @@ def test_hops_add_up_to_the_step() -> None:
     assert "it holds 0:4" in alone[0]
 
 
+def test_the_client_s_head_counts() -> None:
+    snapshot = SwarmSnapshot(8, (LEFT, RIGHT))
+    without = explain_route(ROUTE, snapshot, COSTS)
+    route = explain_route(ROUTE, snapshot, COSTS, head_ms=85.0)
+    assert route.expected_ms == pytest.approx(without.expected_ms + 85)
+    assert str(route).splitlines()[0].endswith("computing 12.0 ms, this client's head 85.0 ms")
+    assert "head" not in str(without)
+
+
 def test_announced_distance_between_servers_counts() -> None:
     near = LEFT.model_copy(update={"round_trips": ((RIGHT.peer_id, 2.0),)})
     route = [RouteHop(near, Span(0, 4)), ROUTE[1]]

@@ -8,7 +8,7 @@ server that has room keeps what it has computed for the backward that comes.
 
 import itertools
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,8 @@ from swarmllm.client.batches.pushed_batches import PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.event_loop import Job, in_turns
 from swarmllm.client.view.swarm_view import SwarmView
-from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.config import ClientConfig
+from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.host_copies import in_host_memory
@@ -104,11 +105,9 @@ class BatchRunner:
         for (route, _), part in zip(routes, layout.split([share for _, share in routes]), strict=True):
             if not part:
                 continue
-            cap = min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route))
             num_parts = MICRO_BATCHES_PER_HOP * len(route)
-            wanted = max(-(-layout.tokens_of(part) // num_parts), MIN_TOKENS)
             of_route: list[Job[tuple[Tensor, list[Stage]]]] = []
-            for rows in layout.micro_batches(part, min(cap, wanted)):
+            for rows in layout.micro_batches(part, micro_batch_tokens(layout.tokens_of(part), route, config)):
                 cut, excerpt = layout.cut(inputs, rows)
                 of_route.append(
                     partial(self._micro_batches.forward, cut, span, route, keep=keep, without_pushed=not keep)
@@ -140,6 +139,14 @@ class BatchRunner:
                 jobs.append(partial(self._micro_batches.backward, stages, computed.layout.take(grad_outputs, excerpt)))
             groups.append((MICRO_BATCHES_PER_HOP * len(stages), jobs))
         return await in_turns(groups)
+
+
+def micro_batch_tokens(num_tokens: int, route: Sequence[RouteHop], config: ClientConfig) -> int:
+    """Tokens of the micro-batches into which that many go along a route."""
+    wanted = -(-num_tokens // (MICRO_BATCHES_PER_HOP * len(route)))
+    # Half of what is worth asking a server for: two forwards one after the other hide what is on its way meanwhile.
+    least = max(MIN_TOKENS, *(hop.server.batch_tokens // 2 for hop in route))
+    return min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route), max(wanted, least))
 
 
 @dataclass(frozen=True, eq=False)

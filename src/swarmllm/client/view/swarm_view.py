@@ -10,12 +10,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
 from swarmllm.client.view.event_loop import EventLoop
@@ -90,6 +91,9 @@ class SwarmView:
         """Width of the hidden states; None: nobody knows."""
         self.num_bytes: int | None = None
         """Bytes of all blocks, if this machine held them; None: nobody knows."""
+        self.head_weight: Callable[[], Tensor | None] = lambda: None
+        """The matrix of the head, which the client multiplies for each token; None: the model has no head."""
+        self._head_ms: float | None = None
         self.own_traits: BlockTraits | None = None
         """What this client has found out of the model's blocks; None: it couldn't. Set it before servers are met."""
         self._traits: BlockTraits | None = None
@@ -187,10 +191,18 @@ class SwarmView:
         route = [hop for span in self.spans for hop in await self.routes.find(span)]
         num_bytes = self.num_bytes
         here_ms = None if num_bytes is None else await asyncio.to_thread(decode_ms, num_bytes)
-        return explain_route(route, self.look_ups.snapshot, self.routes.costs(), here_ms=here_ms)
+        head_ms = await self._time_of_head()
+        return explain_route(route, self.look_ups.snapshot, self.routes.costs(), here_ms=here_ms, head_ms=head_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
-        return route_cost_ms(route, self.routes.costs())
+        return route_cost_ms(route, self.routes.costs()) + await self._time_of_head()
+
+    async def _time_of_head(self) -> float:
+        """Milliseconds, measured when somebody asks first."""
+        weight = self.head_weight() if self._head_ms is None else None
+        if weight is not None:
+            self._head_ms = await asyncio.to_thread(product_ms, weight)
+        return self._head_ms or 0.0
 
     async def traits(self) -> BlockTraits:
         """The traits of the model's blocks on which to build: this client's own; servers that claim others are avoided.
@@ -445,11 +457,18 @@ def decode_ms(num_bytes: int) -> float | None:
 @cache
 def _bytes_per_s() -> float:
     matrix = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
-    vector = torch.ones(COLUMNS, dtype=torch.bfloat16)
-    torch.mv(matrix, vector)  # the first one waits for threads and pages
+    return 1e3 * matrix.nbytes / product_ms(matrix)
+
+
+@torch.inference_mode()
+def product_ms(matrix: Tensor) -> float:
+    """Milliseconds of a product with one vector, on the matrix's device: most of what the head of a model takes."""
+    vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     elapsed_s = []
-    for _ in range(REPEATS):
+    for _ in range(1 + REPEATS):
         started = time.perf_counter()
         torch.mv(matrix, vector)
+        if matrix.device.type != "cpu":
+            torch.accelerator.synchronize(matrix.device)
         elapsed_s.append(time.perf_counter() - started)
-    return matrix.nbytes / min(elapsed_s)
+    return 1e3 * min(elapsed_s[1:])  # the first one waits for threads and pages

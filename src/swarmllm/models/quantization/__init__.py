@@ -2,6 +2,7 @@
 
     rules        which weights of a model are quantized, and how many bytes they take then
     packed       what all formats can: multiply, multiply transposed, dequantize; and int8
+    llm_int8     8 bits for weights and inputs, but for outliers
     nf4          4-bit normal floats
     decoded      formats whose rows are decoded by kernels, or by torch
     kbit         our formats of 2 to 6 bits

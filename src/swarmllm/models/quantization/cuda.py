@@ -53,12 +53,6 @@ class Matrix:
         """Columns with one scale."""
         return self.width // self.scale.shape[1]
 
-    @property
-    def scales_outputs(self) -> bool:
-        """Whether inputs are multiplied by the codes as they are, and the outputs by the scales."""
-        only_scale = self.zero is None and self.least is None and self.factor is None
-        return only_scale and self.scale.shape[1] == 1 and self.values is None
-
 
 def takes(inputs: Tensor, matrix: Matrix) -> bool:
     """Whether the kernel multiplies `[tokens, in]` by this matrix."""
@@ -83,10 +77,12 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     """`[tokens, in]` → `[tokens, out]` of the inputs' dtype; `tile`: another one than the usual, to compare."""
     from swarmllm.models.quantization.cuda_products import product
 
-    (num_inputs, width), num_rows = inputs.shape, len(matrix.codes)
-    tile = tile or usual_tile(num_inputs)
-    first = _first_of_steps(matrix.values)
-    table = None if matrix.values is None or first is not None else _table(matrix.values, inputs)
+    (num_inputs, width), num_rows, group = inputs.shape, len(matrix.codes), matrix.group
+    tile = dict(tile or usual_tile(num_inputs))
+    at_once = tile.pop("columns")
+    columns = at_once if group == width else min(at_once, group)
+    by_instructions = matrix.values is not None and inputs.is_cuda and inputs.dtype != torch.float32
+    by_table = matrix.values is not None and not by_instructions
     tensors = (matrix.codes, matrix.scale, matrix.zero, matrix.least, matrix.factor)
     outputs = inputs.new_empty(num_inputs, num_rows)
     grid = (-(-num_rows // tile["some_rows"]), -(-num_inputs // tile["some_inputs"]))
@@ -94,21 +90,21 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
         product[grid](
             inputs.contiguous(),
             *(None if tensor is None else tensor.contiguous() for tensor in tensors),
-            table,
+            _table(matrix.values, inputs.device) if by_table else None,
             outputs,
             num_inputs,
             num_rows,
             width=width,
-            group=matrix.group,
+            group=group,
             per_byte=matrix.per_byte,
             high_first=matrix.high_first,
-            has_table=table is not None,
-            first=first or 0.0,
+            decode=decoding(matrix.values, inputs.dtype, matrix.high_first) if by_instructions else "",
             has_zero=matrix.zero is not None,
             has_least=matrix.least is not None,
             has_factor=matrix.factor is not None,
             divides=matrix.divides,
-            scales_outputs=matrix.scales_outputs,
+            columns=columns,
+            unroll=max(1, at_once // columns),
             **tile,
         )
     return outputs
@@ -121,22 +117,40 @@ def usual_tile(num_inputs: int) -> dict[str, int]:
     return {"some_inputs": some_inputs, "some_rows": 32, "columns": COLUMNS, "num_warps": 4, "num_stages": 4}
 
 
-def _first_of_steps(values: tuple[float, ...] | None) -> float | None:
-    """The first of values that count up by 1; None if they don't."""
-    if values is None or any(value != values[0] + idx for idx, value in enumerate(values)):
-        return None
-    return values[0]
+@functools.cache
+def decoding(values: tuple[float, ...], dtype: torch.dtype, high_first: bool) -> str:
+    """Instructions that make the 8 codes of `$4` into pairs of values in 16 bits, the first one below: `$0` to `$3`.
 
-
-def _table(values: tuple[float, ...], inputs: Tensor) -> Tensor:
-    """The values: in 16 bits, which Triton reads where it needs them, where 32 bits would go through shared memory.
-
-    float16 rounds them by 2^-12; inputs in 16 bits round the weights more than that.
+    `prmt` takes the bytes of a value from 8 bytes by the lowest 3 bits of a code; so it is asked for those of the first
+    and of the last 8 values, and then for those that the highest bit says. Reading a table in memory takes as many
+    accesses as there are weights, more than a GPU has time for.
     """
-    return _on_device(values, torch.float32 if inputs.dtype == torch.float32 else torch.float16, inputs.device)
+    numbers = torch.tensor(values, dtype=torch.float64).to(dtype).view(torch.int16).tolist()
+    lines = ["{", ".reg .b32 codes, low, high, first, last, below, above;"]
+    for half, pairs in enumerate((("$0", "$1"), ("$2", "$3"))):
+        lines += [
+            f"shr.b32 codes, $4, {16 * half};",
+            "and.b32 low, codes, 0x7777;",
+            "shr.b32 high, codes, 1;",
+            "and.b32 high, high, 0x4444;",
+            "or.b32 high, high, 0x3210;",  # of 4 values each, from the first or the last 8
+        ]
+        for shift, name in ((0, "below"), (8, "above")):
+            table = [
+                sum((number >> shift & 255) << 8 * place for place, number in enumerate(numbers[start : start + 4]))
+                for start in range(0, 16, 4)
+            ]
+            lines += [
+                f"prmt.b32 first, 0x{table[0]:x}, 0x{table[1]:x}, low;",
+                f"prmt.b32 last, 0x{table[2]:x}, 0x{table[3]:x}, low;",
+                f"prmt.b32 {name}, first, last, high;",
+            ]
+        orders = ("0x4051", "0x6273") if high_first else ("0x5140", "0x7362")
+        lines += [f"prmt.b32 {pair}, below, above, {order};" for pair, order in zip(pairs, orders, strict=True)]
+    return "\n".join([*lines, "}"])
 
 
 @functools.cache
-def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Copied once and not for each product."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, device=device)

@@ -17,10 +17,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from swarmllm.models.architecture import find_blocks
 from swarmllm.models.free_memory import trim_heap
 from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.llm_int8 import LlmInt8
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, Packed
 from swarmllm.models.quantization.published import Nf4Pairs
-from swarmllm.models.quantization.rules import BITS, Quantization, QuantType, is_transposed, may_be_packed
+from swarmllm.models.quantization.rules import (
+    BITS,
+    OF_WHOLE_ROWS,
+    Quantization,
+    QuantType,
+    is_transposed,
+    may_be_packed,
+)
 from swarmllm.models.quantization.weight import PackedView, QuantizedWeight
 
 METHOD = "swarmllm"
@@ -143,8 +151,8 @@ def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
     """
     if device.type == "cuda":
         weight = weight.to(device)
-    if form == "int8":
-        return Int8.quantize(weight)
+    if form in OF_WHOLE_ROWS:
+        return (Int8 if form == "int8" else LlmInt8).quantize(weight)
     if form in BITS:
         return KBit.quantize(weight, BITS[form])
     packed = Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)

@@ -10,12 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from swarmllm.errors import ConfigurationError
 
-QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4"]
+QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4", "llm_int8"]
 QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
 BITS: dict[str, float] = {"int2": 2, "int3": 3, "q3.5": 3.5, "int4": 4, "int5": 5, "int6": 6}
 """Bits of the types that `kbit` is for."""
+OF_WHOLE_ROWS = ("int8", "llm_int8")
+"""Types with one scale for each row."""
 GROUP = 64
-"""Weights of a row that share one scale, with all types but int8; as in QLoRA (section 3) and Inferflow (table 3)."""
+"""Weights of a row that share one scale, with all types but these; as in QLoRA (section 3) and Inferflow (table 3)."""
 SCALE_DTYPE = torch.bfloat16
 """The dtype of scales and minima of these types."""
 SMALLEST = 1 << 14
@@ -43,7 +45,7 @@ class Quantization:
         rows, columns = packed_shape(module, module.get_parameter(leaf))[-2:]
         if rows * columns < self.smallest:
             return "none"
-        return "int8" if columns % GROUP else self.quant_type
+        return "int8" if columns % GROUP and self.quant_type not in OF_WHOLE_ROWS else self.quant_type
 
 
 FULL_PRECISION = Quantization()
@@ -108,7 +110,7 @@ def stored_bytes(model: PreTrainedModel, name: str, dtype: torch.dtype, quantiza
     match quantization.format_of(model, name):
         case "none":
             return count * dtype.itemsize
-        case "int8":
+        case "int8" | "llm_int8":
             return count + count // columns * dtype.itemsize
         case "nf4":
             return count // 2 + count // GROUP * dtype.itemsize

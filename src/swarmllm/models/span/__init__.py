@@ -18,6 +18,13 @@ random_inputs     what blocks are tried and measured on
 packing           calls of several sessions, run together where they can be
 packed_forward    those that fit together as one forward
 packed_attention  sessions in one row, without padding
+page_pool         keys and values of all sessions in pages of one pool
+page_access       what is done with pages: writing to them, attention to them
+paged_attention   sessions in one row, on pages
+paged_kernels     the same by Triton, on CUDA
+decode_graphs     decode steps that are recorded once as CUDA graphs
+fused_step        decode steps of blocks of Llama's kind, in few kernels
+fused_kernels     these kernels
 shared_keys       attention of few positions, where PyTorch's is slow
 padded_cache      sessions as rows of one batch, padded on the left
 packing_probe     which ways of packing give the right results

@@ -30,7 +30,7 @@ from swarmllm.models.architecture import (
     table_positions,
     text_config,
 )
-from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, give
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Recorder, give
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
@@ -41,7 +41,8 @@ from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording
 from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.offload import OffloadedBlocks
-from swarmllm.models.span.span_cache import CacheSizes, SpanCache
+from swarmllm.models.span.page_pool import PagePool, page_bytes
+from swarmllm.models.span.span_cache import CacheSizes, SpanCache, can_be_paged
 
 _PASSED_ON = ("position_ids", "token_type_ids")
 
@@ -82,6 +83,8 @@ class BlockSpan:
         self.digests = digests
         """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
         self.cache_sizes = CacheSizes()
+        self.pool: PagePool | None = None
+        """Pages for the keys and values of all sessions; None: each session has tensors of its own."""
         self.kept_state = KeptState(self.stack, ())
         """What modules keep of a call, as it was before the first one; put back before each."""
 
@@ -218,7 +221,28 @@ class BlockSpan:
             record_past=record_past,
             first=self.slots.first,
             has_source=self.source_dim > 0,
+            pool=self.pool,
         )
+
+    @property
+    def can_be_paged(self) -> bool:
+        """Whether sessions keep nothing but keys and values, of all blocks, that fit in pages."""
+        if not self.keeps_cache or self.source_dim or self.offloaded is not None or self.group is not None:
+            return False
+        layers = self.new_cache().layers
+        return self.cache_sizes.key_value_shapes.keys() == set(self.span) and all(
+            can_be_paged(layers[block_idx - self.slots.first]) for block_idx in self.span
+        )
+
+    def new_pool(self, num_pages: int, span: Span | None = None, dtype: torch.dtype | None = None) -> PagePool:
+        """Pages for the keys and values of sessions on these blocks (default: all hosted)."""
+        shapes = {idx: self.cache_sizes.key_value_shapes[idx] for idx in self._inside(span)}
+        return PagePool(shapes, num_pages, dtype or self.dtype, self.device)
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one page in all hosted blocks."""
+        return page_bytes(self.cache_sizes.key_value_shapes, self.dtype)
 
     def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
         """Run the blocks of `span` (default: all hosted) on `inputs`; returns hidden states of the same shape.
@@ -273,13 +297,18 @@ class BlockSpan:
         return cache
 
     def run(
-        self, inputs: BlockInputs, span: Span, cache: SpanCache | None = None, observer: Observer | None = None
+        self,
+        inputs: BlockInputs,
+        span: Span,
+        cache: SpanCache | None = None,
+        observer: Observer | None = None,
+        recorder: Recorder | None = None,
     ) -> Tensor:
         """`forward` without its checks; the probes call it before the traits are known."""
         # contiguous, as the previous block would have made them: some models use view()
         hidden = inputs.hidden_states.contiguous()
         if inputs.inner is None:
-            self.slots.begin(span, hidden, observer)
+            self.slots.begin(span, hidden, observer, recorder)
             return self._call_stack(inputs, cache)
         recording = InnerRecording(inputs.inner, self.stack, self.slots)
         with recording.running():

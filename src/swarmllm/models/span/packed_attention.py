@@ -129,13 +129,7 @@ class RaggedAttention:
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        configs: Iterator[Any] = (getattr(module, "config", None) for module in stack.modules())
-        found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
-        self._configs = list(found.values())
-        usual = {config._attn_implementation_internal for config in self._configs}
-        if len(usual) != 1:
-            raise PackingUnsupportedError("the parts of the model attend in different ways")
-        self.usual: str = usual.pop()
+        self._configs, self.usual = attention_configs(stack)
         self.cache = RaggedCache(stack.config)
         _register()
 
@@ -167,6 +161,20 @@ class RaggedAttention:
             else sys.modules[type(module).__module__].eager_attention_forward
         )
         return function(module, query, keys, values, mask, **kwargs)[0]
+
+
+def attention_configs(stack: nn.Module) -> tuple[list[Any], str]:
+    """The configs that say how the parts of a model attend, and how all of them do.
+
+    Raises:
+        PackingUnsupportedError: they do so in different ways.
+    """
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in stack.modules())
+    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
+    usual: set[str] = {config._attn_implementation_internal for config in found.values()}
+    if len(usual) != 1:
+        raise PackingUnsupportedError("the parts of the model attend in different ways")
+    return list(found.values()), usual.pop()
 
 
 class _Running(threading.local):

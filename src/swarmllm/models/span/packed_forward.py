@@ -1,5 +1,6 @@
 """Calls of several sessions as one forward.
 
+    paged       the same as ragged, with keys and values in pages: one attention for all (`paged_attention`)
     ragged      one row of all new positions, nothing padded (`packed_attention`); mixes prompts and single tokens
     padded      calls of equally many new positions as one batch (`padded_cache`)
 
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.decode_graphs import DecodeGraphs
 from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedAttention, Segment
 from swarmllm.models.span.padded_cache import PaddedCache
+from swarmllm.models.span.page_access import Placed
+from swarmllm.models.span.page_pool import PagePool
+from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.span_cache import SpanCache
 
 
 class Packing(Enum):
     """A way to run several calls; in most measurements the fastest first (docs/benchmarks.md)."""
 
+    PAGED = "paged"
     RAGGED = "ragged"
     PADDED = "padded"
     ONE_BY_ONE = "one by one"
@@ -53,10 +60,16 @@ class PackedForward:
         self.blocks = blocks
         self.takes_positions = "position_ids" in inspect.signature(blocks.stack.forward).parameters
         self._padded = PaddedCache(blocks.stack.config)
+        self.graphs: DecodeGraphs | None = None
+        """Recorded steps of all hosted blocks, if they are in use."""
 
     @cached_property
     def _ragged(self) -> RaggedAttention:
         return RaggedAttention(self.blocks.stack)
+
+    @cached_property
+    def paged(self) -> PagedAttention:
+        return PagedAttention(self.blocks.stack, self.blocks.slots.first)
 
     def lacks_source(self, call: SessionCall) -> bool:
         """Whether it is the first call of its session, which has to compute keys and values of its source, alone."""
@@ -71,10 +84,58 @@ class PackedForward:
         """
         past = min(call.cache.position for call in calls)
         with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
-            outputs = self._run_ragged(calls) if way == Packing.RAGGED else self._run_padded(calls)
+            run = {Packing.PAGED: self._run_paged, Packing.RAGGED: self._run_ragged, Packing.PADDED: self._run_padded}
+            outputs = run[way](calls)
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
         return outputs
+
+    def _run_paged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+        calls_in_row = sorted(calls, key=lambda call: call.inputs.seq_len > SHORT_TOKENS)
+        pool, row = place(calls_in_row)
+        axis = self.blocks.traits.batch_axis
+        size = self._size_of_graph(calls, len(row.pairs))
+        if self.graphs is not None and size is not None:
+            given = [call.inputs.position_ids for call in calls_in_row]
+            position_ids = None if given == [None] * len(given) else _in_one_row(map(_positions, calls_in_row), -2)
+            hidden = [call.inputs.hidden_states for call in calls_in_row]
+            output = self.graphs.run(size, hidden, row.pairs, position_ids)
+        else:
+            with self.paged.running(pool, row.placed(pool.device)) as cache:
+                output = self.blocks.run(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
+        parts, start = {}, 0
+        for call in calls_in_row:
+            parts[id(call)] = _part(output, axis, start, call)
+            start += call.inputs.batch_size * call.inputs.seq_len
+        return [parts[id(call)] for call in calls]
+
+    def _size_of_graph(self, calls: Sequence[SessionCall], num_positions: int) -> int | None:
+        """The recorded step that these calls fit in; None: the model's own code runs them."""
+        inputs, traits = calls[0].inputs, self.blocks.traits
+        if self.graphs is None or calls[0].span != self.blocks.span or inputs.adapter is not None:
+            return None
+        if traits.batch_axis or traits.extra_inputs or inputs.hidden_states.ndim != 3:
+            return None
+        if any(call.inputs.seq_len > SHORT_TOKENS for call in calls):
+            return None
+        if inputs.position_ids is not None and inputs.position_ids.ndim > 2:
+            return None
+        return self.graphs.size_for(num_positions)
+
+    def step(
+        self,
+        hidden: Tensor,
+        placed: Placed,
+        position_ids: Tensor,
+        span: Span | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """A `DecodeStep` by the model's own code; `recorder` may run blocks in another way."""
+        blocks = self.blocks
+        assert blocks.pool is not None
+        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
+        with torch.inference_mode(), self.paged.running(blocks.pool, placed) as cache:
+            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
 
     def _run_ragged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         segments: list[Segment] = []
@@ -84,24 +145,23 @@ class PackedForward:
             start += segments[-1].length
         self._check_positions(calls, start)
         axis = self.blocks.traits.batch_axis
-        inputs = replace(
+        with self._ragged.running(segments) as cache:
+            output = self.blocks.run(self._one_row(calls), calls[0].span, cache).squeeze(axis)
+        # Copies: a view would keep the whole row in memory for as long as one session needs its part.
+        return [_part(output, axis, segment.start, call).clone() for segment, call in zip(segments, calls, strict=True)]
+
+    def _one_row(self, calls: Sequence[SessionCall]) -> BlockInputs:
+        """All new positions, row after row."""
+        axis = self.blocks.traits.batch_axis
+        return replace(
             calls[0].inputs,
             hidden_states=_in_one_row([call.inputs.hidden_states for call in calls], axis),
             batch_size=1,
-            seq_len=start,
+            seq_len=sum(call.inputs.batch_size * call.inputs.seq_len for call in calls),
             attention_mask=None,
             position_ids=_in_one_row(map(_positions, calls), -2).to(self.blocks.device),
             **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
         )
-        with self._ragged.running(segments) as cache:
-            output = self.blocks.run(inputs, calls[0].span, cache)
-        # Copies: a view would keep the whole row in memory for as long as one session needs its part.
-        return [
-            torch.unflatten(
-                output.squeeze(axis).narrow(axis, segment.start, segment.length), axis, (segment.rows, segment.seq_len)
-            ).clone()
-            for segment in segments
-        ]
 
     def _check_positions(self, calls: Sequence[SessionCall], total: int) -> None:
         """Before its blocks, a decoder with an encoder looks up positions that it counts itself, along the row."""
@@ -135,6 +195,52 @@ class PackedForward:
             name: join([getattr(call.inputs, name) for call in calls]) if name in needed else None
             for name in ("input_ids", "inputs_embeds")
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """Where all new positions of some calls go, as the host knows it."""
+
+    pairs: list[tuple[int, int]]
+    """(row of the pool's table, position) of each."""
+    num_short: int
+    long_calls: tuple[tuple[int, int], ...]
+
+    def placed(self, device: torch.device) -> Placed:
+        """The same on the device."""
+        return Placed.of(self.pairs, device, self.num_short, self.long_calls)
+
+
+def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
+    """Make room for these calls, those with few positions first, in the pages that all of them use.
+
+    Raises:
+        PackingUnsupportedError: some have no pages there.
+        CacheFullError: there is no room.
+    """
+    pool = None if calls[0].cache.table is None else calls[0].cache.table.pool
+    pairs: list[tuple[int, int]] = []
+    long_calls: list[tuple[int, int]] = []
+    num_short = 0
+    for call in calls:
+        table, seq_len = call.cache.table, call.inputs.seq_len
+        if pool is None or table is None or table.pool is not pool:
+            raise PackingUnsupportedError("keys and values are not in one pool")
+        table.prepare(call.inputs.batch_size, call.end_position)
+        for row in table.rows:
+            if seq_len > SHORT_TOKENS:
+                long_calls.append((len(pairs), seq_len))
+            pairs += ((row, position) for position in range(call.cache.length, call.end_position))
+        if seq_len <= SHORT_TOKENS:
+            num_short = len(pairs)
+    assert pool is not None
+    return pool, PlacedRow(pairs, num_short, tuple(long_calls))
+
+
+def _part(output: Tensor, axis: int, start: int, call: SessionCall) -> Tensor:
+    """One call's outputs, of those of a whole row."""
+    rows, seq_len = call.inputs.batch_size, call.inputs.seq_len
+    return torch.unflatten(output.narrow(axis, start, rows * seq_len), axis, (rows, seq_len))
 
 
 def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:

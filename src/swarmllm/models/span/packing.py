@@ -9,12 +9,16 @@ decided there.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError
 from swarmllm.models.boundary.cutting import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
+from swarmllm.models.span.paged_attention import SHORT_TOKENS
+from swarmllm.models.span.random_inputs import random_inputs
 
 MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
@@ -40,6 +44,26 @@ class Packer:
         if way in self.ways:
             self.way = way
 
+    @torch.inference_mode()
+    def record(self, sizes: Sequence[int] = SIZES, *, fused: bool = True) -> None:
+        """Record decode steps of all hosted blocks, if they run on pages of a CUDA device.
+
+        With `fused`, in few kernels, if blocks are of the kind that this is known of.
+        """
+        blocks, forward = self.blocks, self.forward
+        forward.graphs = None
+        if self.way != Packing.PAGED or blocks.pool is None or blocks.pool.device.type != "cuda":
+            return
+        hidden = random_inputs(blocks, 1).hidden_states
+        if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs:
+            return
+        step = _fused_step(forward) if fused else None
+        graphs = DecodeGraphs(
+            step or forward.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
+        )
+        graphs.record(sizes)
+        forward.graphs = graphs if graphs.sizes else None
+
     def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
         """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
 
@@ -48,13 +72,15 @@ class Packer:
         """
         way = way or self.way
         outcomes: dict[int, OutputOrError] = {}
-        for group in self._groups(calls, way):
+        for group, fits in self._groups(calls, way):
             members = [calls[idx] for idx in group]
-            outcomes.update(zip(group, self._run_group(members, way), strict=True))
+            run = self._run_group(members, way) if fits else self._one_by_one(members)
+            outcomes.update(zip(group, run, strict=True))
         return [outcomes[idx] for idx in range(len(calls))]
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
-        if len(calls) == 1:
+        is_short = calls[0].inputs.seq_len <= SHORT_TOKENS
+        if len(calls) == 1 and not (way == Packing.PAGED and is_short):  # a prompt has kernels of its own
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
@@ -75,14 +101,16 @@ class Packer:
 
     # ------------------------------------------------------------------ who runs with whom
 
-    def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[list[int]]:
-        groups: dict[tuple[Any, ...], list[int]] = {}
+    def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
+        """Indices of calls, and whether they fit the way."""
+        groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):
             if id(call.cache) in seen:
                 raise LocalProtocolError("two calls of one session can't run together")
             seen.add(id(call.cache))
-            groups.setdefault(self._key(call, way) or (idx,), []).append(idx)
+            key = self._key(call, way)
+            groups.setdefault(key or (idx,), ([], key is not None))[0].append(idx)
         return list(groups.values())
 
     def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
@@ -99,7 +127,9 @@ class Packer:
         # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
         same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
-        if way == Packing.RAGGED:
+        if way == Packing.PAGED and call.cache.table is None:
+            return None
+        if way in (Packing.PAGED, Packing.RAGGED):
             return same
         if inputs.seq_len > MAX_PADDED_TOKENS:
             return None
@@ -130,6 +160,12 @@ class Packer:
         return mask is None or (
             mask.shape == (inputs.batch_size, call.end_position - call.cache.num_prefix) and bool(mask.all())
         )
+
+
+def _fused_step(forward: PackedForward) -> DecodeStep | None:
+    from swarmllm.models.span.fused_step import find_fused
+
+    return find_fused(forward)
 
 
 def _num_axes(positions: Tensor | None) -> int:

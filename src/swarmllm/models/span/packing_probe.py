@@ -6,8 +6,8 @@ some padding in it. Called by the server, which makes a `Packer` of it.
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,8 @@ SEQ = 13
 """Positions of the inputs, fewer where the model has no more; unlikely to be the size of another axis."""
 ROWS = ((0, 1), (1, 3), (0, 1))
 """Rows `[start, end)` of the given inputs, for each session."""
+NUM_PAGES = 8
+"""More than these sessions need."""
 PROMPTS = (4, 2, 1)
 """New positions of each session in the first step, the last one shorter than the batch has rows, as there is code that
 takes columns of a mask for rows (nllb-moe). The first session then forgets one of them, if it can."""
@@ -43,7 +45,8 @@ def right_ways(span: BlockSpan) -> list[Packing]:
         return [Packing.ONE_BY_ONE]
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
-    return [way for way in Packing if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+    ways = [way for way in Packing if way != Packing.PAGED or span.pool is not None]
+    return [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
 
 
 class PackingProbe:
@@ -61,7 +64,7 @@ class PackingProbe:
         try:
             if self._alone is None:
                 self._alone = self._run_alone()
-            with self._precision():
+            with self._precision(), self._pages(way):
                 together = self._run(way)
         except Exception as error:  # noqa: BLE001 - model code that doesn't fit this way
             logger.info("blocks %s can't be run %s: %s: %s", self.part, way.value, type(error).__name__, error)
@@ -70,7 +73,11 @@ class PackingProbe:
 
     def _run_alone(self) -> list[Tensor]:
         for self._limit in (STRICT, LENIENT):
-            with suppress(Exception), self._precision():  # model code that can't run in mixed precision
+            with (
+                suppress(Exception),
+                self._precision(),
+                self._pages(None),
+            ):  # model code that can't run in mixed precision
                 alone = self._run(None)
                 forgetful = self._step(self.span.new_cache(self.part), 0, 3, 4)
                 self._visible = rms(forgetful - alone[len(ROWS)])
@@ -80,6 +87,17 @@ class PackingProbe:
     def _precision(self) -> AbstractContextManager[None]:
         """Within, float32 where the blocks can: short floats would hide small errors."""
         return in_float32(self.span, self.part) if self._limit == STRICT else nullcontext()
+
+    @contextmanager
+    def _pages(self, way: Packing | None) -> Iterator[None]:
+        """Within: sessions have a few pages of the probe's own, as floats may be longer than usual, or no pages."""
+        usual = self.span.pool
+        dtype = torch.float32 if self._limit == STRICT else self.span.dtype
+        self.span.pool = self.span.new_pool(NUM_PAGES, self.part, dtype) if way == Packing.PAGED else None
+        try:
+            yield
+        finally:
+            self.span.pool = usual
 
     def _close(self, got: Tensor, want: Tensor) -> bool:
         error = rms(got - want)  # not a number if something isn't finite, and then no comparison holds
@@ -102,7 +120,7 @@ class PackingProbe:
             for session, (cache, length) in enumerate(zip(caches, lengths, strict=True))
         ]
         groups: list[list[SessionCall]] = [[call] for call in calls]
-        if way == Packing.RAGGED:
+        if way in (Packing.PAGED, Packing.RAGGED):
             groups = [calls]
         elif way == Packing.PADDED:
             by_length = sorted({call.inputs.seq_len for call in calls})

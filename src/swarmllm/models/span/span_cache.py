@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.phantom_cache import PhantomCache
 from swarmllm.models.span.cache_layer import BufferedCacheLayer
+from swarmllm.models.span.page_pool import PAGE_TOKENS, PagedLayer, PagePool, PageTable, SharedPage
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,20 @@ class SpanCache(PhantomCache):
         record_past: bool = False,
         first: int = 0,
         has_source: bool = False,
+        pool: PagePool | None = None,
     ) -> None:
-        """`first` is the number of the stack's first block; `has_source`: the blocks attend to an encoder's outputs."""
+        """`first` is the number of the stack's first block; `has_source`: the blocks attend to an encoder's outputs.
+
+        With a `pool`, which has pages for all blocks of `span`, keys and values are kept there.
+        """
         super().__init__(config, real=[block_idx - first for block_idx in span])
+        self.table = None if pool is None else PageTable(pool)
+        """Where its keys and values are, if they are in pages."""
         for block_idx in span:
-            if type(self.layers[block_idx - first]) is DynamicLayer:
+            layer = self.layers[block_idx - first]
+            if self.table is not None:
+                self.layers[block_idx - first] = PagedLayer(self.table, block_idx, _window_of(layer))
+            elif type(layer) is DynamicLayer:
                 self.layers[block_idx - first] = BufferedCacheLayer()
         self.span, self._first = span, first
         self.cross = DynamicCache() if has_source else None
@@ -85,7 +95,8 @@ class SpanCache(PhantomCache):
         """
         for block_idx, pair in prefix.items():
             self.layers[block_idx - self._first].update(*(tensor.expand(batch_size, -1, -1, -1) for tensor in pair))
-            self.num_prefix = self._length = pair[0].shape[-2]
+            self.num_prefix = pair[0].shape[-2]
+        self.advance(self.num_prefix)
 
     def key_value_shapes(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
         """(heads, head size) of the keys and of the values in each hosted block, if it keeps nothing else."""
@@ -99,6 +110,8 @@ class SpanCache(PhantomCache):
     def advance(self, num_tokens: int) -> None:
         """Called after all hosted blocks have seen `num_tokens` more."""
         self._length += num_tokens
+        if self.table is not None:
+            self.table.advance(num_tokens)
 
     def record_past(self) -> None:
         """Have sliding and convolutional layers keep what a rollback may need, from now on."""
@@ -127,17 +140,20 @@ class SpanCache(PhantomCache):
                 record_past=self._records_past,
                 first=self._first,
                 has_source=self.cross is not None,
+                pool=None if self.table is None else self.table.pool,
             )
             return
         for layer in self._hosted_layers():
             _check_rollback(layer, self._length, surplus)
         for layer in self._hosted_layers():
             layer.crop(-surplus)
-        self._length -= surplus
+        self.advance(-surplus)
 
     @torch.inference_mode()
     def select_batch(self, indices: Sequence[int]) -> None:
         """Keep the given rows of the batch, in the given order; rows may repeat (beam search, num_return_sequences)."""
+        if self.table is not None:
+            self.table.select(indices)
         order = torch.tensor(list(indices), dtype=torch.long)
         for layer in self._hosted_layers():
             layer.reorder_cache(order)
@@ -153,6 +169,8 @@ class SpanCache(PhantomCache):
 
     def keep_state(self) -> Callable[[], None]:
         """Returns what brings the cache back to where it is now, after a step that failed somewhere in the middle."""
+        if self.table is not None:
+            return self.table.forget_step
         layers = [(layer, _state_of(layer)) for layer in self._hosted_layers()]
 
         def restore() -> None:
@@ -165,15 +183,27 @@ class SpanCache(PhantomCache):
     @property
     def is_pageable(self) -> bool:
         """Whether the cache holds nothing but keys and values of all positions: what `page` and `append_page` need."""
+        if self.table is not None:
+            return True
         return self.cross is None and all(type(layer) is BufferedCacheLayer for layer in self._hosted_layers())
 
-    def page(self, start: int, end: int) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-        """Copies of the keys and values of positions `[start, end)` of each block; None for one that has none."""
+    def page(self, start: int, end: int) -> SharedPage | tuple[tuple[Tensor, Tensor] | None, ...]:
+        """The keys and values of positions `[start, end)` of each block: a page of the pool, or copies.
+
+        None for a block that has none.
+        """
+        if self.table is not None and start % PAGE_TOKENS == 0 and end - start == PAGE_TOKENS:
+            return self.table.shared_page(start // PAGE_TOKENS)
         return tuple(layer.part(start, end) for layer in self._hosted_layers())
 
     @torch.inference_mode()
-    def append_page(self, page: Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
+    def append_page(self, page: SharedPage | Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
         """Append what `page` gave, from its position `skipped` on."""
+        if isinstance(page, SharedPage):
+            assert self.table is not None
+            self.table.append_shared(page)
+            self.advance(PAGE_TOKENS - skipped)
+            return
         length = next(pair[0].shape[-2] for pair in page if pair is not None) - skipped
         for layer, pair in zip(self._hosted_layers(), page, strict=True):
             if pair is not None:
@@ -199,6 +229,8 @@ class SpanCache(PhantomCache):
     @property
     def num_bytes(self) -> int:
         """Memory that the cache holds now."""
+        if self.table is not None:
+            return self.table.num_bytes
         storages = [tensor.untyped_storage() for _, tensor in self._tensors()]
         of_source = sum(tensor.nbytes for tensor in self.source.values())
         own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -224,6 +256,15 @@ class SpanCache(PhantomCache):
                 for tensor in value.values() if isinstance(value, dict) else (value,):
                     if isinstance(tensor, Tensor) and tensor.numel() > 1:
                         yield name, tensor
+
+
+def can_be_paged(layer: Any) -> bool:
+    """Whether keys and values of such a layer can be kept in pages."""
+    return type(layer) in (DynamicLayer, BufferedCacheLayer, DynamicSlidingWindowLayer, PagedLayer)
+
+
+def _window_of(layer: Any) -> int:
+    return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0
 
 
 def _state_of(layer: Any) -> dict[str, Any]:

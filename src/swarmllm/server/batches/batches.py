@@ -5,8 +5,8 @@ kept for it; if it isn't there (any more), the graph is made anew from the input
 moment, and any other server can take over.
 
 Both run in short turns, between which the device serves those who wait for their next token (`device/scheduler`): one
-block after the other, backward from the last to the first; while there are sessions, some rows at a time. A forward for
-which a backward will come is always cut so: somebody may have opened a session by then.
+block after the other, on a GPU some at a time, backward from the last to the first; while there are sessions, some rows
+at a time. A forward for which a backward will come is always cut so: somebody may have opened a session by then.
 """
 
 import asyncio
@@ -28,6 +28,9 @@ from swarmllm.server.device.device import block_errors_translated, on_device
 
 TURN_TOKENS = 128
 """Tokens of one turn, if the rows aren't longer. Assumed: with fewer, matrix products on a CPU wait for the weights."""
+TURN_BLOCK_TOKENS = 4096
+"""Tokens times blocks of one turn on a device, which is waited for after each. Assumed: some 8 ms, of which what a turn
+begins with, and waiting, take one."""
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
@@ -145,7 +148,7 @@ def forward(
     groups = _groups(blocks, inputs, short_turns)
     for rows in groups:
         hidden = rows.hidden_states
-        for part in _parts(blocks, span) if short_turns else [span]:
+        for part in _parts(blocks, span, rows.num_positions) if short_turns else [span]:
             if outputs or part.start != span.start:
                 yield
             with torch.inference_mode(), block_errors_translated():
@@ -165,7 +168,7 @@ def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: b
     groups: list[list[Graph]] = []
     for rows in _groups(blocks, inputs, short_turns):
         graphs: list[Graph] = []
-        for part in _parts(blocks, span):
+        for part in _parts(blocks, span, rows.num_positions):
             if groups or graphs:
                 yield
             hidden = graphs[-1].outputs.detach() if graphs else rows.hidden_states
@@ -183,10 +186,17 @@ def gradients(
     return (yield from batch.gradients(grad_outputs))
 
 
-def _parts(blocks: BlockSpan, span: Span) -> list[Span]:
-    """The smallest that can run alone. Each begins with what the model does before its blocks: 0.3 ms, measured."""
-    cuts = [cut for cut in range(span.start + 1, span.end) if cut not in blocks.traits.forbidden_cuts]
-    return [Span(start, end) for start, end in pairwise((span.start, *cuts, span.end))]
+def _parts(blocks: BlockSpan, span: Span, num_tokens: int) -> list[Span]:
+    """The smallest that can run alone; on a device, as many blocks as one turn is worth for that many tokens.
+
+    Each begins with what the model does before its blocks: 0.3 ms, measured.
+    """
+    size = 1 if blocks.device.type == "cpu" else max(1, TURN_BLOCK_TOKENS // num_tokens)
+    cuts = [span.start]
+    for cut in range(span.start + 1, span.end):
+        if cut - cuts[-1] >= size and cut not in blocks.traits.forbidden_cuts:
+            cuts.append(cut)
+    return [Span(start, end) for start, end in pairwise((*cuts, span.end))]
 
 
 def _groups(blocks: BlockSpan, inputs: BlockInputs, short_turns: bool) -> list[BlockInputs]:

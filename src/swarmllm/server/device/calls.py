@@ -41,6 +41,9 @@ class SessionStep(Protocol):
     num_tokens: int
     granule: int
     """Tokens of its smallest piece; `num_tokens` if it can't be cut."""
+    num_blocks: int
+    context_tokens: int
+    """Tokens in its session's cache before it, in all rows together."""
 
     @property
     def packer(self) -> Packer:

@@ -20,7 +20,7 @@ from swarmllm.server.device.accelerator import Accelerator
 from swarmllm.server.device.burst_wait import BurstWait
 from swarmllm.server.device.calls import UNFINISHED, Call, joined, outcome_of, outcomes_of
 from swarmllm.server.device.device import log_lacks, lost_context, out_of_memory
-from swarmllm.server.device.load_meter import Load, LoadMeter
+from swarmllm.server.device.load_meter import DecodeTimes, Load, LoadMeter
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import Budget, Priority, Scheduler
 
@@ -80,6 +80,11 @@ class DeviceThread:
         """Within which 95 % of the last decode steps were ready, waiting included."""
         return self._meter.step_ms_p95()
 
+    @property
+    def pace(self) -> float:
+        """How long decode steps take, as a multiple of what was measured when the blocks were loaded."""
+        return self._meter.pace
+
     def put(self, call: Call) -> None:
         """Queue a call."""
         self._inbox.put(call)
@@ -111,6 +116,10 @@ class DeviceThread:
             doubling_tokens=min(max(1, doubling_tokens), most),
             max_prefill_tokens_beside_decode=min(max(1, beside_decode), most),
         )
+
+    def expect(self, times: DecodeTimes) -> None:
+        """Compare decode steps with these from now on; called as `adopt` is."""
+        self._meter.expect(times)
 
     # ------------------------------------------------------------------ in the thread
 

@@ -50,7 +50,7 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     blocks, ways = packer.blocks, packer.ways
     most_steps = ROUNDS * len(ways)  # of one session
     longest = int(min(blocks.max_positions or max(CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
-    if len(ways) == 1 or longest < 1:
+    if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # whose steps are recorded for all blocks only
         return ways[0]
     part = first_blocks(blocks, int(STEPS_S / (decode_ms_per_block / 1e3 * len(CONTEXTS))))
     calls = []

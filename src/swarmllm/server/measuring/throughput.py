@@ -14,11 +14,13 @@ from itertools import pairwise
 
 import torch
 
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_forward import Packing, SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.server.device.load_meter import DecodeTimes
 from swarmllm.server.measuring.packing_speed import measure_packing
 from swarmllm.server.measuring.timing import first_blocks, seconds
 
@@ -73,13 +75,22 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     """Measure, and set how `packer` runs several sessions; with `choose_threads` also the number of threads."""
     blocks, began_at = packer.blocks, time.perf_counter()
     with torch.inference_mode():
-        measured = _measure(blocks, choose_threads=choose_threads and blocks.device.type == "cpu")
+        measured = _measure(packer, choose_threads=choose_threads and blocks.device.type == "cpu")
         way = measure_packing(packer, measured.decode_ms_per_block)
     packer.use(way)
     took_s = time.perf_counter() - began_at
     logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
     return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
     return measured
+
+
+def decode_times(throughput: Throughput) -> DecodeTimes:
+    """With which real steps are compared."""
+    return DecodeTimes(
+        throughput.decode_ms_per_block,
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+    )
 
 
 def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
@@ -97,10 +108,10 @@ def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int
     in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
     in_time = max((tokens for tokens, ms in piece_ms.items() if ms <= in_time_ms), default=0)
     share = round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks))
-    return max(MIN_PREFILL_TOKENS, share, in_time, _least_worth_asking_for(piece_ms))
+    return max(MIN_PREFILL_TOKENS, share, in_time, least_worth_asking_for(piece_ms))
 
 
-def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
+def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
     """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
     sizes = sorted(piece_ms)
     for size, larger in pairwise(sizes):
@@ -109,13 +120,13 @@ def _least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
     return sizes[-1] if len(sizes) > 1 else 0
 
 
-def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
-    deadline = time.perf_counter() + BUDGET_S
+def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
+    deadline, blocks = time.perf_counter() + BUDGET_S, packer.blocks
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
     if choose_threads:
         torch.set_num_threads(1)  # begin with what is never slow beyond measure
-    measured = _Part(blocks)
+    measured = _Part(packer)
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -135,8 +146,10 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.part)
     pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
+    # On a device a batch of `FORWARD_TOKENS` may take as long as asking for it.
+    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
     return Throughput(
-        forward_tokens_per_s=measured.forward_tokens / forward_s * num_measured / len(blocks.span),
+        forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
         decode_ms_per_block=decode_s * 1e3 / num_measured,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
         context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
@@ -148,8 +161,9 @@ def _measure(blocks: BlockSpan, *, choose_threads: bool) -> Throughput:
 class _Part:
     """Those of the blocks that are measured."""
 
-    def __init__(self, blocks: BlockSpan) -> None:
-        self._blocks = blocks
+    def __init__(self, packer: Packer) -> None:
+        self._packer, self._blocks = packer, packer.blocks
+        blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
         first = self.part = first_blocks(blocks, 1)
@@ -183,7 +197,7 @@ class _Part:
             nonlocal cache
             if cache is not None and cache.position >= self._positions:
                 cache = self._new_cache()
-            self._blocks.forward(token, self.part, cache)
+            self._step(token, cache)
 
         return self._median_s(decode)
 
@@ -195,8 +209,15 @@ class _Part:
             return 0.0
         cache, token = self._new_cache(), random_inputs(self._blocks, 1)
         self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
-        added_s = self._median_s(lambda: self._blocks.forward(token, self.part, cache)) - decode_s
+        added_s = self._median_s(lambda: self._step(token, cache)) - decode_s
         return max(0.0, added_s) * 1000 / num_tokens
+
+    def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
+        """A decode step, as the server will run it."""
+        if cache is not None and self._packer.way == Packing.PAGED:
+            self._packer.forward.run([SessionCall(token, self.part, cache)], Packing.PAGED)
+        else:
+            self._blocks.forward(token, self.part, cache)
 
     def _new_cache(self) -> SpanCache | None:
         return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None

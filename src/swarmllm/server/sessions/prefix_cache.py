@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from swarmllm.models.span.page_pool import SharedPage
+
 PAGE_TOKENS = 64
 """Assumed: short enough for most system prompts to fill some, long enough for a page's bookkeeping to be nothing."""
 
@@ -19,13 +21,16 @@ PAGE_TOKENS = 64
 class Page:
     """What computing `PAGE_TOKENS` positions gave; nobody writes into it."""
 
-    keys_values: tuple[tuple[Tensor, Tensor] | None, ...]
-    """Keys and values of each block, `[1, heads, page, head]`; None for a block that uses those of another."""
+    keys_values: SharedPage | tuple[tuple[Tensor, Tensor] | None, ...]
+    """Keys and values of each block, `[1, heads, page, head]`; None for a block that uses those of another. Or a page
+    of the pool where sessions have theirs."""
     outputs: Tensor
     """`[…, 1, page, …]`."""
 
     @property
     def num_bytes(self) -> int:
+        if isinstance(self.keys_values, SharedPage):
+            return self.outputs.nbytes + self.keys_values.num_bytes
         pairs = [pair for pair in self.keys_values if pair is not None]
         return self.outputs.nbytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swarmllm.errors import SessionLengthExceededError
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.page_pool import PAGE_TOKENS
 from swarmllm.network.wire.messages import OpenHeader
 
 INPUTS_FACTOR = 2
@@ -49,10 +50,13 @@ def session_size(
         raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
     cache_bytes_per_token = -(-blocks.cache_sizes.bytes_per_token * num_blocks // len(blocks.span))
     source_bytes, cross_bytes = _source_bytes(blocks, header) if header.source_length else (0, 0)
-    row_bytes = (cache_bytes_per_token + hidden_bytes_per_token) * max_length + blocks.cache_sizes.bytes_per_session
+    cache_bytes = cache_bytes_per_token * (max_length + num_prefix) + blocks.cache_sizes.bytes_per_session
+    if blocks.pool is not None:  # whole pages, which have room for all blocks
+        cache_bytes = blocks.page_bytes * -(-(max_length + num_prefix) // PAGE_TOKENS)
+    row_bytes = cache_bytes + hidden_bytes_per_token * max_length
     return SessionSize(
         max_length=max_length,
-        row_bytes=row_bytes + cache_bytes_per_token * num_prefix + source_bytes + cross_bytes,
+        row_bytes=row_bytes + source_bytes + cross_bytes,
         row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + source_bytes),
         source_length=header.source_length,
         position_bytes=hidden_bytes_per_token,

@@ -315,6 +315,7 @@ class _StepInPieces:
         # Clients cut where a first piece has to be longer than others.
         can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
         self.granule = header.batch_size if can_be_cut else self.num_tokens
+        self.num_blocks, self.context_tokens = len(runner.span), header.position * header.batch_size
         self.begun = False
         """Whether blocks may have seen some of it."""
         self._runner, self._header, self._inputs, self._select = runner, header, inputs, select

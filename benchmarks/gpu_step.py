@@ -1,0 +1,302 @@
+"""Ways to run a decode step of 7B-shaped blocks on a GPU, beside each other: time, share of the bandwidth, difference.
+
+    python benchmarks/gpu_step.py [--blocks 4] [--sessions 1 8 32] [--context 400] [--ways today paged graph fused]
+
+    today    sessions with tensors of their own, in one row (`Packing.RAGGED`)
+    paged    one row on pages, launched kernel by kernel
+    graph    the same as a CUDA graph, by the model's own code
+    fused    the same as a CUDA graph, in few kernels
+
+Sessions are of unlike lengths, and rows of outputs are compared with those of `today`. A way that fails is printed with
+its error, and the others go on. Writes results/gpu_step.json. Needs CUDA.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import median, save_results, table
+from gpu import bytes_per_s, seconds
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import Quantization
+from swarmllm.models.span import page_access
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.page_access import Placed
+from swarmllm.models.span.span_cache import SpanCache
+
+WAYS = ("today", "paged", "graph", "fused")
+WARM_UP, STEPS, COMPARED = 5, 30, 3
+
+
+def inputs(blocks: BlockSpan, seq_len: int, seed: int) -> BlockInputs:
+    random = torch.Generator("cuda").manual_seed(seed)
+    hidden = torch.randn(1, seq_len, blocks.embedding_dim, generator=random, device="cuda").to(blocks.dtype)
+    return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
+
+
+def tried(what: str, call: Callable[[], Any]) -> Any:
+    """The result, or None with the error printed."""
+    started = time.perf_counter()
+    try:
+        result = call()
+    except Exception as error:  # noqa: BLE001 - the other ways shall go on
+        print(f"FAILED {what}: {type(error).__name__}: {str(error)[:500]}")
+        print("    " + "\n    ".join(traceback.format_exc().strip().splitlines()[-8:]), flush=True)
+        return None
+    print(f"ok {what} ({time.perf_counter() - started:.1f} s)", flush=True)
+    return result
+
+
+def sessions_of(blocks: BlockSpan, number: int, context: int) -> list[SpanCache]:
+    caches = [blocks.new_cache() for _ in range(number)]
+    with torch.inference_mode():
+        for idx, cache in enumerate(caches):
+            blocks.forward(inputs(blocks, context - idx, idx), blocks.span, cache)
+    return caches
+
+
+def step(packer: Packer, caches: Sequence[SpanCache], seed: int) -> list[Tensor]:
+    calls = [
+        SessionCall(inputs(packer.blocks, 1, 1000 * seed + idx), packer.blocks.span, cache)
+        for idx, cache in enumerate(caches)
+    ]
+    outputs = run_calls(packer, calls)
+    for output in outputs:
+        if isinstance(output, Exception):
+            raise output
+    return [output for output in outputs if isinstance(output, Tensor)]
+
+
+def run_calls(packer: Packer, calls: Sequence[SessionCall]) -> Sequence[Any]:
+    """As the packer does, but what fails on pages isn't tried in another way."""
+    return packer.forward.run(calls, packer.way) if packer.way == Packing.PAGED else packer.run(calls)
+
+
+def measured(packer: Packer, number: int, context: int, expected: list[Tensor] | None) -> dict[str, Any]:
+    blocks = packer.blocks
+    caches = sessions_of(blocks, number, context)
+    outputs = [torch.cat([one.flatten(0, -2) for one in step(packer, caches, seed)]) for seed in range(COMPARED)]
+    row: dict[str, Any] = {"outputs": outputs, "difference": 0.0}
+    if expected is not None:
+        pairs = zip(outputs, expected, strict=True)
+        row["difference"] = max(float((one.float() - two.float()).norm() / two.float().norm()) for one, two in pairs)
+    given = [SessionCall(inputs(blocks, 1, idx), blocks.span, cache) for idx, cache in enumerate(caches)]
+    run = partial(run_calls, packer, given)
+    times, queued = [], []
+    for _ in range(WARM_UP + STEPS):
+        times.append(seconds(run))
+        started = time.perf_counter()
+        run()
+        queued.append(time.perf_counter() - started)
+    row["ms"], row["host ms"] = 1e3 * median(times[WARM_UP:]), 1e3 * median(queued[WARM_UP:])
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    on_device = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    row["launches"] = len(on_device) / len(blocks.span)
+    row["gpu ms"] = sum(event.device_time for event in on_device) / 1e3
+    names: dict[str, list[float]] = {}
+    for event in on_device:
+        names.setdefault(event.name[:70], []).append(event.device_time)
+    row["kernels"] = {
+        name: (len(each), round(sum(each), 1)) for name, each in sorted(names.items(), key=lambda pair: -sum(pair[1]))
+    }
+    graphs = packer.forward.graphs
+    size = graphs.size_for(number) if graphs is not None else None
+    if graphs is not None and size is not None:
+        row["replay ms"] = 1e3 * median([seconds(graphs._recorded[size].graph.replay) for _ in range(STEPS)])
+    return row
+
+
+def packer_of(blocks: BlockSpan, way: str, num_pages: int) -> Packer:
+    """Those blocks, run in one way."""
+    blocks.pool = None
+    if way == "today":
+        return Packer(blocks, [Packing.RAGGED, Packing.ONE_BY_ONE])
+    blocks.pool = blocks.new_pool(num_pages)
+    packer = Packer(blocks, [Packing.PAGED, Packing.ONE_BY_ONE])
+    if way in ("graph", "fused"):
+        free = torch.cuda.mem_get_info()[0]
+        packer.record(fused=way == "fused")
+        graphs = packer.forward.graphs
+        if graphs is None:
+            raise RuntimeError("no graph was recorded")
+        taken = (free - torch.cuda.mem_get_info()[0]) >> 20
+        print(f"   recorded {graphs.sizes}, {taken} MiB, by {type(graphs.step).__name__}", flush=True)
+    return packer
+
+
+def attention_times(bandwidth: float) -> list[dict[str, Any]]:
+    """Attention of single positions on pages, by number of splits and keys at a time."""
+    from swarmllm.models.span import paged_kernels as kernels
+
+    usual, usual_splits, rows = kernels.KEYS_OF_TILE, kernels.num_splits, []
+    for sessions, context, heads, shared in ((1, 400, 32, 1), (32, 400, 32, 1), (1, 8000, 32, 1), (1, 8000, 8, 4)):
+        pages = sessions * (context // 64 + 1)
+        keys, values = (torch.randn(pages + 1, heads, 64, 128, device="cuda").bfloat16() for _ in range(2))
+        tables = 1 + torch.arange(pages, device="cuda", dtype=torch.int32).view(sessions, -1)
+        placed = Placed.of([(row, context - 1) for row in range(sessions)], torch.device("cuda"))
+        query = torch.randn(1, heads * shared, sessions, 128, device="cuda").bfloat16()
+        for size in (16, 32, 64):
+            for splits in (4, 8, 16, 32):
+                kernels.KEYS_OF_TILE, kernels.num_splits = size, lambda _, splits=splits: splits
+                run = partial(page_access.attend_pages, query, keys, values, tables, placed, 128**-0.5, 0)
+                ms = tried_ms(run)
+                share = 4 * sessions * context * heads * 128 / bandwidth / ms * 1e3
+                rows.append(
+                    {
+                        "sessions": sessions,
+                        "context": context,
+                        "heads": f"{heads} x {shared}",
+                        "keys": size,
+                        "splits": splits,
+                        "us": 1e3 * ms,
+                        "share": share,
+                    }
+                )
+    kernels.KEYS_OF_TILE, kernels.num_splits = usual, usual_splits
+    return rows
+
+
+def product_times(bandwidth: float) -> list[dict[str, Any]]:
+    """Products of one position by tiles, beside torch's own."""
+    from swarmllm.models.span import fused_kernels as kernels
+
+    usual, rows = kernels.MULTIPLY_TILE, []
+    for name, shape, gated in (
+        ("qkv", (12288, 4096), False),
+        ("output", (4096, 4096), False),
+        ("gate and up", (22016, 4096), True),
+        ("down", (4096, 11008), False),
+    ):
+        weight, inputs_ = (
+            torch.randn(shape, device="cuda").bfloat16(),
+            torch.randn(1, shape[1], device="cuda").bfloat16(),
+        )
+        for tile in (
+            None, (4, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (8, 1024, 8), (1, 4096, 4), (2, 4096, 8),
+            (2, 1024, 2), (4, 512, 2), (1, 2048, 2), (1, 1024, 1), (2, 512, 1),
+        ):  # fmt: skip
+            kernels.MULTIPLY_TILE = tile or usual
+            run = (
+                partial(torch.nn.functional.linear, inputs_, weight)
+                if tile is None
+                else partial(kernels.multiply, inputs_, weight, norm=(inputs_[0], 1e-5), gated=gated)
+            )
+            ms = tried_ms(run)
+            rows.append(
+                {"product": name, "tile": str(tile), "us": 1e3 * ms, "share": weight.nbytes / bandwidth / ms * 1e3}
+            )
+    kernels.MULTIPLY_TILE = usual
+    return rows
+
+
+def tried_ms(run: Callable[[], object]) -> float:
+    """GPU milliseconds of a call within a graph of 20 of them."""
+    try:
+        with torch.inference_mode():
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kept = [run() for _ in range(20)]
+            graph.replay()
+            ms = 1e3 * median([seconds(graph.replay) for _ in range(7)]) / 20
+            del kept
+    except Exception as error:  # noqa: BLE001 - a tile that doesn't fit this GPU
+        print(f"   {type(error).__name__}: {str(error)[:200]}")
+        return float("nan")
+    return ms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--quant_types", nargs="+", default=["none"])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--no_tuning", action="store_true", help="leave out single kernels by size of their tiles")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a GPU with CUDA", file=sys.stderr)
+        return 1
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    bandwidth = bytes_per_s()
+    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=args.blocks,
+        num_attention_heads=32,
+        dtype="bfloat16",
+    )
+    rows: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
+    num_pages = 2 + max(args.sessions) * (args.context // 64 + 4)
+    with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(Path(directory))
+        for quant_type in args.quant_types:
+            load = partial(
+                load_block_span,
+                open_checkpoint(directory),
+                Span(0, args.blocks),
+                dtype=torch.bfloat16,
+                device="cuda",
+                quantization=Quantization(quant_type),
+                progress=False,
+            )
+            blocks = tried(f"load {quant_type}", load)
+            expected: dict[int, list[Tensor]] = {}
+            for way in args.ways if blocks is not None else ():
+                packer = tried(f"{quant_type} {way}: prepare", partial(packer_of, blocks, way, num_pages))
+                for number in args.sessions if packer is not None else ():
+                    label = f"{quant_type} {way} {number}"
+                    row = tried(label, partial(measured, packer, number, args.context, expected.get(number)))
+                    if row is None:
+                        continue
+                    expected.setdefault(number, row.pop("outputs", None) or [])
+                    row.pop("outputs", None)
+                    details[label] = row.pop("kernels")
+                    read = blocks.num_bytes + number * args.context * blocks.cache_sizes.bytes_per_token
+                    share = read / bandwidth / row["ms"] * 1e3
+                    rows.append({"weights": quant_type, "way": way, "sessions": number, "share": share, **row})
+                    print(rows[-1], flush=True)
+                del packer
+                torch.cuda.empty_cache()
+            del blocks
+            torch.cuda.empty_cache()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    print(table(names, [[row.get(name, "") for name in names] for row in rows]))
+    for label, kernels in details.items():
+        print(
+            label, "".join(f"\n   {number:4} {us:9.1f} us  {name}" for name, (number, us) in list(kernels.items())[:14])
+        )
+    for find in () if args.no_tuning else (attention_times, product_times):
+        found = tried(find.__name__, partial(find, bandwidth))
+        if found:
+            print(table(list(found[0]), [list(row.values()) for row in found]), flush=True)
+            details[find.__name__] = found
+    print(f"written to {save_results('gpu_step', {'gpu': torch.cuda.get_device_name(), 'rows': rows, **details})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

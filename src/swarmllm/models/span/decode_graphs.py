@@ -1,0 +1,167 @@
+"""Decode steps as CUDA graphs: all kernels of a step launched at once, with no Python between them.
+
+A step of a fixed number of positions is recorded at load for each of SIZES, by the model's own code (or by
+`fused_step`), on tensors that stay where they are; what isn't used of a size goes to a page that is nobody's. What a
+step computes depends on these tensors alone: code that reads them on the host can't be recorded, and what comes out
+otherwise than without a graph is not used. Used by `packed_forward`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from swarmllm.models.span.page_access import Placed
+from swarmllm.models.span.page_pool import PagePool, PageTable
+
+logger = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Positions of the steps that are recorded."""
+WARM_UPS = 2
+"""Runs before a recording: kernels are compiled and chosen in the first."""
+START = 5
+"""Where the positions begin that a recording is compared on."""
+
+DecodeStep = Callable[[Tensor, Placed, Tensor], Tensor]
+"""From hidden states `[1, total, hidden]`, where they are placed, and position ids `[1, total]`, to hidden states."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """One size: its graph, and the tensor that it writes."""
+
+    graph: Any
+    output: Tensor
+
+
+class StaticInputs:
+    """What a step reads, in tensors that stay where they are, with room for the largest size."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, size: int = SIZES[-1]) -> None:
+        self.hidden = torch.zeros(1, size, hidden_size, dtype=dtype, device=device)
+        self._integers = {
+            each: torch.zeros(3, each, dtype=torch.int64, device=device) for each in SIZES if each <= size
+        }
+
+    def of(self, size: int) -> tuple[Tensor, Placed, Tensor]:
+        """The arguments of a `DecodeStep`."""
+        rows, positions, position_ids = self._integers[size]
+        return self.hidden[:, :size], Placed(rows, positions, size), position_ids[None]
+
+    def fill(
+        self,
+        size: int,
+        hidden: Sequence[Tensor],
+        pairs: Sequence[tuple[int, int]],
+        position_ids: Tensor | None = None,
+    ) -> None:
+        """Take in hidden states `[…, hidden]` of several calls, and the (row, position) of each; the rest is nobody's.
+
+        `position_ids` `[1, number of pairs]`, if they are others than the positions.
+        """
+        rows, positions = zip(*pairs, strict=True)
+        unused = (0,) * (size - len(pairs))
+        host = torch.tensor([rows + unused, positions + unused, positions + unused])
+        self._integers[size].copy_(host, non_blocking=True)
+        if position_ids is not None:
+            self._integers[size][2, : len(pairs)].copy_(position_ids[0], non_blocking=True)
+        flat = [one.reshape(-1, one.shape[-1]) for one in hidden]
+        torch.cat(flat, out=self.hidden[0, : len(pairs)])
+
+
+class DecodeGraphs:
+    """The recorded steps of one span."""
+
+    def __init__(self, step: DecodeStep, pool: PagePool, inputs: StaticInputs) -> None:
+        self.step, self.pool, self.inputs = step, pool, inputs
+        self._recorded: dict[int, _Recorded] = {}
+        self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
+        """All graphs use the same memory, as no two run at a time."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those that can be run."""
+        return tuple(sorted(self._recorded))
+
+    def size_for(self, num_positions: int) -> int | None:
+        """The smallest size with room for so many; None: there is none."""
+        return next((size for size in self.sizes if size >= num_positions), None)
+
+    def run(
+        self, size: int, hidden: Sequence[Tensor], pairs: Sequence[tuple[int, int]], position_ids: Tensor | None = None
+    ) -> Tensor:
+        """A step of `size` on these: `[number of pairs, hidden]`, a tensor of its own."""
+        self.inputs.fill(size, hidden, pairs, position_ids)
+        recorded = self._recorded[size]
+        recorded.graph.replay()
+        return recorded.output[0, : len(pairs)].clone()
+
+    def record(self, sizes: Sequence[int] = SIZES) -> None:
+        """Record these sizes, the largest first; those that fail are left out, with a line in the log."""
+        started = time.perf_counter()
+        for size in sorted(sizes, reverse=True):
+            try:
+                self._record(size)
+            except RuntimeError as error:
+                logger.info("no graph of a step of %d: %s", size, str(error).split("\n")[0])
+                break
+        took_s = time.perf_counter() - started
+        logger.info("recorded steps of %s positions in %.1f s", ", ".join(map(str, self.sizes)) or "no", took_s)
+
+    def _record(self, size: int) -> None:
+        table = self._fill_for_trial(size)
+        arguments = self.inputs.of(size)
+        expected = self.step(*arguments).clone()
+        graph, output = self.capture(arguments)
+        graph.replay()
+        if not is_close(output, expected):
+            raise RuntimeError("it computes something else than without a graph")
+        self._recorded[size] = _Recorded(graph, output)
+        del table
+
+    def capture(self, arguments: tuple[Tensor, Placed, Tensor]) -> tuple[Any, Tensor]:
+        """A graph of the step on these arguments, and what it writes its result to."""
+        side = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self.step(*arguments)
+        torch.cuda.current_stream(self.pool.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            output = self.step(*arguments)
+        return graph, output
+
+    def _fill_for_trial(self, size: int) -> PageTable:
+        """Inputs that look like a step: neighbouring positions of a session that exists as long as its table."""
+        table = PageTable(self.pool)
+        table.prepare(1, START + size)
+        random = torch.Generator().manual_seed(size)
+        hidden = torch.randn(size, self.inputs.hidden.shape[-1], generator=random)
+        pairs = [(table.rows[0], START + idx) for idx in range(size)]
+        self.inputs.fill(size, [hidden.to(self.inputs.hidden)], pairs)
+        return table
+
+
+def trace(step: DecodeStep, inputs: StaticInputs, size: int) -> None:
+    """Run a step on tensors without values.
+
+    Raises:
+        Exception: it reads values on the host, so that it can't be recorded.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        hidden, placed, position_ids = inputs.of(size)
+        rows, positions = (mode.from_tensor(tensor) for tensor in (placed.rows, placed.positions))
+        step(mode.from_tensor(hidden), Placed(rows, positions, size), mode.from_tensor(position_ids))
+
+
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """Equal but for the order of sums."""
+    error, size = (got.float() - expected.float()).square().mean(), expected.float().square().mean()
+    return bool(error <= (4 * torch.finfo(expected.dtype).eps) ** 2 * size)

@@ -1,0 +1,255 @@
+"""A decode step of blocks of Llama's kind in few kernels: 7 a block for one position, 10 for several.
+
+`find_fused` looks whether blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
+queries and keys rotated, perhaps normalized by head. Whether they compute that, too, a comparison with the model's own
+code decides. Around the blocks, the model's own code runs: positions, rotations and masks are its. Queries, keys and
+values are one product then, and gate and up another; the modules keep views of the joined weights.
+
+A weight that isn't a plain tensor is multiplied by its own module, everything else stays the same. Used by
+`decode_graphs`' maker; needs triton.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmllm.data_structures import Span
+from swarmllm.models.span import fused_kernels
+from swarmllm.models.span.block_kinds import kind_of
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.cache_probe import in_float32, rms
+from swarmllm.models.span.packed_attention import PackingUnsupportedError
+from swarmllm.models.span.packed_forward import PackedForward
+from swarmllm.models.span.page_access import Placed, attend_pages
+from swarmllm.models.span.page_pool import PageTable
+from swarmllm.models.span.paged_attention import PagedBatch, Window
+
+logger = logging.getLogger(__name__)
+
+BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+CLOSE = 1e-4
+"""Largest difference in float32, relative to what the block adds. Assumed: right code is near 1e-6."""
+TRIAL = 3
+"""Positions of the comparison."""
+
+
+@dataclass(eq=False)
+class Product:
+    """Matrices with the same inputs; joined once `join` has been called."""
+
+    modules: tuple[nn.Linear, ...]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        return [int(module.weight.shape[0]) for module in self.modules]
+
+    def join(self) -> None:
+        """Join the weights, if they are plain tensors; the modules keep views."""
+        if not all(type(module.weight) is nn.Parameter for module in self.modules):
+            return
+        biases: list[Tensor | None] = [one.bias for one in self.modules]
+        given = [one for one in biases if one is not None]
+        if given and len(given) < len(biases):
+            return
+        self.weight = _joined([one.weight for one in self.modules])
+        self.bias = _joined(given) if given else None
+
+    def __call__(self, inputs: Tensor) -> list[Tensor]:
+        """`[total, in]` → `[total, out]` of each."""
+        if self.weight is None:
+            return [module(inputs) for module in self.modules]
+        return list(torch.split(functional.linear(inputs, self.weight, self.bias), self.sizes, dim=-1))
+
+    def added_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """The residual, changed in place where that saves a kernel."""
+        (module,) = self.modules
+        if self.weight is None or self.bias is not None:
+            residual += module(inputs)
+            return residual
+        residual.addmm_(inputs, self.weight.t())
+        return residual
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].data
+    joined = torch.cat([tensor.data for tensor in tensors])
+    for tensor, part in zip(tensors, torch.split(joined, [len(tensor) for tensor in tensors]), strict=True):
+        tensor.data = part
+    return joined
+
+
+@dataclass(eq=False)
+class FusedBlock:
+    """Stands in for one block in a step on pages."""
+
+    block: Any
+    block_idx: int
+    qkv: Product = field(init=False)
+    output: Product = field(init=False)
+    gate_up: Product = field(init=False)
+    down: Product = field(init=False)
+
+    def __post_init__(self) -> None:
+        attention, mlp = self.block.self_attn, self.block.mlp
+        self.qkv = Product((attention.q_proj, attention.k_proj, attention.v_proj))
+        self.output = Product((attention.o_proj,))
+        self.gate_up = Product((mlp.gate_proj, mlp.up_proj))
+        self.down = Product((mlp.down_proj,))
+
+    def join(self) -> None:
+        """Join weights with the same inputs."""
+        for product in (self.qkv, self.output, self.gate_up, self.down):
+            product.join()
+
+    @property
+    def is_joined(self) -> bool:
+        return all(one.weight is not None for one in (self.qkv, self.output, self.gate_up, self.down))
+
+    def __call__(self, hidden: Tensor, batch: PagedBatch, cos_sin: tuple[Tensor, Tensor], window: int) -> Tensor:
+        """`[total, hidden]` → the same, which may be changed in place."""
+        run = self._run_single if len(hidden) == 1 and self.is_joined else self._run_several
+        return run(hidden, partial(self._attend, batch, cos_sin, window))
+
+    def _run_several(self, hidden: Tensor, attend: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        normal = fused_kernels.normalize(hidden, *_norm(self.block.input_layernorm))
+        hidden = self.output.added_to(hidden, attend(self.qkv(normal)))
+        normal = fused_kernels.normalize(hidden, *_norm(self.block.post_attention_layernorm))
+        return self.down.added_to(hidden, fused_kernels.gate(*self.gate_up(normal)))
+
+    def _run_single(self, hidden: Tensor, attend: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        multiply, before, between = (
+            fused_kernels.multiply,
+            _norm(self.block.input_layernorm),
+            _norm(self.block.post_attention_layernorm),
+        )
+        qkv, output, gate_up, down = (
+            (one.weight, one.bias) for one in (self.qkv, self.output, self.gate_up, self.down)
+        )
+        states = torch.split(multiply(hidden, *qkv, norm=before), self.qkv.sizes, dim=-1)  # type: ignore[arg-type]
+        hidden = multiply(attend(list(states)), *output, residual=hidden)  # type: ignore[arg-type]
+        inner = multiply(hidden, *gate_up, norm=between, gated=True)  # type: ignore[arg-type]
+        return multiply(inner, *down, residual=hidden)  # type: ignore[arg-type]
+
+    def _attend(self, batch: PagedBatch, cos_sin: tuple[Tensor, Tensor], window: int, states: list[Tensor]) -> Tensor:
+        attention = self.block.self_attn
+        assert batch.pool is not None
+        assert batch.placed is not None
+        keys, values, tables = batch.pool.keys[self.block_idx], batch.pool.values[self.block_idx], batch.pool.tables
+        places = batch.placed.rows, batch.placed.positions
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = (attention.q_norm.weight, *_norm(attention.k_norm))
+        query = fused_kernels.rotate(tuple(states), cos_sin, norms, (keys, values, tables), places)  # type: ignore[arg-type]
+        scale = float(attention.scaling)
+        given = query.transpose(0, 1)[None]
+        return attend_pages(given, keys, values, tables, batch.placed, scale, window).flatten(2)[0]
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight, float(module.variance_epsilon)
+
+
+class FusedStep:
+    """A `DecodeStep` of all hosted blocks."""
+
+    def __init__(self, forward: PackedForward, fused: dict[int, FusedBlock]) -> None:
+        self.forward, self.fused = forward, fused
+
+    def __call__(self, hidden: Tensor, placed: Placed, position_ids: Tensor) -> Tensor:
+        # A copy, as blocks may change it in place.
+        return self.forward.step(hidden.clone(), placed, position_ids, recorder=self.run_block)
+
+    def run_block(self, block_idx: int, call: Callable[[], Any]) -> Any:
+        """What a call of that block's module returns."""
+        assert isinstance(call, partial)
+        output = run_fused(self.fused[block_idx], call, self.forward.paged.cache)
+        arity = self.forward.blocks.slots.block_output
+        return output if not arity else (output, *(None,) * (arity - 1))
+
+
+def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Tensor:
+    """One block on the arguments that its module would have been called with.
+
+    Raises:
+        PackingUnsupportedError: these aren't those of a block of this kind.
+    """
+    given = call.keywords
+    hidden: Tensor = call.args[0] if call.args else given["hidden_states"]
+    rule, cos_sin = given.get("attention_mask"), given.get("position_embeddings")
+    if len(call.args) > 1 or not isinstance(rule, Window) or not isinstance(cos_sin, tuple) or len(hidden) != 1:
+        raise PackingUnsupportedError("the block takes other arguments")
+    if cos_sin[0].shape[:2] != hidden.shape[:2] or cos_sin[0].dtype != hidden.dtype:
+        raise PackingUnsupportedError("the block rotates in another way")
+    cos, sin = (one[0].contiguous() for one in cos_sin)
+    return fused(hidden[0], batch, (cos, sin), rule.length)[None]
+
+
+def find_fused(forward: PackedForward) -> FusedStep | None:
+    """A step of these blocks in few kernels; None: they are of another kind."""
+    blocks = forward.blocks
+    try:
+        fused = {idx: _fused(blocks, idx) for idx in blocks.span}
+        for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
+            _compare(forward, fused[block_idx])
+    except Exception as error:  # noqa: BLE001 - model code of another kind
+        logger.info("blocks %s run by the model's own code: %s: %s", blocks.span, type(error).__name__, error)
+        return None
+    for one in fused.values():
+        one.join()
+    return FusedStep(forward, fused)
+
+
+def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
+    block: Any = blocks.slots.block(block_idx)
+    found = {name for name, _ in block.named_children()}
+    if found != BLOCK_PARTS:
+        raise PackingUnsupportedError(f"a block has other parts: {sorted(found)}")
+    of_attention = {name for name, _ in block.self_attn.named_children()}
+    of_mlp = {name for name, _ in block.mlp.named_children()}
+    if of_attention not in (ATTENTION_PARTS, ATTENTION_PARTS | HEAD_NORMS) or of_mlp != MLP_PARTS:
+        raise PackingUnsupportedError(f"a block has other parts: {sorted(of_attention | of_mlp)}")
+    (key_heads, key_dim), (_, value_dim) = blocks.cache_sizes.key_value_shapes[block_idx]
+    if key_dim != value_dim or block.self_attn.k_proj.weight.shape[0] != key_heads * key_dim:
+        raise PackingUnsupportedError("keys and values are of unlike sizes")
+    return FusedBlock(block, block_idx)
+
+
+@torch.inference_mode()
+def _compare(forward: PackedForward, fused: FusedBlock) -> None:
+    """Raises PackingUnsupportedError: the block computes something else."""
+    blocks, idx = forward.blocks, fused.block_idx
+    part = Span(idx, idx + 1)
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, TRIAL, fused.block.input_layernorm.weight.shape[0], generator=random)
+    hidden = hidden.to(blocks.device)
+    usual = blocks.pool
+    blocks.pool = blocks.new_pool(4, part, torch.float32)
+    table = PageTable(blocks.pool)
+    table.prepare(1, 2 * TRIAL)
+    pairs = [(table.rows[0], position) for position in range(2 * TRIAL)]
+    try:
+        with in_float32(blocks, part):
+            outputs = []
+            for recorder in (None, lambda _, call: run_fused(fused, call, forward.paged.cache)):
+                for start in (0, TRIAL):
+                    placed = Placed.of(pairs[start : start + TRIAL], blocks.device)
+                    output = forward.step(hidden * (1 + start), placed, placed.positions[None], part, recorder)
+                    outputs.append(output - hidden * (1 + start))
+    finally:
+        blocks.pool = usual
+    for expected, got in zip(outputs[:2], outputs[2:], strict=True):
+        error = rms(got - expected)
+        if not error <= CLOSE * rms(expected):
+            raise PackingUnsupportedError(f"block {idx} computes something else: {error / rms(expected):.1e}")

@@ -1,0 +1,335 @@
+"""Keys and values of all sessions of a span in pages of one pool, so that one kernel finds those of every session.
+
+`PagePool` has one tensor of keys and one of values for each block, and a table on the device with a row of page numbers
+for each row of a session's batch. A `PageTable` is one session's part of that table, the same for all blocks. Pages are
+counted: rows of a batch that begin alike share them, and so do sessions with the same prompt; a page that others use is
+copied before it is written to. Used by `span_cache`; `paged_attention` reads the pages.
+
+Page 0 and row 0 of the table belong to nobody: steps of a fixed size write there what is of no session.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from swarmllm.errors import CacheFullError
+from swarmllm.models.span.page_access import Placed, write_pages
+
+PAGE_TOKENS = 64
+"""Positions of a page: a session leases whole ones. Assumed, and the same as a page of a shared prompt."""
+MOST_ROWS = 1024
+"""Rows of all sessions' batches together."""
+MOST_PAGES_OF_ROW = 1 << 14
+"""Of one row: a million positions; bounds the table."""
+
+KeyValueShape = tuple[tuple[int, int], tuple[int, int]]
+"""(heads, head size) of the keys and of the values of one block."""
+
+
+class PagePool:
+    """Pages of all blocks of a span."""
+
+    def __init__(
+        self, shapes: Mapping[int, KeyValueShape], num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`shapes` by block; `num_pages` includes page 0."""
+        self.shapes, self.num_pages, self.dtype, self.device = dict(shapes), num_pages, dtype, device
+
+        def pages(heads: int, head_dim: int) -> Tensor:
+            return torch.zeros(num_pages, heads, PAGE_TOKENS, head_dim, dtype=dtype, device=device)
+
+        self.keys = {block_idx: pages(*keys) for block_idx, (keys, _) in shapes.items()}
+        self.values = {block_idx: pages(*values) for block_idx, (_, values) in shapes.items()}
+        width = min(num_pages, MOST_PAGES_OF_ROW)
+        self.tables = torch.zeros(min(num_pages, MOST_ROWS), width, dtype=torch.int32, device=device)
+        """`[rows, pages]`: the pages of each row of a session's batch, in order."""
+        self._free_pages = list(range(num_pages - 1, 0, -1))
+        self._free_rows = list(range(len(self.tables) - 1, 0, -1))
+        self._uses = [0] * num_pages
+        self._given_back: deque[_Held] = deque()
+        """What sessions had that are gone; any thread may have dropped them."""
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody uses."""
+        self._collect()
+        return len(self._free_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of a page in all blocks."""
+        return page_bytes(self.shapes, self.dtype)
+
+    def take_page(self) -> int:
+        """A page for one user.
+
+        Raises:
+            CacheFullError: none is left.
+        """
+        if not self._free_pages:
+            self._collect()
+        if not self._free_pages:
+            raise CacheFullError(
+                "all pages of this server's KV cache are in use: take another server, or a shorter text"
+            )
+        page = self._free_pages.pop()
+        self._uses[page] = 1
+        return page
+
+    def take_row(self) -> int:
+        """A row of the table.
+
+        Raises:
+            CacheFullError: none is left.
+        """
+        if not self._free_rows:
+            self._collect()
+        if not self._free_rows:
+            raise CacheFullError(f"this server has {len(self.tables) - 1} rows of sessions already: take another one")
+        return self._free_rows.pop()
+
+    def give_back_row(self, row: int) -> None:
+        """Nobody uses this row of the table any more."""
+        self._free_rows.append(row)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Somebody else uses these pages, too."""
+        for page in pages:
+            self._uses[page] += 1
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """One user less for each of these pages."""
+        for page in pages:
+            self._uses[page] -= 1
+            if not self._uses[page]:
+                self._free_pages.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        return self._uses[page] > 1
+
+    def copy_page(self, page: int) -> int:
+        """A page of one's own with the same content, in place of a shared one."""
+        copy = self.take_page()
+        for tensor in (*self.keys.values(), *self.values.values()):
+            tensor[copy].copy_(tensor[page])
+        self.drop([page])
+        return copy
+
+    def held(self, pages: Sequence[int] = ()) -> "_Held":
+        """Something to note pages in, which come back when its owner is gone (`_Held.belongs_to`)."""
+        return _Held(self, list(pages))
+
+    def _collect(self) -> None:
+        while self._given_back:
+            held = self._given_back.popleft()
+            self.drop(held.pages)
+            for row, pages in held.rows:
+                self.drop(pages)
+                self._free_rows.append(row)
+
+
+class _Held:
+    """What an owner has of a pool; comes back when the owner is no more."""
+
+    def __init__(self, pool: PagePool, pages: list[int]) -> None:
+        self.pages = pages
+        self.rows: list[tuple[int, list[int]]] = []
+        """(row of the table, its pages)."""
+        self._given_back = pool._given_back
+
+    def belongs_to(self, owner: object) -> None:
+        """Give all back when `owner` is dropped: by any thread, so the device thread takes it in later."""
+        weakref.finalize(owner, self._given_back.append, self).atexit = False
+
+
+class SharedPage:
+    """One page of a pool that is used by whoever holds this."""
+
+    def __init__(self, pool: PagePool, page: int) -> None:
+        self.pool, self.page = pool, page
+        pool.share([page])
+        pool.held([page]).belongs_to(self)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.page_bytes
+
+
+class PageTable:
+    """The pages of one session, for each row of its batch; all rows are of one length."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.length = 0
+        """Positions that all blocks have seen."""
+        self.step = 0
+        """How often it has changed its length: what a layer has seen of a step ends with it."""
+        self._held = pool.held()
+        self._held.belongs_to(self)
+        self._placed: tuple[int, int, int, Placed] | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """Its rows of the pool's table."""
+        return [row for row, _ in self._held.rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its pages; those that several rows share count once."""
+        return len({page for _, pages in self._held.rows for page in pages}) * self.pool.page_bytes
+
+    def prepare(self, batch_size: int, end: int) -> None:
+        """Make room for the positions `[length, end)` of each row, in pages that nobody else uses.
+
+        Raises:
+            CacheFullError: there is no room; what was there is unchanged.
+        """
+        while len(self._held.rows) < batch_size:
+            self._held.rows.append((self.pool.take_row(), []))
+        num_pages = -(-end // PAGE_TOKENS)
+        if num_pages > self.pool.tables.shape[1]:
+            raise CacheFullError(f"a text of {end} positions is longer than this server's table of pages")
+        first = self.length // PAGE_TOKENS
+        for row, pages in self._held.rows:
+            if len(pages) == num_pages and not (first < num_pages and self.pool.is_shared(pages[first])):
+                continue  # the usual step
+            for idx in range(first, min(len(pages), num_pages)):
+                if self.pool.is_shared(pages[idx]):
+                    pages[idx] = self.pool.copy_page(pages[idx])
+            while len(pages) < num_pages:
+                pages.append(self.pool.take_page())
+            self._write(row, pages, first)
+
+    def append_shared(self, page: SharedPage) -> None:
+        """Continue a session of one row with a page of others, in place of one that has the same beginning."""
+        self.prepare(1, self.length)
+        ((row, pages),) = self._held.rows
+        self.pool.drop(pages[self.length // PAGE_TOKENS :])
+        del pages[self.length // PAGE_TOKENS :]
+        self.pool.share([page.page])
+        pages.append(page.page)
+        self._write(row, pages, len(pages) - 1)
+
+    def shared_page(self, idx: int) -> SharedPage:
+        """One full page of a session of one row, for others."""
+        return SharedPage(self.pool, self._held.rows[0][1][idx])
+
+    def advance(self, num_tokens: int) -> None:
+        """All blocks have seen `num_tokens` more, or fewer if it is negative."""
+        self.length += num_tokens
+        self.step += 1
+        num_pages = -(-self.length // PAGE_TOKENS)
+        if num_tokens < 0:
+            for _, pages in self._held.rows:
+                self.pool.drop(pages[num_pages:])
+                del pages[num_pages:]
+
+    def forget_step(self) -> None:
+        """Some blocks may have seen a step that failed; what they have written will be written again."""
+        self.step += 1
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; they share pages until one of them goes on."""
+        old = self._held.rows
+        chosen = [list(old[idx][1]) for idx in indices]
+        for pages in chosen:
+            self.pool.share(pages)
+        rows = [row for row, _ in old]
+        for _, pages in old:
+            self.pool.drop(pages)
+        while len(rows) < len(chosen):
+            rows.append(self.pool.take_row())
+        for row in rows[len(chosen) :]:
+            self.pool.give_back_row(row)
+        self._held.rows = list(zip(rows, chosen, strict=False))
+        for row, pages in self._held.rows:
+            self._write(row, pages, 0)
+        self.step += 1
+        self._placed = None
+
+    def placed(self, num_tokens: int) -> Placed:
+        """Where the next `num_tokens` of each row go, row after row."""
+        key = self.step, len(self._held.rows), num_tokens
+        if self._placed is None or self._placed[:3] != key:
+            positions = range(self.length, self.length + num_tokens)
+            pairs = [(row, position) for row in self.rows for position in positions]
+            self._placed = (*key, Placed.of(pairs, self.pool.device))
+        return self._placed[3]
+
+    def gather(self, tensor: Tensor, start: int, end: int) -> Tensor:
+        """`[rows, heads, end - start, head]` of a block's keys or values."""
+        first = start // PAGE_TOKENS
+        pages = self.pool.tables[self.rows, first : -(-end // PAGE_TOKENS)].long()
+        found = tensor[pages].transpose(1, 2)
+        return found.reshape(*found.shape[:2], -1, found.shape[-1]).narrow(2, start - first * PAGE_TOKENS, end - start)
+
+    def _write(self, row: int, pages: Sequence[int], first: int) -> None:
+        """Tell the device, from page `first` on."""
+        if len(pages) > first:
+            self.pool.tables[row, first : len(pages)] = torch.tensor(pages[first:], dtype=torch.int32)
+
+
+class PagedLayer(DynamicLayer):
+    """A block's keys and values in pages, for the model's own attention: a layer that hands out copies of them.
+
+    It serves blocks with a sliding window as well: nothing is dropped, but only what the window shows is handed out.
+    """
+
+    def __init__(self, table: PageTable, block_idx: int, window: int = 0) -> None:
+        """`window`: positions that the block sees, its own included; 0: all."""
+        super().__init__()
+        self.table, self.block_idx = table, block_idx
+        self.is_sliding = bool(window)
+        self.sliding_window = window
+        self._step, self._new = -1, 0
+
+    @property
+    def length(self) -> int:
+        """Positions that this block has seen, which may be a step more than others have."""
+        return self.table.length + (self._new if self._step == self.table.step else 0)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[batch, heads, new, head]`; return all keys and values that a query may see."""
+        table, pool = self.table, self.table.pool
+        batch_size, new, start = key_states.shape[0], key_states.shape[-2], self.table.length
+        table.prepare(batch_size, start + new)
+        self.is_initialized, self._step, self._new = True, table.step, new
+        keys, values = pool.keys[self.block_idx], pool.values[self.block_idx]
+        flat = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (key_states, value_states))
+        write_pages(keys, values, pool.tables, table.placed(new), *flat)
+        if not start:
+            return key_states, value_states
+        first = max(0, start - self.sliding_window + 1) if self.is_sliding else 0
+        return table.gather(keys, first, start + new), table.gather(values, first, start + new)
+
+    def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """Copies of the keys and values of positions `[start, end)`; None if this block keeps none of its own."""
+        pool = self.table.pool
+        keys, values = pool.keys[self.block_idx], pool.values[self.block_idx]
+        return self.table.gather(keys, start, end), self.table.gather(values, start, end)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` will return."""
+        length = self.table.length
+        first = max(0, length - self.sliding_window + 1) if self.is_sliding else 0
+        return length - first + query_length, first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The table forgets, for all blocks at once (`SpanCache.rollback`)."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The table has chosen its rows, for all blocks at once (`SpanCache.select_batch`)."""
+
+
+def page_bytes(shapes: Mapping[int, KeyValueShape], dtype: torch.dtype) -> int:
+    """Memory of a page in all blocks."""
+    numbers = sum(heads * head_dim for pair in shapes.values() for heads, head_dim in pair)
+    return PAGE_TOKENS * numbers * dtype.itemsize

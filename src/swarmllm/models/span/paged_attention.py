@@ -1,0 +1,178 @@
+"""Paged packing: several sessions in one row, attention for all of them in one call on pages of keys and values.
+
+As in `packed_attention`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
+are in the pages of a `page_pool`, and the device knows where (`page_access`): nothing of a call depends on numbers that
+only the host has, so that a step can be recorded once and repeated (`decode_graphs`).
+
+A position's result depends on its own session alone, not on who runs with it. What the model asks of its attention
+besides a causal mask and a sliding window, such as softcaps or sinks, fails here, and the span is run in another way.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from swarmllm.models.span import shared_keys
+from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, attention_configs
+from swarmllm.models.span.page_access import Placed, attend_pages, write_pages
+from swarmllm.models.span.page_pool import PagePool
+
+NAME = "swarmllm_paged"
+"""Name under which transformers knows the attention function below."""
+SHORT_TOKENS = 16
+"""New positions of a call up to which each attends by itself: so guesses get the results that single tokens get."""
+FARTHEST = 1 << 18
+"""A position from which a mask is looked at: larger than any sliding window that we know of."""
+
+
+class PagedBatch(RaggedCache):
+    """What the model takes for its cache while it runs a packed row; keys and values are in the pool."""
+
+    def __init__(self, config: PreTrainedConfig, first: int) -> None:
+        """`first` is the number of the stack's first block."""
+        super().__init__(config)
+        self._first = first
+        self.pool: PagePool | None = None
+        self.placed: Placed | None = None
+        self.block_idx = -1
+        """The block whose keys were given last."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write to the pool; `_attend` finds the place."""
+        pool, placed = self.pool, self.placed
+        self.block_idx = layer_idx + self._first
+        if pool is None or placed is None or self.block_idx not in pool.keys:
+            raise PackingUnsupportedError("a block keeps keys that have no pages")
+        write_pages(
+            pool.keys[self.block_idx], pool.values[self.block_idx], pool.tables, placed, key_states, value_states
+        )
+        self.keys = key_states
+        return key_states, value_states
+
+    def attend(self, query: Tensor, scale: float, window: int) -> Tensor:
+        """Attention to the keys of the block that was updated last."""
+        assert self.pool is not None
+        assert self.placed is not None
+        keys, values = self.pool.keys[self.block_idx], self.pool.values[self.block_idx]
+        return attend_pages(query, keys, values, self.pool.tables, self.placed, scale, window)
+
+
+class PagedAttention:
+    """Switches a model between its own attention and the paged one."""
+
+    def __init__(self, stack: nn.Module, first: int) -> None:
+        """Look how the stack attends; `first` is the number of its first block.
+
+        Raises:
+            PackingUnsupportedError: its parts do so in different ways.
+        """
+        self._configs, self.usual = attention_configs(stack)
+        self.cache = PagedBatch(stack.config, first)
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, _make_rule)
+
+    @contextmanager
+    def running(self, pool: PagePool, placed: Placed) -> Iterator[PagedBatch]:
+        """Within: the model's forward on the packed row, with this cache."""
+        cache = self.cache
+        cache.pool, cache.placed = pool, placed
+        _running.batch = cache
+        for config in self._configs:
+            config._attn_implementation_internal = NAME
+        try:
+            yield cache
+        finally:
+            for config in self._configs:
+                config._attn_implementation_internal = self.usual
+            _running.batch = cache.pool = cache.placed = cache.keys = None
+
+
+class _Running(threading.local):
+    batch: PagedBatch | None = None
+
+
+_running = _Running()
+"""The row that this thread is running: the functions that transformers calls are not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Takes the place of a mask: how far back a position sees, itself included; 0: to the beginning."""
+
+    length: int
+
+
+def _make_rule(**arguments: Any) -> Window:
+    given = arguments.get("attention_mask")
+    if _running.batch is None or "mask_function" not in arguments or given is not None:
+        raise PackingUnsupportedError("a mask is made in an unknown way")
+    return Window(window_of(arguments["mask_function"]))
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    batch = _running.batch
+    if batch is None or key is not batch.keys:
+        raise PackingUnsupportedError("the model attends to other keys than its block's")
+    if not isinstance(attention_mask, Window):
+        raise PackingUnsupportedError("the model makes a mask of its own")
+    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in shared_keys.OTHER_RULES):
+        raise PackingUnsupportedError("the model's attention has rules besides its mask")
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return batch.attend(query, scale, attention_mask.length), None
+
+
+# ---------------------------------------------------------------------- what a mask shows
+
+_windows: dict[Any, int] = {}
+
+
+def window_of(mask_function: Callable[..., Any]) -> int:
+    """How many positions back a mask shows, itself included; 0: all of them.
+
+    Looked at from some positions: transformers makes a function for each mask, of a few that are the same every time.
+
+    Raises:
+        PackingUnsupportedError: it shows anything else, or depends on a tensor.
+    """
+    key = _content(mask_function)
+    if key not in _windows:
+        _windows[key] = _find_window(mask_function)
+    return _windows[key]
+
+
+def _content(value: Any) -> Any:
+    """Equal for functions of the same code with the same values in it."""
+    if isinstance(value, tuple):
+        return tuple(map(_content, value))
+    if isinstance(value, int | float | str | None):
+        return value
+    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
+    if code is None or getattr(value, "__defaults__", None):
+        raise PackingUnsupportedError("a mask is made of something unknown")
+    return code, tuple(_content(cell.cell_contents) for cell in cells or ())
+
+
+def _find_window(mask_function: Callable[..., Any]) -> int:
+    def shown(position: int) -> Tensor:
+        at, zero = torch.arange(position + 2), torch.zeros((), dtype=torch.long)
+        visible = mask_function(zero, zero, torch.tensor(position), at)
+        return torch.broadcast_to(torch.as_tensor(visible), at.shape)
+
+    number = int(shown(FARTHEST).sum())
+    window = number if number <= FARTHEST else 0
+    for position in (0, 1, 2, 7, 100, 4097, window, window + 1, 2 * window + 1, FARTHEST):
+        at = torch.arange(position + 2)
+        expected = (at <= position) & ((at > position - window) if window else torch.ones_like(at, dtype=torch.bool))
+        if not torch.equal(shown(position), expected):
+            raise PackingUnsupportedError("a mask shows something else than what came before")
+    return window

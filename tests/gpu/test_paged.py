@@ -1,0 +1,172 @@
+"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one.
+
+Skipped without CUDA.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.span_cache import SpanCache
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+
+DEVICE, HIDDEN, NUM_BLOCKS = "cuda", 256, 3
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 512,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=40),
+    "qwen2": Qwen2Config(**{name: size for name, size in SIZES.items() if name != "head_dim"}),
+    "qwen3": Qwen3Config(**SIZES),
+}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative error through three blocks. Assumed."""
+LENGTHS = (5, 100, 17, 64, 300)
+SHAPES = ((2, 1, 16, 16, 0), (2, 4, 64, 64, 0), (2, 3, 24, 16, 7), (1, 2, 80, 80, 100), (4, 1, 128, 128, 0),
+          (2, 8, 128, 128, 0), (1, 4, 256, 256, 70))  # fmt: skip
+"""Heads of keys, queries to each, sizes of keys and values, window."""
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / request.param
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(path)
+    return path
+
+
+def load(directory: Path, dtype: torch.dtype) -> BlockSpan:
+    span = Span(0, NUM_BLOCKS)
+    return load_block_span(open_checkpoint(str(directory)), span, dtype=dtype, device=DEVICE, progress=False)
+
+
+def inputs(blocks: BlockSpan, seq_len: int, seed: int, rows: int = 1) -> BlockInputs:
+    hidden = torch.randn(rows, seq_len, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return BlockInputs(hidden_states=hidden.to(DEVICE, blocks.dtype), batch_size=rows, seq_len=seq_len)
+
+
+class Sessions:
+    """The same sessions on pages and alone."""
+
+    def __init__(self, blocks: BlockSpan, way: str) -> None:
+        self.blocks, self.seed = blocks, 0
+        blocks.pool = None
+        self.alone = [blocks.new_cache(record_past=True) for _ in LENGTHS]
+        blocks.pool = blocks.new_pool(200)
+        assert Packing.PAGED in right_ways(blocks)
+        self.packer = Packer(blocks, [Packing.PAGED])
+        if way != "paged":
+            self.packer.record((1, 2, 8), fused=way == "fused")
+            assert self.packer.forward.graphs is not None
+            assert self.packer.forward.graphs.sizes == (1, 2, 8)
+        self.packed = [blocks.new_cache(record_past=True) for _ in LENGTHS]
+        self.failures: list[Exception] = []
+        """Of packed steps, which a packer tries again one by one."""
+        self._run = self.packer.forward.run
+        self.packer.forward.run = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
+        try:
+            return self._run(calls, way)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+
+    def step(self, lengths: Sequence[int]) -> float:
+        """The largest relative error of the next positions of each session."""
+        calls, wanted = [], []
+        for length, packed, alone in zip(lengths, self.packed, self.alone, strict=True):
+            self.seed += 1
+            if length:
+                given = inputs(self.blocks, length, self.seed)
+                wanted.append(self.blocks.forward(given, cache=alone))
+                calls.append(SessionCall(given, self.blocks.span, packed))
+        errors = []
+        outcomes = self.packer.run(calls)
+        assert not self.failures
+        for got, want in zip(outcomes, wanted, strict=True):
+            if isinstance(got, Exception):
+                raise got
+            assert got.shape == want.shape
+            errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
+        return max(errors)
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Why a step was not recorded or not fused is in the log."""
+    caplog.set_level(logging.INFO, "swarmllm")
+    yield
+    print(caplog.text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from tests.numerics.interpreted_kernels import compare_attention
+
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert compare_attention(DEVICE, dtype, shape) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("way", ["paged", "graph", "fused"])
+def test_together_as_alone(directory: Path, way: str, dtype: torch.dtype) -> None:
+    """Prompts beside tokens, single tokens, several tokens, rollback and chosen rows."""
+    sessions = Sessions(load(directory, dtype), way)
+    steps = (LENGTHS, (1,) * 5, (1, 1, 0, 0, 0), (1, 0, 0, 0, 0), (2, 1, 1, 3, 1), (1, 30, 1, 70, 1), (1,) * 5)
+    errors = [sessions.step(lengths) for lengths in steps]
+    for caches in (sessions.packed, sessions.alone):
+        caches[1].rollback(20)
+        caches[4].select_batch([0])
+    errors += [sessions.step(lengths) for lengths in ((1,) * 5, (0, 0, 1, 0, 1))]
+    assert max(errors) <= TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("way", ["paged", "graph", "fused"])
+def test_neighbours_change_nothing(directory: Path, way: str) -> None:
+    """To the last bit, among equally many rows."""
+    outputs = []
+    for neighbours in ((30, 7), (200, 90)):
+        blocks = load(directory, torch.bfloat16)
+        sessions = Sessions(blocks, way)
+        caches: list[SpanCache] = [blocks.new_cache() for _ in range(3)]
+        for length, cache, seed in zip((50, *neighbours), caches, (1, *neighbours), strict=True):
+            blocks.forward(inputs(blocks, length, seed), cache=cache)
+        found = []
+        for step in range(4):
+            seeds = (100 + step, *(one + step for one in neighbours))
+            calls = [
+                SessionCall(inputs(blocks, 1, seed), blocks.span, cache)
+                for seed, cache in zip(seeds, caches, strict=True)
+            ]
+            first = sessions.packer.run(calls)[0]
+            assert isinstance(first, Tensor)
+            assert not sessions.failures
+            found.append(first)
+        outputs.append(torch.cat(found))
+    assert torch.equal(*outputs)

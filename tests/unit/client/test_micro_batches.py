@@ -1,0 +1,31 @@
+"""Into what pieces a batch goes."""
+
+import pytest
+
+from swarmllm.client.batches.batch_runner import MICRO_BATCHES_PER_HOP, MIN_TOKENS, micro_batch_tokens
+from swarmllm.config import ClientConfig
+from swarmllm.data_structures import RouteHop, ServerInfo, Span
+
+
+def route(*batch_tokens: int, most: int = 8192) -> list[RouteHop]:
+    servers = [
+        ServerInfo(peer_id="p" * 46, start=0, end=4, batch_tokens=tokens, max_batch_tokens=most)
+        for tokens in batch_tokens
+    ]
+    return [RouteHop(server, Span(0, 4)) for server in servers]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hops", "expected"),
+    [
+        (4096, route(0), 4096 // MICRO_BATCHES_PER_HOP),
+        (4096, route(0, 0), 4096 // MICRO_BATCHES_PER_HOP // 2),
+        (100, route(0), MIN_TOKENS),
+        (1024, route(1024), 512),
+        (1024, route(256, 1024), 512),
+        (1024, route(1024, most=300), 300),
+        (65536, route(1024), ClientConfig().max_batch_tokens),
+    ],
+)
+def test_micro_batches_are_many_and_each_worth_a_request(num_tokens: int, hops: list[RouteHop], expected: int) -> None:
+    assert micro_batch_tokens(num_tokens, hops, ClientConfig()) == expected
