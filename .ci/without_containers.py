@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from swarmllm.demo.embedded_model import embedded_model_path
+from swarmllm.demo.local_swarm import embedded_model_path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = ROOT / "examples" / "monitoring" / "compose.yaml"

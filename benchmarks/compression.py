@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import AutoDistributedModel, ClientConfig, embedded_model_path
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.network.wire import compression
 from swarmllm.network.wire.compression import CompressedTensor, compress
 

@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 
 METRICS = {
     "word perplexity": ("texts", "word_perplexity,none"),

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
 from swarmllm.client.activation_noise import ActivationNoise
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.models.boundary.block_inputs import BlockInputs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "embedded_model"))

@@ -31,8 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import Span
-from swarmllm.demo.embedded_model import embedded_heldout_texts
-from swarmllm.demo.local_swarm import LocalServer
+from swarmllm.demo.local_swarm import LocalServer, embedded_heldout_texts
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight

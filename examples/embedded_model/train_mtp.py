@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from swarmllm import embedded_model_path
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 
 TEXT_SEED = 2001  # texts that the model itself was not trained on
 DEPTH = 4

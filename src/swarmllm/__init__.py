@@ -52,8 +52,7 @@ if TYPE_CHECKING:
         DistributedModelForCausalLM,
     )
     from swarmllm.config import ClientConfig
-    from swarmllm.demo.embedded_model import embedded_model_path
-    from swarmllm.demo.local_swarm import LocalSwarm
+    from swarmllm.demo.local_swarm import LocalSwarm, embedded_model_path
     from swarmllm.errors import SwarmError
 
 __all__ = [
@@ -92,7 +91,7 @@ _HOMES = {
     "DistributedModelForCausalLM": "swarmllm.client.distributed_model",
     "LocalSwarm": "swarmllm.demo.local_swarm",
     "SwarmError": "swarmllm.errors",
-    "embedded_model_path": "swarmllm.demo.embedded_model",
+    "embedded_model_path": "swarmllm.demo.local_swarm",
 }
 """The module of each public name."""
 

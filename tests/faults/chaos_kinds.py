@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, 
 
 from swarmllm import embedded_model_path
 from swarmllm.client.speculative_generation import Speculator
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 Result = list[Tensor]

@@ -34,7 +34,7 @@ from swarmllm.network.p2p import dht_protocol
 from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.p2p.record_validator import RecordValidator, key_digest
+from swarmllm.network.p2p.records import RecordValidator, key_digest
 from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX, MessageType
 from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 from swarmllm.network.wire.tensor_codec import encode_tensors

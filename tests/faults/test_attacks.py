@@ -36,7 +36,7 @@ from swarmllm.errors import ServerOverloadedError, SwarmError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.p2p.record_validator import RecordValidator
+from swarmllm.network.p2p.records import RecordValidator
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES, PREFIX, MessageType, encode_message
 from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 from swarmllm.server.device.scheduler import Priority

@@ -8,13 +8,18 @@ import msgpack
 import pytest
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
-from swarmllm.network.p2p import dht_protocol, record_store
+from swarmllm.network.p2p import dht_protocol
 from swarmllm.network.p2p.block_directory import BlockDirectory, servers_key
 from swarmllm.network.p2p.dht_protocol import node_id_of
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.p2p.record_store import RECORD_OVERHEAD_BYTES, StoredRecord
-from swarmllm.network.p2p.record_validator import RecordValidator, key_digest
+from swarmllm.network.p2p.records import (
+    MAX_KEYS_PER_OWNER,
+    RECORD_OVERHEAD_BYTES,
+    RecordValidator,
+    StoredRecord,
+    key_digest,
+)
 
 FINGERPRINT = "abcdefgh"
 KEY = servers_key(FINGERPRINT)
@@ -108,9 +113,9 @@ async def test_dht_stall(swarm: Swarm) -> None:
     await swarm.flood(swarm.first, flood)
     own = [ghost(servers_key(f"{number:08}"), identity=swarm.mallory._identity) for number in range(64)]
     taken = await swarm.flood(swarm.first, own, in_one=4)
-    assert sum(taken) == record_store.MAX_KEYS_PER_OWNER
+    assert sum(taken) == MAX_KEYS_PER_OWNER
     records = node_of(swarm.first).protocol.storage.records
-    assert records.num_bytes < (record_store.MAX_KEYS_PER_OWNER + 2) * (8192 + RECORD_OVERHEAD_BYTES)
+    assert records.num_bytes < (MAX_KEYS_PER_OWNER + 2) * (8192 + RECORD_OVERHEAD_BYTES)
     async with await Peer.create(initial_peers=swarm.first.join_maddrs) as late:
         assert await swarm.found(late) == (swarm.info,)
         assert len(node_of(late).protocol.storage.records) == 0

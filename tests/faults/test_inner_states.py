@@ -102,7 +102,7 @@ def test_a_batch_shows_the_same(
     with InProcessSwarm(blocks, layout, announced=[KNOWING] * len(layout), push=push) as swarm:
         got, wanted = (watched(hidden_states(batch_size, length), wish) for _ in range(2))
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr("swarmllm.client.view.inner_answers.ANSWER_BYTES", answer_bytes)
+            patch.setattr("swarmllm.client.view.connection.ANSWER_BYTES", answer_bytes)
             output = swarm.batches(got, Span(0, 6))
             torch.testing.assert_close(output, blocks.all.forward(wanted, blocks.all.span), rtol=1e-4, atol=1e-4)
         assert_same(got, wanted)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from web_gateway import RunningGateway
 
-from swarmllm.client.decoding_mixin import MoreDecoding
+from swarmllm.client.generation import MoreDecoding
 from swarmllm.client.text_generation import TextConfig
 from swarmllm.decoding.dry import Dry
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions

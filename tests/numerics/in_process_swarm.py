@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.client.inner_gradients import pieces_with_gradient
 from swarmllm.client.local_blocks import NONE_HERE
+from swarmllm.client.remote_blocks import pieces_with_gradient
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedModelError
 from swarmllm.models.adapters.block_adapter import checked

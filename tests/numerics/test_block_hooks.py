@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import find_blocks, stacks
-from swarmllm.models.shell.block_hooks import hooked_bounds, open_to_hooks
 from swarmllm.models.shell.hollow_modules import ModulePlace
+from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks
 
 
 def hidden_of(given: Any) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.models.adapters.blocks_dropout import training
-from swarmllm.models.adapters.seeded_dropout import draw_seeds, keep_mask_of_pairs
+from swarmllm.models.adapters.dropout import draw_seeds, keep_mask_of_pairs, training
 from swarmllm.models.architecture import Task, decoder_stack, find_blocks
 
 RATE = 0.3

@@ -11,7 +11,7 @@ from test_speculation import AheadRunner, FixedPlanner, Obsessed, Speculating
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
-from swarmllm.client.decoding_mixin import MoreDecoding
+from swarmllm.client.generation import MoreDecoding
 from swarmllm.data_structures import Span
 from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
 from swarmllm.decoding.mirostat import Mirostat

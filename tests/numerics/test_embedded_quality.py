@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
+from swarmllm.demo.local_swarm import embedded_heldout_texts, embedded_model_path
 from swarmllm.models.quantization import Quantization
 from swarmllm.models.quantization.loading import LoadingConfig
 from swarmllm.network.wire.compression import compress

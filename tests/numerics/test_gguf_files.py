@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names
-from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span.loading import load_block_span
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
-from swarmllm.client.mtp_head import load_mtp_head, small_mtp_weights, wanted_mtp_weights
-from swarmllm.demo.embedded_model import embedded_heldout_texts
+from swarmllm.client.speculative_generation import load_mtp_head, small_mtp_weights, wanted_mtp_weights
+from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.errors import ConfigurationError, WeightsMismatchError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.mtp_layouts import find_mtp_weights
-from swarmllm.speculation.mtp_drafter import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter
+from swarmllm.speculation.drafters import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter
 
 VOCABULARY = 128
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_a_head_is_to_a_swarm_what_it_is_without(llama: WithHe
 def test_a_large_head_is_not_read_unasked(llama: WithHead, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(str(llama.directory))
     assert small_mtp_weights(checkpoint, torch.float32) is not None
-    monkeypatch.setattr("swarmllm.client.mtp_head.AUTO_BYTES", 1000)
+    monkeypatch.setattr("swarmllm.client.speculative_generation.AUTO_BYTES", 1000)
     assert small_mtp_weights(checkpoint, torch.float32) is None
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers import MixtralForCausalLM as Mixtral
 
 from swarmllm.data_structures import Span
-from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
+from swarmllm.demo.local_swarm import embedded_heldout_texts, embedded_model_path
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes

@@ -29,16 +29,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from swarmllm.client.mtp_head import load_mtp_head, wanted_mtp_weights
+from swarmllm.client.speculative_generation import load_mtp_head, wanted_mtp_weights
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.speculation.best_drafter import BestDrafter
-from swarmllm.speculation.drafters import NGramDrafter
-from swarmllm.speculation.mtp_drafter import MTP_KIND, MtpDrafter
+from swarmllm.speculation.drafters import MTP_KIND, BestDrafter, MtpDrafter, NGramDrafter
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.models.adapters.blocks_dropout import training
-from swarmllm.models.adapters.seeded_dropout import draw_seeds
+from swarmllm.models.adapters.dropout import draw_seeds, training
 from swarmllm.models.architecture import find_blocks, stack_module, stacks
 
 RATE = 0.3

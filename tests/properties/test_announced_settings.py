@@ -12,13 +12,12 @@ from swarmllm import embedded_model_path
 from swarmllm.config import RECORD_PERIODS
 from swarmllm.data_structures import MAX_ADDRS, MAX_TTL_S, BlockTraits, ServerInfo, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.p2p.addresses import best_addrs
 from swarmllm.network.p2p.block_directory import VALUE_OVERHEAD_BYTES
-from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES
+from swarmllm.network.p2p.records import MAX_VALUE_BYTES
 from swarmllm.server.device.memory import CacheRoom
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.measuring.throughput import Throughput

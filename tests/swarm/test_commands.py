@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
 from swarmllm.__main__ import main
-from swarmllm.client.decoding_mixin import MoreDecoding
+from swarmllm.client.generation import MoreDecoding
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmllm import LocalSwarm
 from swarmllm.models.adapters.block_adapter import dropout_key
-from swarmllm.models.adapters.seeded_dropout import draw_seeds, drop_out
+from swarmllm.models.adapters.dropout import draw_seeds, drop_out
 
 HALF = NUM_BLOCKS // 2
 RECIPE: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

@@ -11,9 +11,8 @@ from swarm_models import prompt
 
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 
 FILE = Path(__file__).parents[1] / "numerics/data/gguf/llama.gguf"
 

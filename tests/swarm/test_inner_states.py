@@ -167,7 +167,7 @@ def test_only_what_is_named_travels(llama: Path, swarm: LocalSwarm, local: PreTr
 def test_large_answers_come_in_parts(
     llama: Path, swarm: LocalSwarm, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmllm.client.view.inner_answers.ANSWER_BYTES", 20 * 64 * 4)
+    monkeypatch.setattr("swarmllm.client.view.connection.ANSWER_BYTES", 20 * 64 * 4)
     ids = prompt(2, 20)
     with connected(llama, swarm.initial_peers) as model, torch.no_grad():
         assert_same(

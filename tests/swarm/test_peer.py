@@ -33,7 +33,7 @@ from swarmllm.network.p2p._hivemind import DHTLocalStorage
 from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, servers_key
 from swarmllm.network.p2p.identity import Identity, verify
 from swarmllm.network.p2p.peer import STREAM_PROTOCOL, Peer
-from swarmllm.network.p2p.record_validator import SIGNATURE_BYTES, RecordValidator
+from swarmllm.network.p2p.records import SIGNATURE_BYTES, RecordValidator
 from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, welcome
 
 SOMEBODY = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"

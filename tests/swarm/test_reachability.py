@@ -12,8 +12,7 @@ from tests.left_tasks import no_task_left_behind
 
 from swarmllm.network.p2p import peer as peer_module
 from swarmllm.network.p2p import reachability as reachability_module
-from swarmllm.network.p2p.incoming import Incoming
-from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.peer import Incoming, Peer
 from swarmllm.network.relay import guest as guest_module
 from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.relay.service import Caller, RelayRules

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.client import speculative_generation
 from swarmllm.errors import ConfigurationError
-from swarmllm.speculation.mtp_drafter import MTP_KIND
+from swarmllm.speculation.drafters import MTP_KIND
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 

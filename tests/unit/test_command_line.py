@@ -26,7 +26,7 @@ from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
 from swarmllm.config import ClientConfig
 from swarmllm.demo.__main__ import DemoConfig
-from swarmllm.demo.embedded_model import embedded_model_path
+from swarmllm.demo.local_swarm import embedded_model_path
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.flags import docstrings
 from swarmllm.gateway.__main__ import build_parser as gateway_parser

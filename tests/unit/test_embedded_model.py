@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-from swarmllm.demo.embedded_model import embedded_heldout_texts, embedded_model_path
+from swarmllm.demo.local_swarm import embedded_heldout_texts, embedded_model_path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embedded_model"
 MAX_BYTES = 10_500_000

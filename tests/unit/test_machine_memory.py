@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmllm import machine_memory
-from swarmllm.client.view.this_machine import decode_ms
+from swarmllm.client.view.swarm_view import decode_ms
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 from swarmllm.network.wire.intake import Intake
 from swarmllm.server.device import memory

@@ -9,7 +9,7 @@ import pytest
 from swarmllm.commands import status as status_command
 from swarmllm.commands.status import ModelStatus, fingerprint_of_files, is_on_this_machine, look_twice, look_up
 from swarmllm.data_structures import ModelRecord, ServerInfo, ServerState, SwarmSnapshot, printable
-from swarmllm.demo.embedded_model import embedded_model_path
+from swarmllm.demo.local_swarm import embedded_model_path
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint

@@ -3,41 +3,72 @@
     model = AutoDistributedModel.from_pretrained(name_or_path, initial_peers=[...])
     model.generate(...)
 
-It is an instance of the architecture's class and of `DistributedModel`, or, to generate, `DistributedModelForCausalLM`.
+It is an instance of the architecture's class and of `DistributedModel`, or, to generate,
+`DistributedModelForCausalLM`. `open_in_swarm` joins the swarm and loads the checkpoint without its blocks.
+
+Models that see have their towers here, and pictures are part of single texts (`models/shell/vision_inputs`). Models
+with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
+sessions, which are given the encoder's outputs once.
 """
 
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Self
+from types import MethodType
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.client.decoding_mixin import MoreDecoding
-from swarmllm.client.encoder_decoder import EncoderDecoder
-from swarmllm.client.local_fallback import FallbackGeneration
-from swarmllm.client.many_prompts import ManyPrompts
-from swarmllm.client.opening import open_in_swarm
-from swarmllm.client.pictures import SeesPictures
-from swarmllm.client.python_surface import PythonSurface, without_refused
+from swarmllm.client.batches.batch_runner import BatchRunner
+from swarmllm.client.generation import ManyPrompts, MoreDecoding, Submitted
+from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
+from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
+from swarmllm.client.python_surface import PythonSurface, device_of, without_refused
 from swarmllm.client.remote_blocks import RemoteBlocks
-from swarmllm.client.saving import SavedParts
+from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
 from swarmllm.client.session.user_inputs import note_position
-from swarmllm.client.speculative_generation import SpeculativeGeneration
+from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator, require_no_drafts
+from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
-from swarmllm.client.yielding_methods import UnlessOwn
-from swarmllm.config import ClientConfig, default_cache_dir, hub_token
+from swarmllm.config import ClientConfig, default_cache_dir, hub_token, own_cache_dir
+from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_of
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.architecture import Task, cache_argument, decoder_stack, stacks, task_class, task_of, text_config
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import rows_of_one_call
+from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.split_forward import SplitForward
+from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
+from swarmllm.models.shell.vision_inputs import forget_offsets
+from swarmllm.models.span.probe_results import PROBES
+from swarmllm.models.span.small_copy import traits_of
+
+_TEXT = frozenset(
+    ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "inputs_embeds")
+)
+
+
+class UnlessOwn:
+    """A method of ours that steps back where the architecture has a module of that name."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, model: Any, cls: type | None = None) -> Any:
+        if model is None:
+            return self._method
+        own = model.__dict__.get("_modules", {}).get(self._method.__name__)
+        return MethodType(self._method, model) if own is None else own
 
 
 class DistributedModel(PythonSurface, SavedParts):
@@ -158,8 +189,50 @@ class DistributedModelForCausalLM(
             return output
 
 
-class DistributedModelForImageTextToText(SeesPictures, DistributedModelForCausalLM):
+class DistributedModelForImageTextToText(DistributedModelForCausalLM):
     """A distributed model that sees."""
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate()`. Inside an inference session it takes text alone.
+
+        A session knows its text by its tokens, which are the same for all pictures.
+        """
+        if self.active_cache_session() is not None:
+            _require_text("inside an inference session, generate() takes", kwargs)
+            forget_offsets(self)
+        return super().generate(inputs, *args, **kwargs)
+
+    def embed(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Everything before the first block, of a text without pictures: `[batch, seq, hidden]`."""
+        _require_text("embed() takes", kwargs)
+        hidden: Tensor = super().embed(input_ids, **kwargs)
+        return hidden
+
+
+def _require_text(who: str, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and name not in _TEXT:
+            raise ConfigurationError(
+                f"{who} text alone, and no {name}: give pictures to generate() or to the model, outside of sessions"
+            )
+
+
+class EncoderDecoder:
+    """Mixed into the distributed model; `remote_blocks` are those of the decoder."""
+
+    remote_encoder_blocks: RemoteBlocks | None
+    """The blocks of the encoder, as a differentiable module."""
+
+    def inference_session(self, *_: Any, **__: Any) -> Never:
+        raise ConfigurationError(
+            "generate() of an encoder-decoder opens a session for each text: call it without inference_session()"
+        )
+
+    def embed(self, *_: Any, **__: Any) -> Never:
+        raise ConfigurationError("embed() is for models without an encoder: call this model as transformers does")
+
+    def head(self, *_: Any, **__: Any) -> Never:
+        raise ConfigurationError("head() is for models without an encoder: call this model as transformers does")
 
 
 class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
@@ -248,6 +321,101 @@ def _with_arguments(
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         config = replace(config, initial_peers=peers)
     return config if local_blocks is None else replace(config, local_blocks=local_blocks)
+
+
+def open_in_swarm(
+    checkpoint: Checkpoint, task: Task, mixin: type, config: ClientConfig, dtype: str | torch.dtype, **options: Any
+) -> Any:
+    """Join the swarm, and load the model as the architecture's class for that task with `mixin`."""
+    model_class, dtype = task_class(checkpoint.config, task), resolve_dtype(checkpoint, dtype)
+    require_no_drafts(config, task)
+    device = device_of(options.pop("device_map", None))
+    loop = EventLoop()
+    with ExitStack() as undo:
+        undo.callback(loop.close)
+        spans = [stack.span for stack in stacks(checkpoint.config)]
+        view, everything = _view_of(checkpoint, config, dtype, loop, spans), spans[-1]
+        wanted = wanted_spans(config, checkpoint.num_blocks)
+        loop.run(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
+        local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
+        view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
+        traits = loop.run(view.begin())
+        blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
+        encoder = encoder_blocks(view, traits, spans)
+        model: Any = load_client_shell(
+            checkpoint,
+            model_class=model_class,
+            mixin=mixin,
+            dtype=dtype,
+            runner=blocks,
+            traits=traits,
+            encoder=None if encoder is None else (encoder, encoder.traits),
+            here=local.modules(),
+            **options,
+        )
+        if device is not None:
+            model.to(device)
+        if task == Task.CAUSAL_LM and model.tuned_prompts is None:  # guesses don't know of the prompts' positions
+            model.speculator = Speculator(config, checkpoint, model)
+        model.local_fallback = open_fallback(config, checkpoint, model)
+        model.remote_blocks, model.remote_encoder_blocks, model.swarm = blocks, encoder, view
+        view.head_weight = _head_weight(model)
+        model.submitted, model.model_tags = Submitted(), describe_origin(checkpoint, task)
+        undo.pop_all()
+    model._finalizer = weakref.finalize(model, loop.close)
+    return model
+
+
+def _head_weight(model: Any) -> Callable[[], Tensor | None]:
+    """The matrix of the model's head; it doesn't keep the model in memory."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return (lambda: None) if weight is None else weakref.ref(weight)
+
+
+def _find_traits(checkpoint: Checkpoint, view: SwarmView) -> None:
+    """Find out what the model's blocks need, so that no server has to be believed."""
+    view.own_traits = traits_of(checkpoint, own_cache_dir() / PROBES)
+
+
+def _view_of(
+    checkpoint: Checkpoint, config: ClientConfig, dtype: torch.dtype, loop: EventLoop, spans: Sequence[Span]
+) -> SwarmView:
+    view = SwarmView(
+        config,
+        loop,
+        name=checkpoint.public_name,
+        fingerprint=fingerprint(checkpoint),
+        num_blocks=checkpoint.num_blocks,
+    )
+    view.model_place = checkpoint.place
+    tell_stacks(view, spans, config)
+    view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
+    # Here and not when a route is explained: building a model sets torch's random state back to what it was
+    # before, and another thread may be sampling by then.
+    view.num_bytes = sum(block_bytes(checkpoint, dtype))
+    return view
+
+
+def tell_stacks(view: SwarmView, spans: Sequence[Span], config: ClientConfig) -> None:
+    """Tell the view which blocks are the encoder's, if there are any.
+
+    Raises:
+        ConfigurationError: a setting doesn't go with an encoder-decoder.
+    """
+    if len(spans) == 1:
+        return
+    view.look_ups.encoder_blocks = spans[0].end
+    for name in ("local_blocks", "fallback_to_local", "active_adapter"):
+        if getattr(config, name) is not None:
+            raise ConfigurationError(f"{name} is for models without an encoder: leave it out for this encoder-decoder")
+
+
+def encoder_blocks(view: SwarmView, traits: BlockTraits, spans: Sequence[Span]) -> RemoteBlocks | None:
+    """The encoder's blocks, of a model that has one: `spans` are those of its stacks."""
+    if len(spans) == 1:
+        return None
+    of_encoder = traits.of_encoder
+    return RemoteBlocks(view, BatchRunner(view, of_encoder), of_encoder, spans[0])
 
 
 class AutoDistributedModelForCausalLM(_AutoDistributed):

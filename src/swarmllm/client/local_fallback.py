@@ -16,9 +16,8 @@ from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
 from swarmllm.models.checkpoint.sources import first_line
-from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -2,22 +2,27 @@
 
 The client shell hands it every forward of the model (as a `BlocksRunner` of `shell/blocks_proxy`); users call it, or a
 slice of it, on hidden states.
+
+Gradients through hidden states between blocks: servers answer what they have seen between their blocks as mere
+numbers. Where a loss may reach it, the client asks for the blocks up to each wanted place instead, and so has it in
+autograd's graph like any other result (`pieces_with_gradient`).
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.batch_runner import BatchRunner
-from swarmllm.client.inner_gradients import pieces_with_gradient
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.client.session.user_inputs import block_inputs
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.shell.remote_cache import RemoteCache
 
 
@@ -128,3 +133,36 @@ class RemoteBlocks(nn.Module):
     def longest_row(self) -> int:
         """Positions that one row of a batch may have on any server."""
         return self._view.max_batch_tokens
+
+
+def pieces_with_gradient(inputs: BlockInputs, part: Span, local: LocalBlocks, traits: BlockTraits) -> list[Span]:
+    """`part` itself if nothing between its blocks is wanted, or nothing has gradients; else in pieces.
+
+    Raises:
+        ConfigurationError: attention weights are wanted, or outputs at which the model can't be cut.
+    """
+    inner = inputs.inner
+    if inner is None or not inner.wants(part) or not _has_gradients(inputs, local):
+        return [part]
+    if inner.attentions:
+        raise ConfigurationError(
+            "attention weights come from servers without a gradient: call the model within torch.no_grad() for them"
+        )
+    ends = [block_idx + 1 for block_idx in inner.within(part) if block_idx + 1 < part.end]
+    for cut in traits.forbidden_cuts:
+        if cut in ends:
+            raise ConfigurationError(
+                f"hidden states before block {cut} of this model have no gradient, because it can't be cut there: call "
+                "the model within torch.no_grad() for them"
+            )
+    bounds = [part.start, *ends, part.end]
+    return [Span(start, end) for start, end in pairwise(bounds)]
+
+
+def _has_gradients(inputs: BlockInputs, local: LocalBlocks) -> bool:
+    given = [inputs.hidden_states, *(getattr(inputs, name) for name in BESIDE), *inputs.trained]
+    trained = (parameter for block in local.modules().values() for parameter in block.parameters())
+    return torch.is_grad_enabled() and (
+        any(tensor is not None and tensor.requires_grad for tensor in given)
+        or any(parameter.requires_grad for parameter in trained)
+    )

@@ -118,7 +118,7 @@ def open_model(
         import transformers
 
         from swarmllm.client.distributed_model import AutoDistributedModel, AutoDistributedModelForFeatureExtraction
-        from swarmllm.models.checkpoint.tokenizer import load_tokenizer
+        from swarmllm.models.checkpoint.checkpoint import load_tokenizer
 
     transformers.logging.set_verbosity_error()
     show_progress = sys.stderr.isatty()

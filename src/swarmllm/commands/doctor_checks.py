@@ -27,8 +27,7 @@ from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, SwarmError
 from swarmllm.files import user_path
 from swarmllm.models.architecture import check_supported, stacks
-from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization

@@ -125,7 +125,7 @@ def _run(config: DemoConfig, patience: Patience) -> int:
     patience.wait_for(lambda: "importing PyTorch and transformers")
     model = config.model
     if model is None:
-        from swarmllm.demo.embedded_model import embedded_model_path
+        from swarmllm.demo.local_swarm import embedded_model_path
 
         model = os.fspath(embedded_model_path())
     from swarmllm.models.checkpoint.checkpoint import open_checkpoint

@@ -5,6 +5,10 @@
 
 Leaves no process behind: servers stop when the swarm is left, and also when this program dies, because they notice the
 end of their standard input.
+
+`embedded_model_path` is the small trained model inside the package, which needs no download: a Llama of 8 blocks that
+tells short stories and answers simple questions. examples/embedded_model trained it, and docs/embedded-model.md says
+how well. To swarms it is a directory like any other.
 """
 
 import contextlib
@@ -35,6 +39,8 @@ SERVER = (sys.executable, "-m", "swarmllm.server")
 
 _SERVING = re.compile(r"^swarmllm: serving blocks \[(\d+), (\d+)\) of (.*) as (\S+)$")
 _JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
+
+_DIRECTORY = Path(__file__).with_name("embedded")
 
 
 class LocalServer:
@@ -245,3 +251,13 @@ class LocalSwarm:
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)
         return server
+
+
+def embedded_model_path() -> str:
+    """Directory of the embedded checkpoint, for every `from_pretrained` and `--model`."""
+    return str(_DIRECTORY)
+
+
+def embedded_heldout_texts() -> list[str]:
+    """Documents that the embedded model was not trained on, for measuring perplexity; about 50 KB in all."""
+    return (_DIRECTORY / "heldout.txt").read_text(encoding="utf-8").rstrip("\n").split("\n\n")

@@ -1,11 +1,8 @@
 """Models, cut into a client's part and blocks: everything that knows torch and transformers, and no network.
 
-architecture           what a Hugging Face model is made of
+architecture           what a Hugging Face model is made of, and how long its texts may be
 refused_architectures  which of them can't be run by a swarm, and why
-block_slots            a block list of which only some blocks are here
-positions              how long a text may be
-sound                  an encoder that hears, as servers have it: its blocks alone
-first_block            what only the first block has, and does for all others
+block_slots            a block list of which only some blocks are here; what only the first block has
 free_memory            memory that has been freed, given back to the system
 startup_progress       what a starting server tells of itself
 checkpoint/            what is on disk

@@ -14,8 +14,7 @@ from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
 from swarmllm.models.architecture import parts_of
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
-from swarmllm.models.checkpoint.dtypes import resolve_dtype
+from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.quantization import resolve_quantization

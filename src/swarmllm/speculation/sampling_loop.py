@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from swarmllm.data_structures import BlockTraits
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.split_forward import SplitForward
+from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.speculation.drafters import MAX_MATCH, Drafter
 from swarmllm.speculation.planner import Plan, Planner
 

@@ -1,22 +1,22 @@
-"""A swarm as plain text: one line per server, and which blocks it holds, drawn.
+"""A swarm as plain text: one line per server with its blocks drawn, and a route in words and numbers.
 
     ████····  …Xc81p3  desk    0:4  online  …
     ····████  …p7aQ4z  laptop  4:8  online  …
 
-Used by `swarmllm status` and the demo. Everything that servers announce is shown without control characters.
+Used by `swarmllm status`, the demo and `model.swarm.route()`, which says what each hop costs, why, and who would be
+faster alone. Everything that servers announce is shown without control characters.
 """
 
 import shutil
 import sys
 from collections.abc import Container, Sequence
 
-from swarmllm.data_structures import ServerInfo, ServerState, SwarmSnapshot
+from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
-from swarmllm.swarm.explain import explain_route
+from swarmllm.swarm.claims import agreed_digests, contradicts
 from swarmllm.swarm.route_costs import RouteCosts
-from swarmllm.swarm.routing import find_route
+from swarmllm.swarm.routing import find_route, route_cost_ms
 from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
-from swarmllm.swarm.weight_digests import agreed_digests, contradicts
 
 MAX_MAP_COLUMNS = 64
 """A map of more blocks than this shows several per column, so that a line fits a terminal."""
@@ -196,3 +196,79 @@ def _fitting(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[
             del kept[heads.index(head)]
             left_out.append(head)
     return kept, left_out
+
+
+class Route(list[RouteHop]):
+    """The hops, with their expected costs; `print()` tells why."""
+
+    def __init__(self, hops: Sequence[RouteHop], explanation: Sequence[str], expected_ms: float) -> None:
+        super().__init__(hops)
+        self.explanation = tuple(explanation)
+        self.expected_ms = expected_ms
+        """Milliseconds of one decode step."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.explanation)
+
+
+def explain_route(
+    route: Sequence[RouteHop],
+    snapshot: SwarmSnapshot,
+    costs: RouteCosts,
+    *,
+    here_ms: float | None = None,
+    head_ms: float = 0.0,
+) -> Route:
+    """Say what is expected of a route through all blocks.
+
+    Args:
+        here_ms: what a step would take on the asker's own machine; None: it can't hold the blocks, or nobody knows.
+        head_ms: what the asker takes itself, for the head of the model.
+    """
+    of_hops = costs.of_hops(route)
+    network_ms, queue_ms = sum(hop.network_ms for hop in of_hops), sum(hop.queue_ms for hop in of_hops)
+    compute_ms = sum(hop.compute_ms for hop in of_hops)
+    total_ms = network_ms + queue_ms + compute_ms + head_ms
+    lines = [_in_numbers(f"{total_ms:.1f} ms per token", network_ms, queue_ms, compute_ms)]
+    lines[0] += f", this client's head {head_ms:.1f} ms" if head_ms else ""
+    if len(route) > 1:
+        lines += [
+            _in_numbers(
+                f"  {_blocks_of(hop, snapshot)} …{hop.server.peer_id[-6:]}",
+                cost.network_ms,
+                cost.queue_ms,
+                cost.compute_ms,
+            )
+            for hop, cost in zip(route, of_hops, strict=True)
+        ]
+    lines += _faster_alone(route, snapshot, costs)
+    if here_ms is not None and here_ms + head_ms < total_ms:
+        lines.append(
+            f"this machine alone would take about {here_ms + head_ms:.1f} ms: it has the memory to hold all blocks"
+        )
+    return Route(route, lines, total_ms)
+
+
+def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float) -> str:
+    return f"{what}: network {network_ms:.1f} ms, queue {queue_ms:.1f} ms, computing {compute_ms:.1f} ms"
+
+
+def _blocks_of(hop: RouteHop, snapshot: SwarmSnapshot) -> str:
+    """`0:4`, or of which stack they are."""
+    of_stack = snapshot.encoder_blocks
+    return describe_span(hop.span.start, hop.span.end, of_stack) if of_stack else str(hop.span)
+
+
+def _faster_alone(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> list[str]:
+    """A line about the server that would beat the route if it held all blocks."""
+    route_ms = route_cost_ms(route, costs)
+    lines = []
+    candidates = [(costs.alone_ms(server, snapshot.num_blocks), server) for server in snapshot.online()]
+    if candidates:
+        best_ms, best = min(candidates, key=lambda pair: pair[0])
+        if best_ms < route_ms and len(best.span) < snapshot.num_blocks:
+            lines.append(
+                f"server …{best.peer_id[-6:]} alone would take about {best_ms:.1f} ms if it held all "
+                f"{snapshot.num_blocks} blocks (it holds {best.span})"
+            )
+    return lines

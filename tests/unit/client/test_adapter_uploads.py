@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from swarmllm.client.view import adapter_uploads
-from swarmllm.client.view.adapter_uploads import AdapterUploads
+from swarmllm.client.view import swarm_view
+from swarmllm.client.view.swarm_view import AdapterUploads
 from swarmllm.data_structures import Span
 
 
@@ -24,8 +24,8 @@ class Adapter:
 
 
 async def test_servers_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_uploads, "MAX_HANDLES", 10)
-    monkeypatch.setattr(adapter_uploads, "AdapterHeader", lambda **_: None)
+    monkeypatch.setattr(swarm_view, "MAX_HANDLES", 10)
+    monkeypatch.setattr(swarm_view, "AdapterHeader", lambda **_: None)
 
     async def request(*_: Any, **__: Any) -> None:
         pass

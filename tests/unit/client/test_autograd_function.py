@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmllm.client.batches.autograd_function import RemoteCall
+from swarmllm.client.batches.batch_runner import RemoteCall
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmllm.client.batches.autograd_function import RemoteCall
+from swarmllm.client.batches.batch_runner import RemoteCall
 from swarmllm.client.session.legs import Legs, RemoteLeg
 from swarmllm.client.text_generation import Conversation
 from swarmllm.data_structures import Span

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.client.view.concurrency import in_turns
+from swarmllm.client.view.event_loop import in_turns
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=5))

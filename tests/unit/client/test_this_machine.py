@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swarmllm.client.view.this_machine import decode_ms, product_ms
+from swarmllm.client.view.swarm_view import decode_ms, product_ms
 
 
 def test_time_is_for_reading_the_weights_once() -> None:

@@ -18,11 +18,10 @@ from swarmllm.errors import (
     SwarmError,
     UnsupportedModelError,
 )
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.gguf_names import _only_one, _split
+from swarmllm.models.checkpoint.gguf_files import _only_one, _split
 from swarmllm.models.checkpoint.sources import Source
-from swarmllm.models.checkpoint.tokenizer import load_tokenizer
 from swarmllm.models.published_formats.gguf_header import read_header
 from swarmllm.models.span.loading import load_block_span
 

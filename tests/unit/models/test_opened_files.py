@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from swarmllm import embedded_model_path
 from swarmllm.errors import CorruptWeightsError
-from swarmllm.models.checkpoint import opened_files
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.checkpoint.opened_files import OpenedFiles
+from swarmllm.models.checkpoint import checkpoint as checkpoint_module
+from swarmllm.models.checkpoint.checkpoint import OpenedFiles, open_checkpoint
 
 FILE = "model.safetensors"
 NAME = "model.layers.5.self_attn.q_proj.weight"
@@ -79,7 +78,7 @@ def test_damaged_from_the_start(directory: Path) -> None:
 
 def test_large_tensors_are_sampled_in_more_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 16 experts in one tensor has changed."""
-    monkeypatch.setattr(opened_files, "BYTES_PER_SPOT", 64 * 64 * 4)
+    monkeypatch.setattr(checkpoint_module, "BYTES_PER_SPOT", 64 * 64 * 4)
     directory = shutil.copytree(embedded_model_path(), tmp_path / "model")
     experts = torch.rand(16, 64, 64)
 

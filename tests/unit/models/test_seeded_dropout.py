@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.models.adapters.block_adapter import dropout_key
-from swarmllm.models.adapters.seeded_dropout import SEEDS, draw_seeds, drop_out, keep_mask
+from swarmllm.models.adapters.dropout import SEEDS, draw_seeds, drop_out, keep_mask
 
 KEY = dropout_key(3, "self_attn.q_proj", 0)
 

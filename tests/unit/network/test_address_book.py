@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swarmllm.network.p2p import address_book as module
-from swarmllm.network.p2p.address_book import MAX_AGE_S, MAX_PEERS, MAX_SWARMS, RENEWAL_S, AddressBook
+from swarmllm.network.p2p import dht_node as module
+from swarmllm.network.p2p.dht_node import MAX_AGE_S, MAX_KEPT_PEERS, MAX_SWARMS, RENEWAL_S, AddressBook
 from swarmllm.network.p2p.identity import Identity
 
 IDS = [Identity.generate().peer_id for _ in range(MAX_SWARMS + 10)]
@@ -56,14 +56,14 @@ def test_it_is_written_when_somebody_is_new_and_now_and_then(tmp_path: Path) -> 
 
 def test_old_entries_end_and_the_newest_stay(tmp_path: Path) -> None:
     clock = Clock()
-    for number, peer_id in enumerate(OTHERS[: MAX_PEERS + 5]):
+    for number, peer_id in enumerate(OTHERS[: MAX_KEPT_PEERS + 5]):
         clock.now = 1e9 + number
         book = AddressBook(tmp_path / "peers.json", [FOUNDER], clock)  # each a process of its own
         book.note(peer_id, [ADDR] * 9)
         book.write()
     found = AddressBook(tmp_path / "peers.json", [FOUNDER], clock).peers()
-    assert list(dict.fromkeys(peer_id for peer_id, _ in found)) == OTHERS[5 : MAX_PEERS + 5][::-1]
-    assert len(found) == MAX_PEERS * module.MAX_ADDRS
+    assert list(dict.fromkeys(peer_id for peer_id, _ in found)) == OTHERS[5 : MAX_KEPT_PEERS + 5][::-1]
+    assert len(found) == MAX_KEPT_PEERS * module.MAX_KEPT_ADDRS
     clock.now += MAX_AGE_S
     assert AddressBook(tmp_path / "peers.json", [FOUNDER], clock).peers() == []
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.network.p2p.contribution import contribution, is_genuine
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, contribution, is_genuine
 from swarmllm.network.wire.protocol import Contribution
 
 SERVER, CLIENT, OTHER = (Identity.generate() for _ in range(3))

@@ -21,7 +21,7 @@ from swarmllm.network.p2p.dht_protocol import (
     unpack_records,
 )
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
-from swarmllm.network.p2p.record_store import RecordStore, StoredRecord, nobody
+from swarmllm.network.p2p.records import RecordStore, StoredRecord, nobody
 
 
 def packed(items: Any, *, code: int = 0x50) -> bytes:

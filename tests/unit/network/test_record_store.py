@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from swarmllm.network.p2p import record_store
-from swarmllm.network.p2p.record_store import MAX_KEYS_PER_OWNER, RECORD_OVERHEAD_BYTES, RecordStore, StoredRecord
+from swarmllm.network.p2p import records
+from swarmllm.network.p2p.records import MAX_KEYS_PER_OWNER, RECORD_OVERHEAD_BYTES, RecordStore, StoredRecord
 
 NOW = 1000.0
 KEY, OTHER = b"k" * 20, b"o" * 20
@@ -18,8 +18,8 @@ def record(text: str = "text", ttl_s: float = 60.0, *, num_bytes: int | None = N
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_store, "MAX_KEY_BYTES", 100 * 1024)
-    monkeypatch.setattr(record_store, "MAX_BYTES", 300 * 1024)
+    monkeypatch.setattr(records, "MAX_KEY_BYTES", 100 * 1024)
+    monkeypatch.setattr(records, "MAX_BYTES", 300 * 1024)
 
 
 def store(*preferred: str) -> RecordStore:

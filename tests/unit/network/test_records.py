@@ -12,7 +12,7 @@ from swarmllm.data_structures import DIGEST_CHARS, MAX_ADDRS, MAX_ROUND_TRIPS, M
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, models_key, servers_key
 from swarmllm.network.p2p.identity import Identity, is_peer_id, verify
-from swarmllm.network.p2p.record_validator import (
+from swarmllm.network.p2p.records import (
     CLOCK_TOLERANCE_S,
     MAX_VALUE_BYTES,
     RecordValidator,

@@ -12,8 +12,8 @@ from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.wire.messages import Target
 from swarmllm.server.peers.other_servers import OtherServers
 from swarmllm.server.peers.targets import Targets
+from swarmllm.swarm.claims import MAX_TIMES_MEDIAN
 from swarmllm.swarm.placement import plan_move
-from swarmllm.swarm.plausible import MAX_TIMES_MEDIAN
 
 NUM_BLOCKS = 8
 """Of the embedded model."""

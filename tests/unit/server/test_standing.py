@@ -1,7 +1,6 @@
 """Who comes first at a server, and on whose account."""
 
-from swarmllm.network.p2p.contribution import contribution
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.server.device.fairness import Account
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.standing import Standing

@@ -7,8 +7,7 @@ import pytest
 from tests.unit.network.fake_servers import peer_id
 
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
-from swarmllm.network.p2p.contribution import contribution
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.network.wire.protocol import HelloHeader
 from swarmllm.server.announcer import changed_notably
 from swarmllm.server.peers.twins import Twins

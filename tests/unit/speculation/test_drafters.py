@@ -3,8 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmllm.speculation.best_drafter import BestDrafter
-from swarmllm.speculation.drafters import RESUMED_KIND, ModelDrafter, NGramDrafter, SilentDrafter
+from swarmllm.speculation.drafters import RESUMED_KIND, BestDrafter, ModelDrafter, NGramDrafter, SilentDrafter
 from swarmllm.speculation.planner import Planner
 
 

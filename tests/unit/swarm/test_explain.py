@@ -3,7 +3,7 @@
 import pytest
 
 from swarmllm.data_structures import RouteHop, ServerInfo, Span, SwarmSnapshot
-from swarmllm.swarm.explain import explain_route
+from swarmllm.swarm.block_map import explain_route
 from swarmllm.swarm.route_costs import HOP_COST_MS, RouteCosts
 
 LEFT = ServerInfo(peer_id="l" * 46, start=0, end=4, decode_ms_per_block=2.0, queue_ms=3.0)

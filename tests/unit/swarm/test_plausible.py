@@ -1,8 +1,8 @@
 """How much of what servers say of their speed counts."""
 
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
+from swarmllm.swarm.claims import MAX_TIMES_MEDIAN, plausible
 from swarmllm.swarm.placement import plan_move
-from swarmllm.swarm.plausible import MAX_TIMES_MEDIAN, plausible
 
 
 def server(name: str, start: int, end: int, throughput: float) -> ServerInfo:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from swarmllm.data_structures import DIGEST_CHARS, MAX_BLOCKS, MAX_DIGESTS, ServerInfo, SwarmSnapshot
 from swarmllm.swarm.block_map import describe_different_weights
-from swarmllm.swarm.weight_digests import agreed_digests, contradicts
+from swarmllm.swarm.claims import agreed_digests, contradicts
 
 
 def server(name: str, start: int, weights: str | None, end: int | None = None) -> ServerInfo:

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from swarmllm.client.batches.batch_requests import BatchRequests, Neighbours
+from swarmllm.client.batches.hop_batches import BatchRequests, Neighbours
 from swarmllm.client.view.connection import Result
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, ServerInfo

@@ -17,7 +17,7 @@ from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.pending_step import PendingStep
 from swarmllm.client.session.repairs import Repairs
 from swarmllm.client.session.session_text import SessionText
-from swarmllm.client.view.inner_answers import tokens_at_once
+from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.errors import CacheFullError, CorruptActivationsError, SessionClosedError, SwarmError

@@ -8,8 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Self
 
-from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
-from swarmllm.client.view.inner_answers import wanted_header
+from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id, wanted_header
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.models.adapters.block_adapter import BlockAdapter

@@ -21,8 +21,8 @@ from itertools import pairwise
 from typing import overload
 
 from swarmllm.client.session.hop import Hop, SessionSettings
-from swarmllm.client.view.concurrency import gather
 from swarmllm.client.view.connection import Connection, attended, baseless
+from swarmllm.client.view.event_loop import gather
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
 from swarmllm.errors import (

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from swarmllm.client.session.hop import Hop
-from swarmllm.client.view.connection import Result
-from swarmllm.client.view.inner_answers import take_inner
+from swarmllm.client.view.connection import Result, take_inner
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.models.boundary.activation_checks import checked

@@ -5,13 +5,15 @@ context variables: tasks that outlive the call (readers of streams) would keep a
 the very session whose end is to end the task.
 
 A task that fails ends neither the loop nor other tasks: a mistake about one session is that session's.
+
+`gather` and `in_turns` do several things at once, and none of them any more after the first has failed.
 """
 
 import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import suppress
 from contextvars import Context
@@ -32,6 +34,8 @@ CLEAN_UP_S = 15.0
 """Longest time for one entry of `on_close`. A peer takes less than 10 s even if its p2pd is frozen."""
 CLOSE_S = 30.0
 """Longest time that `close()` takes. Only what blocks the thread takes so long; it ends with the process."""
+
+Job = Callable[[], Awaitable[T]]
 
 
 class EventLoop:
@@ -181,3 +185,45 @@ class EventLoop:
                 logger.warning(
                     "closing the model took longer than %g s; what is left ends with this process", CLEAN_UP_S
                 )
+
+
+async def in_turns(groups: Sequence[tuple[int, Sequence[Job[T]]]]) -> list[T]:
+    """The values of all jobs, group after group; of each a given number run at a time, and they begin in turns.
+
+    So what all groups go through first soon has something for each of them.
+    """
+
+    def limited(job: Job[T], limit: asyncio.Semaphore) -> Job[T]:
+        async def run() -> T:
+            async with limit:
+                return await job()
+
+        return run
+
+    jobs: list[tuple[float, Job[T]]] = []
+    for most, of_group in groups:
+        limit = asyncio.Semaphore(most)
+        jobs += [(place / len(of_group), limited(job, limit)) for place, job in enumerate(of_group)]
+    order = sorted(range(len(jobs)), key=lambda place: jobs[place][0])
+    values = dict(zip(order, await gather([jobs[place][1] for place in order]), strict=True))
+    return [values[place] for place in range(len(jobs))]
+
+
+async def gather(jobs: Sequence[Job[T]]) -> list[T]:
+    """The values of all jobs, in order; the first error cancels the others.
+
+    asyncio.gather would let the others run on.
+    """
+
+    async def run(job: Job[T]) -> T:
+        return await job()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(job)) for job in jobs]
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    return [task.result() for task in running]

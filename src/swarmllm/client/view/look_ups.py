@@ -1,14 +1,19 @@
-"""This client's node of the DHT, and what the servers of one checkpoint announce there.
+"""This client's node of the DHT, what the servers of one checkpoint announce there, and how far they are.
 
 Used by `SwarmView` and `routes`; runs in the client's event loop. Announcements may be anybody's inventions:
-`p2p/verified_peers` says which of them have been met.
+`p2p/verified_peers` says which of them have been met. `Distances` pings servers as long as the client is in use, over
+streams that it has anyway and new ones, and learns from each new stream whether the server is there.
 """
 
 import asyncio
 import logging
+import math
+import random
 import time
+from weakref import WeakSet
 
-from swarmllm.client.view.tolerances import is_checkable
+from swarmllm.client.view.connection import Connection
+from swarmllm.client.view.usable_servers import is_checkable
 from swarmllm.config import ClientConfig, address_book_path
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError, WeightsMismatchError
@@ -17,6 +22,8 @@ from swarmllm.network.p2p.discovery import LOOK_ON_S, find_swarm
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
+from swarmllm.swarm.retry import PeerHealth
+from swarmllm.swarm.round_trips import RoundTrips
 from swarmllm.swarm.stacks import command_to_serve
 
 logger = logging.getLogger(__name__)
@@ -25,6 +32,11 @@ PINGS_PER_ROUND = 8
 """Servers, at most."""
 NEIGHBOURS_MET = 8
 """Servers that are met after each look, if they weren't, because this client is connected to their nodes of the DHT."""
+
+PING_SAMPLES = 3
+"""Pings of which the least counts: everything else that a sample holds is somebody's delay."""
+IDLE_S = 120.0
+"""Seconds without a route or a step after which nobody is pinged any more."""
 
 
 class LookUps:
@@ -151,3 +163,72 @@ class LookUps:
         if peer_id in config.blocked_servers or (config.verify_fraction and not is_checkable(server, config)):
             return False
         return config.allowed_servers is None or peer_id in config.allowed_servers
+
+
+class Distances:
+    """The pings of one client."""
+
+    def __init__(self, config: ClientConfig, look_ups: LookUps, health: PeerHealth) -> None:
+        self.round_trips = RoundTrips()
+        self.connections: WeakSet[Connection] = WeakSet()
+        """Streams that are there anyway."""
+        self.used_at = -math.inf
+        """Time at which somebody last asked for a route or took a step, by `time.monotonic()`."""
+        self._config = config
+        self._look_ups = look_ups
+        self._health = health
+        self._random = random.Random()  # the module's own belongs to the user's program, which may have seeded it
+
+    async def keep_measuring(self) -> None:
+        """Look into the DHT, and ping servers, as long as somebody uses this client."""
+        while True:
+            await asyncio.sleep(self._config.ping_period_s)
+            now = time.monotonic()
+            if now - self.used_at > IDLE_S:
+                continue
+            if now - self._look_ups.snapshot.taken_at > self._config.update_period_s:
+                await self._look_ups.look_again()
+            await self.ping_some()
+
+    async def ping_some(self) -> None:
+        now = time.monotonic()
+        in_use = {c.peer_id: c for c in self.connections if c.error is None}
+        others = self.round_trips.to_measure(
+            self._look_ups.snapshot,
+            count=max(0, PINGS_PER_ROUND - len(in_use)),
+            avoid=self._health.avoided(now) | in_use.keys(),
+            generator=self._random,
+        )
+        connected = self._random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
+        await asyncio.gather(
+            *(self._ping(connection.server, connection) for connection in connected),
+            *(self._ping(server) for server in others),
+        )
+        self._look_ups.news += 1
+
+    async def _ping(self, server: ServerInfo, connection: Connection | None = None) -> None:
+        """Measure one server's distance, over a stream that is there already or a new one.
+
+        One that can't be reached is nobody's concern here.
+        """
+        self.round_trips.begin(server.peer_id, time.monotonic())
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                if connection is not None:
+                    samples = [await connection.ping() for _ in range(PING_SAMPLES)]
+                    self._look_ups.verified.renew(server)
+                else:
+                    samples = await self._ping_over_new_stream(server)
+        except (SwarmError, TimeoutError) as error:
+            logger.debug("no ping to %s: %s", server.peer_id, error)
+            self.round_trips.fail(server.peer_id)
+            return
+        self.round_trips.observe(server.peer_id, 1e3 * min(samples), time.monotonic())
+
+    async def _ping_over_new_stream(self, server: ServerInfo) -> list[float]:
+        timeout_s = self._config.connect_timeout_s
+        stream, _ = await self._look_ups.verified.open_stream(server, timeout_s=timeout_s)
+        try:
+            return [await stream.ping() for _ in range(PING_SAMPLES)]
+        finally:
+            stream.abort()

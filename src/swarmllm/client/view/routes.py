@@ -12,17 +12,15 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from swarmllm.client.view.active_adapter import ActiveAdapter
-from swarmllm.client.view.agreed_weights import AgreedWeights
-from swarmllm.client.view.distances import Distances
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.client.view.look_ups import LookUps
+from swarmllm.client.view.look_ups import Distances, LookUps
+from swarmllm.client.view.usable_servers import ActiveAdapter, AgreedWeights
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError
 from swarmllm.network.p2p.block_directory import DEFAULT_TTL_S
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
-from swarmllm.swarm.plausible import plausible
+from swarmllm.swarm.claims import plausible
 from swarmllm.swarm.retry import PeerHealth
 from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import find_parallel_routes, find_route, is_worth_moving

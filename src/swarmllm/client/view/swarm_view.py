@@ -1,7 +1,8 @@
 """A client's view of the swarm: what users ask of it, and where what it knows comes together.
 
-Who serves what is in `look_ups`, how far they are in `distances`, which way to take in `routes`. Used by sessions and
-batches; runs in the client's event loop.
+`look_ups` knows which servers there are and how far they are, `routes` the way to take. Used by sessions and batches;
+runs in the client's event loop. `AdapterUploads` sends adapters once to each server, and again only after they have
+changed or the server has forgotten them. `decode_ms` says how fast this machine would be alone, for explained routes.
 """
 
 import asyncio
@@ -10,28 +11,30 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
-from swarmllm.client.view.active_adapter import ActiveAdapter
-from swarmllm.client.view.adapter_uploads import AdapterUploads
-from swarmllm.client.view.claimed_traits import (
+from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.client.view.look_ups import Distances, LookUps
+from swarmllm.client.view.routes import Routes
+from swarmllm.client.view.usable_servers import (
+    ActiveAdapter,
     check_abilities,
     check_claims,
     lacking_abilities,
     trusted_traits,
     with_abilities_of,
 )
-from swarmllm.client.view.connection import Connection, OnAnswer
-from swarmllm.client.view.distances import Distances
-from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.client.view.look_ups import LookUps
-from swarmllm.client.view.routes import Routes
-from swarmllm.client.view.this_machine import decode_ms, product_ms
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span
 from swarmllm.errors import (
     ConfigurationError,
+    LocalProtocolError,
     MissingBlocksError,
     PeerError,
     PeerTimeoutError,
@@ -40,8 +43,11 @@ from swarmllm.errors import (
     SessionTooLargeError,
     SwarmError,
 )
-from swarmllm.network.wire.protocol import FrameStream
-from swarmllm.swarm.explain import Route, explain_route
+from swarmllm.machine_memory import available_memory_bytes
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.network.wire.messages import MAX_PATCHES, AdapterHeader
+from swarmllm.network.wire.protocol import FrameStream, MessageType
+from swarmllm.swarm.block_map import Route, explain_route
 from swarmllm.swarm.retry import MOST_REFUSALS, DialTimes, PeerHealth, Retries
 from swarmllm.swarm.round_trips import DIAL_ROUND_TRIPS
 from swarmllm.swarm.routing import route_cost_ms
@@ -52,6 +58,15 @@ MOST_SHOWN = 8
 """Servers that `print(model)` lists."""
 MOST_LIARS_TOLD = 64
 """Servers of which a client's log says that their greetings can't be true: peer ids cost nothing."""
+
+MAX_HANDLES = 1024
+"""Parts of adapters on servers that are remembered; of more, what was uploaded longest ago would be uploaded again."""
+
+MEMORY_SHARE = 0.8
+"""Share of the free memory that blocks may take. Assumed: the rest is cache, activations and what else runs here."""
+ROWS, COLUMNS = 8192, 4096
+"""64 MB in bfloat16: more than caches hold."""
+REPEATS = 3
 
 
 class SwarmView:
@@ -359,3 +374,104 @@ class SwarmView:
         if isinstance(error, PeerError) and error.retriable:
             self.look_ups.is_outdated = True
         return is_news
+
+
+class AdapterUploads:
+    """The handles under which servers know adapters."""
+
+    def __init__(self, active: ActiveAdapter) -> None:
+        self._active = active
+        self._handles: dict[tuple[str, Span], tuple[int, int]] = {}
+        self._locks: WeakValueDictionary[tuple[str, Span], asyncio.Lock] = WeakValueDictionary()
+        self.num_uploads = 0
+
+    async def header_fields(
+        self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """The fields of a request on `span` about adapters: the server's, or the client's own, uploaded if need be.
+
+        Raises:
+            ConfigurationError: both, or the server can't use this adapter.
+            SwarmError: the server can't be reached.
+        """
+        served = self._active.version
+        if served is None:
+            return {"adapter": await self.handle(connection, adapter, span, timeout_s=timeout_s)}
+        if adapter is not None:
+            raise ConfigurationError(
+                f"the blocks run with the servers' adapter {served}, so they can't have one of yours as well: leave "
+                "active_adapter out, or train prompts and heads only"
+            )
+        return {"served_adapter": served}
+
+    async def handle(
+        self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float
+    ) -> int | None:
+        """The handle for the adapter's part on `span`, uploaded if need be; None if it has none there.
+
+        Raises:
+            ConfigurationError: the server can't use this adapter.
+            SwarmError: the server can't be reached.
+        """
+        part = None if adapter is None else adapter.part(span)
+        if part is None:
+            return None
+        key = connection.peer_id, span
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            version, handle = self._handles.get(key, (None, 0))
+            if version != part.version:
+                handle = await self._upload(connection, part, timeout_s)
+                self._handles.pop(key, None)
+                self._handles[key] = part.version, handle
+                if len(self._handles) > MAX_HANDLES:
+                    del self._handles[next(iter(self._handles))]
+        return handle
+
+    def forget(self, peer_id: str | None) -> None:
+        """After a failure of that server, which may have lost what it was sent."""
+        for key in [key for key in self._handles if key[0] == peer_id]:
+            del self._handles[key]
+
+    async def _upload(self, connection: Connection, part: BlockAdapter, timeout_s: float) -> int:
+        if len(part.patches) > MAX_PATCHES:
+            raise ConfigurationError(f"an adapter may change {MAX_PATCHES} modules of one server, not more")
+        handle = new_request_id()
+        header = AdapterHeader(id=handle, handle=handle, tensors=(), patches=part.patches)
+        try:
+            await connection.request(MessageType.ADAPTER, header, {"values": part.flat()}, timeout_s=timeout_s)
+        except LocalProtocolError as error:
+            refusal = ConfigurationError(f"this adapter doesn't fit the model's blocks: {error}")
+            refusal.said_by = error.said_by
+            raise refusal from None
+        self.num_uploads += 1
+        return handle
+
+
+def decode_ms(num_bytes: int) -> float | None:
+    """Milliseconds, about, that one token would take with blocks of this many bytes; None if they don't fit.
+
+    Too many for a mixture of experts, which reads only some of its weights.
+    """
+    if num_bytes > MEMORY_SHARE * available_memory_bytes():
+        return None
+    return 1e3 * num_bytes / _bytes_per_s()
+
+
+@cache
+def _bytes_per_s() -> float:
+    matrix = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+    return 1e3 * matrix.nbytes / product_ms(matrix)
+
+
+@torch.inference_mode()
+def product_ms(matrix: Tensor) -> float:
+    """Milliseconds of a product with one vector, on the matrix's device: most of what the head of a model takes."""
+    vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    elapsed_s = []
+    for _ in range(1 + REPEATS):
+        started = time.perf_counter()
+        torch.mv(matrix, vector)
+        if matrix.device.type != "cpu":
+            torch.accelerator.synchronize(matrix.device)
+        elapsed_s.append(time.perf_counter() - started)
+    return 1e3 * min(elapsed_s[1:])  # the first one waits for threads and pages

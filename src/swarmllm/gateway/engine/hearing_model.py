@@ -18,8 +18,7 @@ from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.sounds import Samples
 from swarmllm.gateway.errors import ApiError
-from swarmllm.models.architecture import decoder_stack
-from swarmllm.models.positions import max_positions
+from swarmllm.models.architecture import decoder_stack, max_positions
 
 FALLBACK = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),

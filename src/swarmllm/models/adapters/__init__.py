@@ -2,8 +2,7 @@
 
 block_adapter   what travels to servers, and how they apply it
 patch_forms     how linear modules are changed
-seeded_dropout  what of an adapter's inputs is left out, in train mode
-blocks_dropout  what blocks leave out themselves, in train mode
+dropout         what of an adapter's inputs, and within blocks, is left out in train mode
 adapter_files   adapters as peft stores them
 merging         adapters merged into their base, block by block
 """

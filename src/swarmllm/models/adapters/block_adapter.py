@@ -8,7 +8,7 @@ applies it by hooks while a call runs (`applied`). Gradients with respect to the
     kind       tensors                        what is computed
     lora …     as `patch_forms` says          a linear module, changed
     tensor     any                            a module with this in the place of a parameter, whose path is the patch's
-    dropout    none                           a block in train mode (`blocks_dropout`), or one of its Dropouts, whose
+    dropout    none                           a block in train mode (`dropout`), or one of its Dropouts, whose
                                               path is the patch's, with another rate
     autocast   none                           a block under torch.autocast, with the dtype that the path names
     prompt     p [prompts, hidden]            a whole block on x + p, at the first positions of a text
@@ -33,9 +33,8 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.models.adapters.blocks_dropout import training
+from swarmllm.models.adapters.dropout import SEEDS, drop_out, seeds_of_source, training
 from swarmllm.models.adapters.patch_forms import Inputs, check_shapes, put_in_place
-from swarmllm.models.adapters.seeded_dropout import SEEDS, drop_out, seeds_of_source
 from swarmllm.models.block_slots import BlockSlots
 
 MAX_PROMPTS = 1024

@@ -35,11 +35,11 @@ from swarmllm.models.checkpoint.skeleton import (
     load_pruned,
     named_blocks,
     on_meta,
+    parameters_of,
     prune_to_span,
     pruned,
 )
 from swarmllm.models.checkpoint.sources import Source, first_line, read_object
-from swarmllm.models.checkpoint.tensor_names import parameters_of
 
 TASKS = {
     "SEQ_CLS": Task.SEQUENCE_CLASSIFICATION,

@@ -1,7 +1,7 @@
 """The forms in which a patch changes a linear module: the shapes of its tensors, and the hook that computes with them.
 
     form       tensors                        what the module computes (x its input, y its output, W its weight)
-    lora       A [r, in], B [out, r], b?      y + (B(A(x)) + b) · scale, perhaps with dropout of x (`seeded_dropout`)
+    lora       A [r, in], B [out, r], b?      y + (B(A(x)) + b) · scale, perhaps with dropout of x (`dropout`)
     dora       A, B, m [out]                  the same with the rows of W + BA · scale made as long as m
     ia3_in     l [in]                         the module on x · l
     ia3_out    l [out]                        y · l

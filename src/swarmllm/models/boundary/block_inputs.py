@@ -74,7 +74,7 @@ class BlockInputs:
     deepstack_at: Tensor | None = None
     """`[levels]`: the blocks at which each level is added, as the stack numbers them."""
     dropout_seeds: Tensor | None = None
-    """`[batch, seq]`; only if there is dropout (`adapters/seeded_dropout`)."""
+    """`[batch, seq]`; only if there is dropout (`adapters/dropout`)."""
     adapter_numbers: Tensor | None = None
     """`[batch, seq]`; only if the adapter has patches for some tokens (`Patch.number`)."""
     adapter: BlockAdapter | None = None

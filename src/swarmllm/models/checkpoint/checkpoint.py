@@ -1,29 +1,40 @@
-"""A checkpoint on the hub or in a directory: its config, its index, and access to single tensors.
+"""A checkpoint on the hub or in a directory: its config, its index, its tokenizer, and access to single tensors.
 
-Files are downloaded or opened only when a tensor in them is asked for, so a server touches the shards of its blocks and
-a client those of the embeddings, norm and head. Foreign errors (safetensors, pickle, transformers) become ours here.
-Called by `span/loading` and `shell/loading`; knows no network of our own.
+Files are downloaded or opened only when a tensor in them is asked for, so a server touches the shards of its blocks
+and a client those of the embeddings, norm and head. Foreign errors (safetensors, pickle, transformers) become ours
+here. Called by `span/loading` and `shell/loading`; knows no network of our own.
+
+`OpenedFiles` remembers samples of the files as they were when the checkpoint was opened. They are compared with those
+of other machines (`fingerprint`), and with the same files later: a process that runs for weeks must not load blocks of
+new files beside those of the old ones.
 """
 
 import copy
+import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.configuration_utils import get_configuration_file
 
 from swarmllm.data_structures import MAX_BLOCKS
-from swarmllm.errors import ConfigurationError, UnsupportedModelError
+from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
-from swarmllm.models.checkpoint.gguf_files import GgufFiles
-from swarmllm.models.checkpoint.gguf_names import locate
-from swarmllm.models.checkpoint.opened_files import OpenedFiles
-from swarmllm.models.checkpoint.sources import Source, read_json, read_object
+from swarmllm.models.checkpoint.gguf_files import GgufFiles, locate
+from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
+from swarmllm.models.checkpoint.weight_files import StoredPlace
 from swarmllm.models.published_formats.choice import stored_format
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,6 +49,17 @@ _MOST = (
 many entries are made before the weights, which don't fit them, are looked at."""
 SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model types that aren't transformers' own, although their architectures are."""
+
+SPOT_BYTES = 2048
+SPOTS = 4
+"""In each tensor, at least, so that each part of queries, keys and values in one tensor has one. A fine-tune changes
+most numbers of what it changes at all: of 4096 in bfloat16, a change of a hundredth is missed once in 10^17 times."""
+BYTES_PER_SPOT = 16 << 20
+"""In larger tensors there are more spots: some are the experts of a block, of which a fine-tune may change a few."""
+
+Stamp = tuple[int, int, int]
+
+_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class Checkpoint:
@@ -164,7 +186,7 @@ class Checkpoint:
 def open_checkpoint(
     name_or_path: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`gguf_names`); reads its config only.
+    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`gguf_files`); reads its config only.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or it can't be reached.
@@ -259,3 +281,109 @@ def _supported(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     config._name_or_path = name
     check_supported(config)
     return config
+
+
+class OpenedFiles:
+    """Which files there are, and what was in them when they were seen first."""
+
+    def __init__(self, files: StoredFiles) -> None:
+        self._files = files
+        self._seen: dict[str, tuple[Stamp, str]] = {}
+
+    def samples(self) -> dict[str, str | None]:
+        """For each file a hash of samples of all its tensors; None for one that isn't on this machine.
+
+        Raises:
+            CorruptWeightsError: one is damaged.
+        """
+        for filename in self._files.filenames():
+            path = self._files.local(filename)
+            if filename not in self._seen and path is not None:
+                self._seen[filename] = _stamp(path), self._sample(filename, path)
+        return {name: self._seen[name][1] if name in self._seen else None for name in self._files.filenames()}
+
+    def changed(self) -> list[str]:
+        """Files that hold something else than when they were seen first, or are gone; new ones are seen now.
+
+        Raises:
+            CorruptWeightsError: a new one is damaged.
+        """
+        self.samples()
+        return [filename for filename in self._seen if not self._is_as_seen(filename)]
+
+    def _is_as_seen(self, filename: str) -> bool:
+        stamp, sample = self._seen[filename]
+        path = self._files.local(filename)
+        if path is None:
+            return False
+        try:
+            now = _stamp(path)
+            if now != stamp and self._sample(filename, path) == sample:  # only touched, or copied again
+                self._seen[filename] = now, sample
+                return True
+        except (CorruptWeightsError, OSError):
+            return False
+        return now == stamp
+
+    def _sample(self, filename: str, path: Path) -> str:
+        return _sample(path, self._files.places(filename))
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _sample(path: Path, places: Iterable[StoredPlace]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for place in sorted(places):
+            digest.update(f"{place.name}\0{place.num_bytes}\0".encode())
+            for start, num_bytes in _spots(place):
+                file.seek(start)
+                digest.update(file.read(num_bytes))
+    return digest.hexdigest()
+
+
+def _spots(place: StoredPlace) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes), in the middle of equal parts of the place."""
+    count = max(SPOTS, place.num_bytes // BYTES_PER_SPOT)
+    if place.num_bytes <= count * SPOT_BYTES:
+        yield place.start, place.num_bytes
+        return
+    for index in range(count):
+        yield place.start + (2 * index + 1) * place.num_bytes // (2 * count) - SPOT_BYTES // 2, SPOT_BYTES
+
+
+def resolve_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype) -> torch.dtype:
+    """`"auto"` = as the checkpoint is stored, `"bfloat16"`, `"torch.bfloat16"`, or a dtype.
+
+    Raises:
+        ConfigurationError: no floating-point dtype of this name is supported.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype)
+    if dtype == "auto":
+        return checkpoint.stored_dtype()
+    name = dtype.removeprefix("torch.")
+    if name not in _NAMES:
+        raise ConfigurationError(f"dtype {dtype!r} is not supported; use auto, {', '.join(_NAMES)}")
+    return _NAMES[name]
+
+
+def load_tokenizer(name_or_path: str, **options: Any) -> Any:
+    """transformers' tokenizer; `options` (revision, token, cache_dir) go to its `from_pretrained`.
+
+    Raises:
+        ConfigurationError: there is none that transformers can load.
+    """
+    try:
+        source, gguf_file = locate(name_or_path, **options)
+        if gguf_file is None:
+            return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False, **options)
+        # Not by AutoTokenizer, which would want the package gguf for the config of most architectures.
+        return PreTrainedTokenizerFast.from_pretrained(source.name, gguf_file=gguf_file, **options)
+    except Exception as error:  # noqa: BLE001 - tokenizers raise bare Exceptions about files of strangers
+        raise ConfigurationError(
+            f"{name_or_path} has no tokenizer that transformers can load: {first_line(error)}"
+        ) from None

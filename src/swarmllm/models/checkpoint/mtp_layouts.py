@@ -6,7 +6,7 @@ a norm follow, and the model's head then tells the token after the next. Checkpo
 are in the one table below, and in the order in which the two are joined. Embeddings and head are the model's own,
 whether the checkpoint repeats them or not.
 
-`client/mtp_head` loads it: `MtpWeights.checkpoint` is the same checkpoint of a model with one block more.
+`client/speculative_generation` loads it: `MtpWeights.checkpoint` is the same checkpoint of a model with one block more.
 """
 
 import copy

@@ -2,9 +2,14 @@
 
 transformers' own renaming rules decide which tensors those are, so renamed, fused and quantized checkpoints work
 without a table of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
+
+An encoder that hears is cut down to its blocks alone, one after the other (`keep_blocks_alone`): the client makes what
+enters the first block of sound, and the padding that blocks shall not see. Between the blocks of such an encoder
+nothing happens (`refused_architectures.HEARING`), so its own forward isn't needed for them.
 """
 
 import copy
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -15,6 +20,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.utils import logging as hf_logging
 
 from swarmllm.data_structures import Span
@@ -35,19 +43,19 @@ from swarmllm.models.architecture import (
     stack_module,
     stack_of,
     stacks,
+    stored_prefix,
 )
-from swarmllm.models.block_slots import BlockSlots, ForwardStopped
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped, holder_of, only_in_first
 from swarmllm.models.checkpoint.block_digests import BlockDigests
-from swarmllm.models.checkpoint.borrowed import borrowed, parameters_alone
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
-from swarmllm.models.checkpoint.tensor_names import as_of_this_class, needed_tensors, parameters_of
-from swarmllm.models.first_block import holder_of, only_in_first
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
 from swarmllm.models.quantization.rules import may_be_packed
-from swarmllm.models.sound import keep_blocks_alone
 
 Prune = Callable[[PreTrainedModel], None]
 """Replaces the parts of a freshly built model that are not wanted."""
+
+ROTATION = "rotary_emb"
+"""What transformers calls the module that makes `position_embeddings`."""
 
 
 class GivenEmbeddings(nn.Module):
@@ -372,3 +380,103 @@ def _check_biases(checkpoint: Checkpoint, names: Collection[str]) -> None:
                 f"{checkpoint.name} has {name}, which its architecture lacks in transformers, so blocks would compute "
                 "something else: use another checkpoint of the model"
             )
+
+
+def borrowed(model: PreTrainedModel, prefix: str, hosted: Collection[int]) -> dict[int, set[str]]:
+    """Parameters of other blocks that hosted blocks share: {block: names within it}."""
+    borrowed: dict[int, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        user, owner = (_inside_block(name, prefix) for name in (target, source))
+        if user is not None and owner is not None and user[0] in hosted and owner[0] not in hosted:
+            borrowed.setdefault(owner[0], set()).add(owner[1])
+    return borrowed
+
+
+def parameters_alone(block: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A module that does nothing but hold some parameters of `block` under their names."""
+    root = nn.Module()
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        holder = root
+        for part in path.split("."):
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(leaf, block.get_parameter(name))
+    return root
+
+
+def _inside_block(name: str, prefix: str) -> tuple[int, str] | None:
+    """`model.layers.3.mlp.weight` → (3, "mlp.weight")."""
+    if not name.startswith(f"{prefix}."):
+        return None
+    index, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+    return int(index), rest
+
+
+def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of the checkpoint's tensors that end up in `model`."""
+    return list(parameters_of(model, names))
+
+
+def parameters_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Each of the checkpoint's tensors that ends up in `model` → the parameter that it is, or is merged into."""
+    wanted = model.state_dict()
+    with as_config_says(model.config.name_or_path):
+        mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for name in sorted(names):
+        given = as_of_this_class(model, name)
+        renamed, _ = rename_source_key(given, renamings, converters, model.base_model_prefix, wanted)
+        if renamed not in wanted and given in wanted:
+            renamed = given
+        if renamed in wanted:
+            found[name] = renamed
+    return found
+
+
+def as_of_this_class(model: PreTrainedModel, name: str) -> str:
+    """The name of a tensor, had the checkpoint been saved by the model's class.
+
+    Classes of one architecture may call their stack differently: `transformer` where Qwen3 answers, else `model`.
+    """
+    stored, own = stored_prefix(model.config), model.base_model_prefix
+    if not stored or not own or stored == own or not name.startswith(f"{stored}."):
+        return name
+    return f"{own}.{name.removeprefix(f'{stored}.')}"
+
+
+def keep_blocks_alone(stack: PreTrainedModel, blocks: str) -> None:
+    """Let the encoder's forward take embeddings and run the blocks, which it has under that name, on them."""
+    for name, _ in list(stack.named_children()):
+        if name not in (blocks, ROTATION):
+            delattr(stack, name)
+    cls = type(stack)
+    taken = inspect.signature(getattr(stack, blocks)[0].forward).parameters
+
+    def forward(self: PreTrainedModel, inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
+        hidden = inputs_embeds
+        given: dict[str, Any] = {
+            "attention_mask": create_bidirectional_mask(
+                config=self.config, inputs_embeds=hidden, attention_mask=attention_mask
+            )
+        }
+        if "position_embeddings" in taken:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            given |= {"position_ids": positions, "position_embeddings": getattr(self, ROTATION)(hidden, positions)}
+        for block in getattr(self, blocks):
+            hidden = block(hidden, **given)
+        return hidden
+
+    def get_input_embeddings(self: PreTrainedModel) -> nn.Module:
+        found: nn.Module = self.embeddings
+        return found
+
+    def set_input_embeddings(self: PreTrainedModel, value: nn.Module) -> None:
+        self.embeddings = value
+
+    members = {"forward": forward, "__module__": cls.__module__}
+    members |= {"get_input_embeddings": get_input_embeddings, "set_input_embeddings": set_input_embeddings}
+    stack.__class__ = type(cls.__name__, cls.__bases__, members)  # which has nothing of what was deleted

@@ -7,8 +7,7 @@ kept alike in several places, whatever the architecture, and what fails between 
 shared       matrices whose rows are spread, in the place of a block's weights
 group        the followers: started, asked, watched and ended
 follower     what runs in each of them
-exchange     what both ends have to know: tensors on their way, the group of processes
-unquantized  weights as they are, multiplied as the model would
+exchange     what both ends have to know: tensors on their way, the group of processes, weights as they are
 
 Used by `span/loading`. A matrix is cut by its output features, so that each output is the same sum as in one process,
 and the outputs are put side by side.

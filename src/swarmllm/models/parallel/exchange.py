@@ -3,13 +3,17 @@
 Commands go through a pipe and tensors through a process group of torch: gloo between processors, over the loopback
 interface alone, nccl between GPUs (which has never run). The group has a timeout of its own, and torch's global one
 stays free.
+
+`Plain` are weights as they are, made by `shared`, multiplied in the server's process and in followers.
 """
 
 import dataclasses
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -131,3 +135,35 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 def _is_flipped(tensor: Tensor) -> bool:
     return tensor.ndim > 1 and tensor.stride(-2) == 1 != tensor.stride(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Packed):
+    """Weights `[…, out, in]`, multiplied by the very function that the model would call."""
+
+    scale: None = field(init=False, default=None)  # type: ignore[assignment]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes}
+
+    def multiply(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`bias` is added within the product, as the model does it: afterwards it could be rounded otherwise."""
+        return F.linear(inputs, self.codes.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
+
+    def multiply_transposed(self, grads: Tensor) -> Tensor:
+        return grads @ self.codes.to(grads.dtype)
+
+    def dequantize(self) -> Tensor:
+        return self.codes.to(self.dtype)
+
+    def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        return self.codes[start:end].to(dtype)
+
+    def _output_scale(self) -> None:
+        return None
+
+    def _kernel_takes(self, inputs: Tensor) -> bool:
+        return False
+
+    def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
+        raise NotImplementedError

@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmllm.models.parallel.exchange import FAILED, OK, GroupCommand, SharedPart, connected, receive, receive_weight
-from swarmllm.models.parallel.unquantized import Plain
+from swarmllm.models.parallel.exchange import (
+    FAILED,
+    OK,
+    GroupCommand,
+    Plain,
+    SharedPart,
+    connected,
+    receive,
+    receive_weight,
+)
 from swarmllm.models.quantization.packed import Packed
 
 PR_SET_PDEATHSIG = 1  # prctl(2)

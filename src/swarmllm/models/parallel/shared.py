@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.parallel.exchange import SharedPart, own_copy
+from swarmllm.models.parallel.exchange import Plain, SharedPart, own_copy
 from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.unquantized import Plain
 from swarmllm.models.quantization.bfloat16 import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
 from swarmllm.models.quantization.packed import TILE, Packed

@@ -4,6 +4,10 @@ peft finds its targets by walking modules, so the client's block list registers 
 `hollow_modules`; their weights are no parameters, so that no optimizer, state dict or `.to()` ever meets them. What
 peft puts into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that
 runs all blocks. Made by `loading`; what has to travel at a forward, `hollow_adapters` reads from them.
+
+`BlockReader` reads one block of the checkpoint where somebody looks at the weights of a hollow one. Servers keep the
+blocks; their values are needed here only now and then: where training begins with them (a bias, a norm that is trained
+whole, the magnitudes of DoRA).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +19,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarmllm.data_structures import BlockTraits
-from swarmllm.models.architecture import Stack, find_blocks
-from swarmllm.models.checkpoint.skeleton import on_meta
-from swarmllm.models.shell.block_hooks import hooked_bounds, open_to_hooks
+from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.models.architecture import Stack, blocks_class, find_blocks
+from swarmllm.models.block_slots import BlockSlots
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.skeleton import load_pruned, on_meta, prune_to_span, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call, is_detoured
 from swarmllm.models.shell.hollow_modules import (
     ModulePlace,
@@ -27,8 +32,7 @@ from swarmllm.models.shell.hollow_modules import (
     hollow_out,
     refuse_change,
 )
-from swarmllm.models.shell.playback import playback
-from swarmllm.models.shell.read_blocks import BlockReader
+from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks, playback
 
 
 class _Frozen(nn.Parameter):
@@ -136,7 +140,7 @@ def hollow_blocks(
     proxy: BlocksProxy,
     here: Mapping[int, nn.Module],
     stack: Stack,
-    read_block: BlockReader | None = None,
+    read_block: "BlockReader | None" = None,
 ) -> HollowBlocks:
     """The block list of a model of class `cls` with the config of `model`; costs neither memory nor reading.
 
@@ -153,3 +157,30 @@ def hollow_blocks(
         hollow_out(block, name, model.dtype, read)
         open_to_hooks(block, ModulePlace(name), blocks.first + block_idx, stack.span.end, traits.forbidden_cuts)
     return blocks
+
+
+class BlockReader:
+    """Blocks by their indices; the last one stays in memory, because its modules are asked for one after the other."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._last: tuple[int, nn.Module] | None = None
+
+    def __call__(self, block_idx: int) -> nn.Module:
+        """The block with its weights, of which files of the hub are downloaded first.
+
+        Raises:
+            WeightsError: its files are missing or damaged.
+        """
+        if self._last is None or self._last[0] != block_idx:
+            self._last = None
+            cls = pruned(blocks_class(self._checkpoint.config), prune_to_span(Span(block_idx, block_idx + 1), ()))
+            model = load_pruned(cls, self._checkpoint, dtype=self._dtype, progress=False)
+            slots = find_blocks(model).blocks
+            assert isinstance(slots, BlockSlots)
+            self._last = block_idx, slots.block(block_idx).requires_grad_(False)
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Free its memory."""
+        self._last = None

@@ -1,23 +1,30 @@
-"""What passes between blocks, for those who look at it: the model's own loop over blocks, played back.
+"""Hidden states between blocks, for callers who look at them: the model's own loop over blocks, played back.
 
 Which entries a model returns, before or after its final norm, is decided by its own forward: older ones note hidden
 states in their loop over the blocks, newer ones by hooks on the blocks' classes. So a call that wants them meets as
 many blocks as a local one would: the first runs all blocks elsewhere, and each returns what its block has returned
-there (`boundary/inner_states`). Between them, the model's code does what it always does. Where blocks have hooks
-(`block_hooks`), the blocks run piece by piece: the first of each piece runs it, and the last one returns its result.
+there (`boundary/inner_states`). Between them, the model's code does what it always does.
 
     hidden states   what each block returns, or what the model's code makes of it
     attentions      of blocks whose hooks collect them: put where those would have; of others: returned beside
 
+Hooks on whole blocks do what they do locally: what enters or leaves a block passes through this machine. Where blocks
+have hooks, they run piece by piece: the first of each piece runs it, the last one returns its result, and that goes
+through the hooks into the next piece. A hook may read hidden states, change them in place or return others; whatever
+else a block is given or returns, servers have computed themselves. Hooks inside blocks, and those of backwards, are
+refused by `hollow_modules`.
+
 Made by `hollow_blocks`, shown to the model by `blocks_proxy`'s current call.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 from transformers.utils.output_capturing import (
     _CAN_RECORD_REGISTRY,
     _active_collector,
@@ -29,9 +36,12 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.shell.block_hooks import share_hooks
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call
-from swarmllm.models.shell.hollow_modules import HollowModule
+from swarmllm.models.shell.hollow_modules import ClosedTable, HollowModule, ModulePlace
+
+TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+"""Where torch notes in which way a hook wants to be called."""
 
 
 class _Playback(nn.Module):
@@ -153,3 +163,123 @@ def _wanted_outputs(stack: PreTrainedModel, hidden: Any, num_blocks: int) -> set
         return every
     # As many as blocks, and what enters the first one: entry k is what block k - 1 returns.
     return {idx - 1 for idx in resolve_hidden_states_indices(stack, selected)} & every
+
+
+class _Hook:
+    """A user's hook; what is called in place of the block gives it the block."""
+
+    def __init__(self, hook: Callable[..., Any], block: nn.Module, where: ModulePlace) -> None:
+        self.hook, self._block, self._where = hook, block, where
+
+    def __call__(self, _stand_in: nn.Module, *given: Any) -> Any:
+        args, *others = given
+        kwargs = others[0] if others and isinstance(others[0], dict) else {}
+        beside = [one for one in [*args, *kwargs.values()][1:] if isinstance(one, Tensor)]
+        versions = [_version(one) for one in beside]
+        returned = self.hook(self._block, *given)
+        if [_version(one) for one in beside] != versions:
+            self.refuse()
+        return returned
+
+    def compare(self, was: Sequence[Any], now: Sequence[Any]) -> None:
+        """Refuse what differs in more than the first of them, which are hidden states."""
+        fits = len(was) == len(now) and all(a is b for a, b in zip(was[1:], now[1:], strict=True))
+        if not fits or not was or not isinstance(now[0], Tensor) or now[0].shape != was[0].shape:
+            self.refuse()
+
+    def refuse(self) -> Never:
+        """Refuse a hook that has changed what servers compute for themselves."""
+        raise ConfigurationError(
+            f"a hook on {self._where} has changed more than hidden states, and servers compute masks, positions and "
+            "all else themselves: have it return, or change in place, hidden states of the same shape alone"
+        )
+
+
+class _PreHook(_Hook):
+    def __call__(self, _stand_in: nn.Module, *given: Any) -> Any:
+        returned = super().__call__(_stand_in, *given)
+        if returned is None:
+            return None
+        if len(given) == 1:
+            was, now = given[0], returned if isinstance(returned, tuple) else (returned,)
+        else:
+            (args, kwargs), (new_args, new_kwargs) = given, returned
+            was, now = (*args, *kwargs.values()), (*new_args, *new_kwargs.values())
+            if list(kwargs) != list(new_kwargs):
+                self.refuse()
+        self.compare(was, now)
+        return returned
+
+
+class _ForwardHook(_Hook):
+    def __call__(self, _stand_in: nn.Module, *given: Any) -> Any:
+        returned = super().__call__(_stand_in, *given)
+        if returned is None:
+            return None
+        was, now = ((one if isinstance(one, tuple) else (one,)) for one in (given[-1], returned))
+        if isinstance(given[-1], tuple) is not isinstance(returned, tuple):
+            self.refuse()
+        self.compare(was, now)
+        return returned
+
+
+def _version(tensor: Tensor) -> int:
+    """What counts changes in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Table(ClosedTable):
+    """The hooks of a block in front of it, or behind it."""
+
+    block: nn.Module
+    where: ModulePlace
+    kind: type[_Hook]
+    cut: int | None
+    """The block before which the model has to be cut for them; None: it is cut there anyway."""
+    forbidden: frozenset[int]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        if getattr(hook, "__module__", None) != output_capturing.__name__:  # transformers' own: they only look
+            if self.cut in self.forbidden:
+                raise ConfigurationError(
+                    f"no hook can run {'behind' if self.kind is _ForwardHook else 'before'} {self.where}, because this "
+                    "model can't be cut there: hook another block"
+                )
+            hook = self.kind(hook, self.block, self.where)
+        super(ClosedTable, self).__setitem__(key, hook)
+
+    @property
+    def used(self) -> bool:
+        return any(isinstance(hook, _Hook) for hook in self.values())
+
+
+def open_to_hooks(block: nn.Module, where: ModulePlace, block_idx: int, end: int, forbidden: Iterable[int]) -> None:
+    """Have a hollow block take forward hooks and forward pre-hooks.
+
+    Args:
+        block_idx: its number in the whole model; `end`: the one behind the last block of its stack.
+        forbidden: blocks before which the model can't be cut.
+    """
+    for name, kind, cut in zip(TABLES, (_PreHook, _ForwardHook), (block_idx, block_idx + 1), strict=True):
+        table = _Table()
+        table.block, table.where, table.kind, table.forbidden = block, where, kind, frozenset(forbidden)
+        table.cut = None if cut == end else cut
+        block.__dict__[name] = table
+
+
+def share_hooks(stand_in: nn.Module, block: nn.Module) -> None:
+    """Have what is called in place of a hollow block run its hooks."""
+    if isinstance(block._forward_hooks, _Table):
+        for name in (*TABLES, *_FLAGS):
+            stand_in.__dict__[name] = block.__dict__[name]
+
+
+def hooked_bounds(blocks: Mapping[int, nn.Module]) -> set[int]:
+    """Where hidden states pass through hooks: `i` is before block `i`, `i + 1` behind it."""
+    found = set()
+    for block_idx, block in blocks.items():
+        for name, bound in zip(TABLES, (block_idx, block_idx + 1), strict=True):
+            table = block.__dict__[name]
+            if isinstance(table, _Table) and table.used:
+                found.add(bound)
+    return found

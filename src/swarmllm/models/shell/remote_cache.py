@@ -85,7 +85,7 @@ class RemoteCache(PhantomCache):
         self.num_hidden = 0
         """Positions at the begin, if there are any, that nobody but the stack is told of (`shell/tuned_prompts`)."""
         self.num_prefix = 0
-        """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prefix`)."""
+        """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prompts`)."""
         self.adapter: BlockAdapter | None = None
         """The adapter of the last forward that looked for one."""
         self.begun_in_training: bool | None = None

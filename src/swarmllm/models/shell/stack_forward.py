@@ -1,33 +1,36 @@
 """The forward of the stack, the module that owns the loop over blocks: what it does more in a client.
 
 It is given a subclass by `loading`. Before the architecture's own forward, its arguments are checked, the cache is
-chosen (`call_cache`), trained prompts are put in, and what the blocks need besides hidden states is noted for the proxy
-(`blocks_proxy`).
+chosen (`client_shell`), trained prompts are put in, and what the blocks need besides hidden states is noted for the
+proxy (`blocks_proxy`). The outputs of an encoder are checked as well, and sent once per session (`source_of_call`).
+
+`SplitForward` is one forward in two halves: up to the blocks, and from them on. In between the blocks' inputs travel,
+and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 """
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.adapters.seeded_dropout import draw_seeds
-from swarmllm.models.architecture import cache_argument
-from swarmllm.models.boundary.block_inputs import check_mask
+from swarmllm.models.adapters.dropout import draw_seeds
+from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.block_slots import ForwardStopped
+from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
-from swarmllm.models.shell.call_cache import cache_of_call, note_spent
-from swarmllm.models.shell.client_shell import ShellStack
+from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.source import source_of_call
-from swarmllm.models.shell.tuned_prefix import TunedPrefix, TunedPrefixCache, text_mask
-from swarmllm.models.shell.tuned_prompts import TunedPrompts, whole_length
+from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
 from swarmllm.models.shell.vision_inputs import Seen, seen_by
 
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
@@ -232,3 +235,92 @@ def _adapter(
     if cache is not None:
         cache.adapter, cache.begun_in_training = adapter, shell.training
     return adapter, () if goes_on else trained
+
+
+def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache | None) -> dict[str, Tensor]:
+    """The tensors of `SOURCE` that have to travel with a forward of the decoder: none if its session has them.
+
+    Raises:
+        ConfigurationError: they are missing, of another shape, or not those of the session.
+    """
+    hidden, mask = (kwargs.get(name) for name in SOURCE)
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != batch_size or not hidden.shape[1]:
+        found = list(hidden.shape) if isinstance(hidden, Tensor) else hidden
+        raise ConfigurationError(
+            f"the decoder needs the encoder's outputs [{batch_size}, source, hidden], not {found}: give the model "
+            "input_ids or encoder_outputs"
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != hidden.shape[:2]):
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigurationError(f"attention_mask of the source must be {list(hidden.shape[:2])}, not {found}")
+    if cache is None or not cache.session.position:
+        if cache is not None:
+            cache.source_mask = mask
+        return {name: tensor for name, tensor in zip(SOURCE, (hidden, mask), strict=True) if tensor is not None}
+    known = cache.source_mask
+    if mask is not known and not (mask is not None and known is not None and torch.equal(mask, known)):
+        raise ConfigurationError(
+            "the attention_mask of the source has changed since the text began: begin it anew, without past_key_values"
+        )
+    return {}
+
+
+class SplitForward:
+    """A step that begins at `position`; the session of the cache that the model sees meanwhile.
+
+    The model's own code runs in both halves, with the same arguments; what it computed before the blocks is computed
+    again in the second one, which costs less than to keep a forward suspended.
+    """
+
+    def __init__(self, model: PreTrainedModel, position: int, of_text: RemoteCache | None = None) -> None:
+        """`of_text`: the cache of the text that the step belongs to, and with whose adapter it goes on."""
+        self.position = position
+        self.cache = RemoteCache(model.config, self, 1)
+        """The cache to give to the model: it says that `position` positions have been seen."""
+        if of_text is not None:
+            self.cache.go_on_with_adapter_of(of_text)
+        self._model = model
+        self._kwargs: dict[str, Any] = {}
+        self._inputs: BlockInputs | None = None
+        self._hidden: Tensor | None = None
+
+    def begin(self, model_inputs: dict[str, Any]) -> BlockInputs:
+        """The first half: the forward's arguments → what the blocks are to be run on."""
+        self._kwargs = {**model_inputs, cache_argument(decoder_stack(self._model)): self.cache}
+        try:
+            self._model(**self._kwargs, return_dict=True)
+        except ForwardStopped:
+            if self._inputs is not None:
+                return self._inputs
+        raise LocalProtocolError(f"the forward of {type(self._model).__name__} never reached its blocks")
+
+    def finish(self, hidden: Tensor) -> Any:
+        """The second half: hidden states after the last block → the model's output; its cache means nothing."""
+        self._hidden = hidden
+        return self._model(**self._kwargs, return_dict=True)
+
+    # ------------------------------------------------------------------ a session, for this one step
+
+    is_generating = False
+
+    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """Called where the blocks would run."""
+        if self._hidden is None:
+            self._inputs = inputs
+            raise ForwardStopped
+        return self._hidden
+
+    def select_batch(self, indices: Sequence[int]) -> None:
+        raise LocalProtocolError("rows can't be chosen within a step")
+
+    def record_past(self) -> None:
+        raise LocalProtocolError("a session records its past from its begin on")
+
+    def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
+        raise LocalProtocolError("a step has no past of its own")
+
+    def fork(self) -> NoReturn:
+        raise LocalProtocolError("a step can't be copied")
+
+    def close(self) -> None:
+        """Nothing to free: the session is somebody else's."""

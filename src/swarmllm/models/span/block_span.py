@@ -25,17 +25,17 @@ from swarmllm.models.architecture import (
     find_blocks,
     hosted_stack,
     is_encoder,
+    max_positions,
     stack_module,
+    table_positions,
     text_config,
 )
-from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Recorder
+from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Recorder, give
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
-from swarmllm.models.first_block import give
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import is_rounded
-from swarmllm.models.positions import max_positions, table_positions
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording

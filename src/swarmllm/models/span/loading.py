@@ -17,12 +17,12 @@ from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
     load_pruned,
+    needed_tensors,
     on_meta,
     prune_to_span,
     pruned,
     unused_before_blocks,
 )
-from swarmllm.models.checkpoint.tensor_names import needed_tensors
 from swarmllm.models.free_memory import return_free_memory, separate_weights
 from swarmllm.models.parallel.group import Group
 from swarmllm.models.parallel.shared import share

@@ -6,7 +6,7 @@ return, need and can do follows from the code and from those settings that stay:
 So the probes find of the copy what a server finds of its blocks, every trait that `BlockTraits` has or gets.
 
 A config's numbers depend on each other in ways that only the model's code knows, so there are several ways to shrink
-it, tried one after the other until the copy runs. Called by `client/opening`; knows no network.
+it, tried one after the other until the copy runs. Called by `client/distributed_model`; knows no network.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 One key per checkpoint holds its servers, one key for the whole swarm says which checkpoints there are; under both, each
 server has its own record, found by its peer id. A private swarm has keys of its own instead of both: they look as if
-they were of checkpoints that nobody knows. `p2p/record_validator` says what the DHT accepts; whatever it
+they were of checkpoints that nobody knows. `p2p/records` says what the DHT accepts; whatever it
 returns is checked here once more, field by field.
 """
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from swarmllm.data_structures import MAX_TTL_S, ModelRecord, PeerModel, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.p2p.record_validator import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX
+from swarmllm.network.p2p.records import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX
 
 if TYPE_CHECKING:
     from swarmllm.network.p2p.peer import Peer

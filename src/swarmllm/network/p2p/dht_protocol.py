@@ -32,8 +32,7 @@ from swarmllm.network.p2p._hivemind import (
     ValueWithExpiration,
     dht_pb2,
 )
-from swarmllm.network.p2p.record_store import RecordStore, StoredRecord, nobody
-from swarmllm.network.p2p.record_validator import RecordValidator
+from swarmllm.network.p2p.records import RecordStore, RecordValidator, StoredRecord, nobody
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,10 @@
 """A peer's identity: an Ed25519 key, kept in the file format of libp2p, whose public half is the peer id itself.
 
-So whoever knows a peer id can check what that peer signed (`p2p/record_validator`).
+So whoever knows a peer id can check what that peer signed (`p2p/records`).
+
+A client proves by a server's signature of its peer id that it belongs to somebody who serves (`contribution`). Client
+and server are different peers, so the client needs the file with the server's key. Nobody else can use the proof, as
+the stream on which it is shown says whose it is; and it is worth something only while the server serves.
 """
 
 import fcntl
@@ -16,6 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import create_private_file, user_path
+from swarmllm.network.wire.protocol import Contribution
 
 # libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes; private keys hold the public one too.
 # https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
@@ -143,3 +148,18 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return Ed25519PublicKey.from_public_bytes(raw[len(_PEER_ID_PREFIX) :])
     except ValueError:
         return None
+
+
+def contribution(server: Identity, client: str) -> Contribution:
+    """The proof for the client of that peer id."""
+    return Contribution(server=server.peer_id, signature=server.sign(_statement(server.peer_id, client)))
+
+
+def is_genuine(shown: Contribution, client: str) -> bool:
+    """Whether that server has signed it, for this client."""
+    return verify(shown.server, shown.signature, _statement(shown.server, client))
+
+
+def _statement(server: str, client: str) -> bytes:
+    # The first words tell it from everything else that servers sign.
+    return f"swarmllm: {server} serves, and {client} is a client of its owner".encode()

@@ -3,6 +3,11 @@
 Server, client and bootstrap peer each make one `Peer`, which relays for others if it is told to. Errors of hivemind,
 of the daemon and of the operating system are translated in this room (`daemon` and `dht_node`, too) and nowhere else;
 what a stream carries is `wire/protocol`, what the DHT holds `p2p/block_directory`, what a relay does `relay/service`.
+
+`Dialler` opens streams: libp2p's daemon dials all addresses of a peer, those through relays half a second later, and
+uses the connection that it has for all further streams. It takes a circuit through a frozen relay for alive for half a
+minute, so a peer behind a relay that fell silent is dialled anew. `Incoming` takes streams that other peers open at
+one protocol, each in its own task; a peer has one for messages and one for the relay.
 """
 
 import asyncio
@@ -12,18 +17,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from swarmllm.errors import PeerUnreachableError
-from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, write_pbmsg
-from swarmllm.network.p2p.addresses import check_addresses, is_loopback
-from swarmllm.network.p2p.daemon import Daemon
+from swarmllm.errors import PeerTimeoutError, PeerUnreachableError, SwarmError
+from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
+from swarmllm.network.p2p.addresses import check_addresses, is_loopback, pack_addrs
+from swarmllm.network.p2p.daemon import Daemon, reason_of
 from swarmllm.network.p2p.dht_node import Dht
-from swarmllm.network.p2p.dialling import Dialler
 from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
-from swarmllm.network.p2p.incoming import Incoming
 from swarmllm.network.p2p.reachability import Reachability
 from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, Caller, RelayRules, RelayService
-from swarmllm.network.relay.wire import HOP, STOP
+from swarmllm.network.relay.wire import HOP, STOP, came_from, is_circuit
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 from swarmllm.network.wire.stream import FrameStream
 
@@ -38,6 +41,16 @@ END_TIMEOUT_S = 5.0
 """Longest wait for tasks and streams when a peer is closed. Assumed: they are cancelled, and end in milliseconds."""
 
 StreamHandler = Callable[[FrameStream], Awaitable[None]]
+
+CIRCUIT_S = 3.0
+"""More time, where the peer may be behind a relay: that is dialled first, and then asks the peer. Assumed."""
+MAX_SILENT = 1024
+"""Peers behind relays that are kept in mind."""
+
+HAND_OVER_S = 5.0
+"""For the daemon to take the protocol over, and to say whose stream one is."""
+
+Handler = Callable[[Caller, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Peer:
@@ -236,7 +249,7 @@ class Peer:
         if is_first:
             await self._take(Incoming(daemon, STREAM_SOCKET, STREAM_PROTOCOL, self._serve))
 
-    async def _take(self, incoming: Incoming, **options: int) -> None:
+    async def _take(self, incoming: "Incoming", **options: int) -> None:
         self._incoming.append(incoming)
         await incoming.start(**options)
 
@@ -346,3 +359,111 @@ class Peer:
         self._incoming.clear()
         if self._dht is not None:
             await self._dht.close()
+
+
+class Dialler:
+    """Opens streams at one protocol."""
+
+    def __init__(self, daemon: Daemon, protocol: str) -> None:
+        self._daemon, self._protocol = daemon, protocol
+        self._silent: dict[str, None] = {}  # a set in the order of time
+
+    def fell_silent(self, peer_id: str) -> None:
+        """A stream to this peer, through a relay, has ended since nothing came: the relay may be what is frozen."""
+        self._silent[peer_id] = None
+        if len(self._silent) > MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
+
+    async def open(
+        self, peer_id: str, addrs: Sequence[str], timeout_s: float
+    ) -> tuple[Caller, asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new stream to that peer, and how it is reached. Without addresses the swarm is asked for them.
+
+        Raises:
+            PeerUnreachableError: the peer can't be dialled, or serves no such streams; or this peer's daemon died.
+            PeerTimeoutError: it did not answer in time.
+        """
+        target = PeerID.from_base58(peer_id).to_bytes()
+        may_be_relayed = any(map(is_circuit, addrs))
+        if may_be_relayed:
+            timeout_s += CIRCUIT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                if peer_id in self._silent:
+                    del self._silent[peer_id]
+                    await self._daemon.disconnect(target)
+                if packed := pack_addrs(addrs):
+                    await self._daemon.connect(target, packed)
+                reader, writer, addr = await self._daemon.open_stream_told(target, self._protocol)
+        except P2PDaemonError as error:
+            raise PeerUnreachableError(f"the peer {peer_id} can't be reached: {reason_of(error)}", peer_id) from None
+        except TimeoutError:
+            if may_be_relayed:
+                self.fell_silent(peer_id)
+            raise PeerTimeoutError(f"the peer {peer_id} did not answer in {timeout_s:g} s", peer_id) from None
+        return other_end(peer_id, addr), reader, writer
+
+
+class Incoming:
+    """The daemon connects to the socket `name` in its directory for each stream at `protocol`."""
+
+    def __init__(self, daemon: Daemon, name: str, protocol: str, handler: Handler) -> None:
+        self._daemon, self._protocol, self._handler = daemon, protocol, handler
+        self.path = daemon.directory / name
+        self._listener: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def start(self, *, buffer_bytes: int = 1 << 16) -> None:
+        """Take the streams from now on, also those that the daemon itself took before.
+
+        Raises:
+            PeerUnreachableError: the daemon died, or refuses.
+        """
+        self._listener = await asyncio.start_unix_server(self._accept, self.path, limit=buffer_bytes)
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._daemon.take_streams(self.path, self._protocol)
+        except (P2PDaemonError, TimeoutError) as error:
+            raise PeerUnreachableError(f"this peer's p2pd takes no streams: {error}") from None
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = p2pd_pb2.StreamInfo()
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await read_pbmsg_safe(reader, said)
+            await self._handler(other_end(PeerID(said.peer).to_base58(), said.addr), reader, writer)
+        except SwarmError as error:
+            logger.info("the stream of %s ended: %s", PeerID(said.peer).to_base58(), error)
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a stream ended before it began: %r", error)
+        except Exception:
+            logger.exception("a stream of %s failed; the others go on", PeerID(said.peer).to_base58())
+        finally:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """Take no more, and end the handlers."""
+        self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def other_end(peer_id: str, addr: bytes) -> Caller:
+    """The peer there; one whose address makes no sense counts as one behind a relay, which may do less."""
+    try:
+        host, through_relay = came_from(addr)
+    except ValueError:
+        host, through_relay = "", True
+    return Caller(peer_id, host, through_relay)

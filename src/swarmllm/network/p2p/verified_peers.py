@@ -26,8 +26,7 @@ from typing import Any
 
 from swarmllm.data_structures import ServedBlocks, ServerInfo
 from swarmllm.errors import BlocksNotServedError, PeerError, ServerOverloadedError, SwarmError
-from swarmllm.network.p2p.contribution import contribution
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello

@@ -56,7 +56,7 @@ Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(ma
 
 
 class Contribution(PeerModel):
-    """What says that a client belongs to somebody who serves (`p2p/contribution`)."""
+    """What says that a client belongs to somebody who serves (`p2p/identity`)."""
 
     server: Annotated[PeerText, Field(max_length=64)]
     """Peer id of the server."""

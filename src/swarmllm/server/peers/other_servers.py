@@ -13,7 +13,7 @@ from swarmllm.network.p2p.verified_peers import VerifiedPeers
 from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.wire.protocol import FrameStream
 from swarmllm.server.peers.twins import Twins
-from swarmllm.swarm.plausible import plausible
+from swarmllm.swarm.claims import plausible
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds to dial another server and greet it."""

@@ -1,13 +1,13 @@
 """Who comes first when a server is short of time or room: those whom its owner names, and those who serve as well.
 
 A client that wants to be served as somebody who serves shows, when it greets, a signature of a server
-(`network/p2p/contribution`). It counts while this server has met that one lately, and found that it serves what it
+(`network/p2p/identity`). It counts while this server has met that one lately, and found that it serves what it
 announces. Asked by whoever computes for a client or leases memory to it, each time: servers come and go.
 """
 
 from collections.abc import Callable, Collection
 
-from swarmllm.network.p2p.contribution import is_genuine
+from swarmllm.network.p2p.identity import is_genuine
 from swarmllm.network.wire.protocol import Contribution
 from swarmllm.server.device.fairness import Account
 

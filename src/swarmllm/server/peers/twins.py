@@ -18,8 +18,7 @@ from swarmllm.config import RECORD_PERIODS
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import SwarmError
 from swarmllm.network.p2p.addresses import split_initial_peer
-from swarmllm.network.p2p.contribution import contribution, is_genuine
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, contribution, is_genuine
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import HelloHeader, hello
 

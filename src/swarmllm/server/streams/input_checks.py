@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
-from swarmllm.models.adapters.seeded_dropout import SEEDS
+from swarmllm.models.adapters.dropout import SEEDS
 from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.pictures import mask_names
