@@ -20,7 +20,13 @@ from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
-from swarmllm.errors import CacheFullError, CorruptActivationsError, SessionClosedError, SwarmError
+from swarmllm.errors import (
+    CacheFullError,
+    CorruptActivationsError,
+    SessionClosedError,
+    SessionTooLargeError,
+    SwarmError,
+)
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.messages import Timings
 from swarmllm.swarm.retry import Retries
@@ -154,6 +160,8 @@ class Chain:
         self._in_flight.is_linked = False
         if isinstance(error, CacheFullError) and self.text.room.ask_for_less():
             return
+        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+            self.text.room.too_small.add(error.peer_id)
         self.view.report(error)
         if self.on_failure is not None:
             self.on_failure(error)

@@ -14,6 +14,7 @@ A move to a better route goes the same way from 2. on, except that the new sessi
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.session.in_flight import InFlight
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS_LEFT = 64
 """Tokens that a move to a better route may count on. Assumed: the end of an answer of some sentences."""
+
+TOO_SMALL_S = 1e4
+"""Servers without room for the session are avoided as if it were for so long: longer than any ban."""
 
 
 class Repairs:
@@ -133,9 +137,10 @@ class Repairs:
 
     def _costs(self) -> RouteCosts:
         text = self._text
-        return self._view.routes.costs(
+        costs = self._view.routes.costs(
             context_tokens=text.position,
             batch_size=text.batch_size,
             cache_tokens=text.batch_size * text.room.max_length,
             inner_states=text.shows,
         )
+        return replace(costs, avoided_s=dict.fromkeys(text.room.too_small, TOO_SMALL_S))
