@@ -142,13 +142,20 @@ def run(part: Part, tiny: bool, variables: dict[str, str], out: Path) -> dict[st
             process.wait()
             ended = f"stopped after {part.limit_s:.0f} s"
     lines = log.read_text(errors="replace").splitlines()
+    results = json.loads(measured.read_text()) if measured.exists() else None
+    printed = [line for line in lines if line.startswith("|")]
     return {
         "ended": ended,
         "seconds": round(time.monotonic() - started, 1),
         "last line": next((line for line in reversed(lines) if line.strip()), ""),
-        "tables": [line for line in lines if line.startswith("|")],
-        "results": json.loads(measured.read_text()) if measured.exists() else None,
+        "tables": printed or _table_of(results),  # one that was stopped has printed none
+        "results": results,
     }
+
+
+def _table_of(results: dict[str, Any] | None) -> list[str]:
+    found = results["results"] if results else {}
+    return found["table"].splitlines() if "table" in found else []
 
 
 def summary(device: str, parts: dict[str, dict[str, Any]]) -> str:
@@ -184,6 +191,8 @@ def main() -> int:
             print("make gpu: no CUDA here; make gpu GPU_DEVICE=cpu tries the scripts on a tiny model", file=sys.stderr)
             return 1
         device = f"{card or 'no GPU'}, torch {torch}"
+        if arguments.device == "cpu":  # on a busy machine, threads that wait for each other take for ever
+            variables["OMP_NUM_THREADS"] = "1"
         for part in PARTS:
             if part.name in arguments.parts:
                 print(f"make gpu: {part.name}, {part.limit_s:.0f} s at most", flush=True)

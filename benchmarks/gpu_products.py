@@ -27,8 +27,8 @@ COPIES_BYTES = 400 << 20
 FORMATS = ("int8", "nf4")
 NUM_INPUTS = (1, 8, 32, 64, 128, 512)
 TILES = (
-    (16, 128, 4, 4), (16, 256, 4, 3), (16, 512, 4, 3), (32, 64, 4, 6), (32, 128, 2, 6), (32, 128, 4, 4),
-    (32, 256, 4, 3), (32, 256, 8, 3), (64, 128, 4, 4), (64, 256, 8, 3),
+    (16, 256, 4, 3), (16, 256, 4, 6), (16, 512, 4, 3), (32, 64, 4, 6), (32, 128, 2, 6), (32, 128, 4, 4),
+    (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 5), (32, 256, 8, 3), (64, 128, 4, 4), (64, 256, 8, 3),
 )  # fmt: skip
 """Rows, columns, warps and stages that `--sweep` tries."""
 
@@ -89,7 +89,9 @@ def sweep(name: str, rows: int, columns: int, num_inputs: int) -> list[tuple[flo
     weight = torch.randn(rows, columns, device="cuda").bfloat16()
     copies = copies_of(pack(weight, name, weight.device))  # type: ignore[arg-type]
     given = torch.randn(num_inputs, columns, device="cuda").bfloat16()
-    some_inputs = cuda.usual_tile(num_inputs)["some_inputs"]
+    matrix = copies[0]._cuda_matrix()
+    assert matrix is not None
+    some_inputs = cuda.usual_tile(num_inputs, matrix)["some_inputs"]
     found: list[tuple[float, str]] = []
     for some_rows, some_columns, num_warps, num_stages in TILES:
         tile = {"some_inputs": some_inputs, "some_rows": some_rows, "columns": some_columns}

@@ -112,7 +112,7 @@ class Figures:
         self.save()
 
     def save(self) -> None:
-        save_results("gpu_serving", {"figures": self.values, "profiles": self.profiles})
+        save_results("gpu_serving", {"figures": self.values, "profiles": self.profiles, "table": str(self)})
 
     def __str__(self) -> str:
         names = dict.fromkeys(name for column in self.values.values() for name in column)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from common import median, save_results, table
-from gpu import bytes_per_s, seconds
+from gpu import bytes_per_s, seconds, waiting
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,6 +40,7 @@ from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.page_access import Placed
 from swarmllm.models.span.span_cache import SpanCache
 
+WAIT = waiting("cuda")
 WAYS = ("today", "paged", "graph", "fused")
 WARM_UP, STEPS, COMPARED = 5, 30, 3
 
@@ -100,7 +101,7 @@ def measured(packer: Packer, number: int, context: int, expected: list[Tensor] |
     run = partial(run_calls, packer, given)
     times, queued = [], []
     for _ in range(WARM_UP + STEPS):
-        times.append(seconds(run))
+        times.append(seconds(run, WAIT))
         started = time.perf_counter()
         run()
         queued.append(time.perf_counter() - started)
@@ -120,7 +121,7 @@ def measured(packer: Packer, number: int, context: int, expected: list[Tensor] |
     graphs = packer.forward.graphs
     size = graphs.size_for(number) if graphs is not None else None
     if graphs is not None and size is not None:
-        row["replay ms"] = 1e3 * median([seconds(graphs._recorded[size].graph.replay) for _ in range(STEPS)])
+        row["replay ms"] = 1e3 * median([seconds(graphs._recorded[size].graph.replay, WAIT) for _ in range(STEPS)])
     return row
 
 
@@ -217,7 +218,7 @@ def tried_ms(run: Callable[[], object]) -> float:
             with torch.cuda.graph(graph):
                 kept = [run() for _ in range(20)]
             graph.replay()
-            ms = 1e3 * median([seconds(graph.replay) for _ in range(7)]) / 20
+            ms = 1e3 * median([seconds(graph.replay, WAIT) for _ in range(7)]) / 20
             del kept
     except Exception as error:  # noqa: BLE001 - a tile that doesn't fit this GPU
         print(f"   {type(error).__name__}: {str(error)[:200]}")
@@ -238,7 +239,7 @@ def main() -> int:
         print("this benchmark needs a GPU with CUDA", file=sys.stderr)
         return 1
     torch.backends.cuda.enable_cudnn_sdp(False)
-    bandwidth = bytes_per_s()
+    bandwidth = bytes_per_s("cuda")
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
     config = LlamaConfig(
         vocab_size=64,

@@ -1,6 +1,7 @@
 """Sessions whose length nobody gave ask servers for what they have room for."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from swarm_in_process import CACHE_TOKENS, Blocks, InProcessSwarm, Reference
 
 from swarmllm.client.view import routes
-from swarmllm.errors import CacheFullError, SessionTooLargeError
+from swarmllm.errors import CacheFullError, ServerOutOfMemoryError, SessionTooLargeError
+from swarmllm.server.sessions.step_runner import Step, StepRunner
 from swarmllm.swarm import retry
 
 
@@ -61,6 +63,30 @@ def test_what_one_server_has_no_room_for_goes_to_a_larger_one(blocks: Blocks) ->
             assert [hop.server.peer_id for hop in session.route] == [swarm.servers[2].peer_id]
         with swarm.session(max_length=CACHE_TOKENS) as session:
             assert swarm.view.health.blamed(0.0) == frozenset(), "no server is at fault"
+
+
+@pytest.mark.parametrize("num_lacks", [2, 10**6])
+def test_a_lone_server_without_memory_is_asked_a_few_times(
+    blocks: Blocks, num_lacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt takes seconds to fail, so 8 more tries were a minute without an answer."""
+    lacks = iter(range(num_lacks))
+    honest = StepRunner.run
+
+    async def run(self: StepRunner, step: Step) -> Any:
+        if next(lacks, None) is not None:
+            raise MemoryError
+        return await honest(self, step)
+
+    monkeypatch.setattr(StepRunner, "run", run)
+    given_states = torch.randn(1, 5, blocks.all.embedding_dim)
+    with InProcessSwarm(blocks, [(0, blocks.num_blocks)]) as swarm, swarm.session(max_length=64) as session:
+        if num_lacks < retry.MOST_REFUSALS:
+            torch.testing.assert_close(session.step(given_states), Reference(blocks.all).step(given_states))
+        else:
+            with pytest.raises(ServerOutOfMemoryError, match="ask for less at once"):
+                session.step(given_states)
+        assert swarm.view.counts["out_of_memory"] == min(num_lacks, retry.MOST_REFUSALS)
 
 
 def test_a_length_that_was_asked_for_does_not(blocks: Blocks) -> None:

@@ -145,9 +145,11 @@ def test_blocks_of_gguf(name: str, dtype: torch.dtype) -> None:
     with safe_open(BLOCKS, framework="pt") as file:
         packed = FORMS[kind](file.get_tensor(str(kind)), dtype)
     moved = _moved(packed)
-    assert torch.equal(moved.dequantize().cpu(), packed.dequantize())
-    for tokens in (1, 16, 40):
-        check_matrix(moved, tokens)
+    as_loaded = _moved(packed.for_device(torch.device(DEVICE)))
+    for one in (moved, as_loaded):
+        assert torch.equal(one.dequantize().cpu(), packed.dequantize())
+        for tokens in (1, 16, 40):
+            check_matrix(one, tokens)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

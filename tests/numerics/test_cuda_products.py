@@ -195,34 +195,51 @@ def test_gpus_that_triton_does_not_compile_for(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(cuda, "_multiplies_on", lambda _: True)
     compiles = cuda._compiles_for.__wrapped__
     assert (compiles(torch.device("cuda"), True), compiles(torch.device("cuda"), False)) == (float8, others)
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether its import is within a function)."""
+def test_without_a_compiler_weights_are_dequantized_and_the_owner_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
-    def within(node: ast.AST, in_function: bool) -> Iterator[tuple[str, bool]]:
+    monkeypatch.setattr(cuda, "multiply", fails)
+    assert cuda._multiplies_on.__wrapped__(torch.device("cpu")) is False
+    assert "install gcc" in caplog.text
+    assert "(Failed to find C compiler.)" in caplog.text
+    monkeypatch.setattr(cuda, "multiply", lambda *_: None)
+    assert cuda._multiplies_on.__wrapped__(torch.device("cpu")) is True
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names of modules that come with this one: not those within functions."""
+
+    def within(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from ((alias.name, in_function) for alias in child.names)
+                yield from (alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                yield from ((f"{child.module}.{alias.name}", in_function) for alias in child.names)
-                yield child.module or "", in_function
-            yield from within(child, in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+                yield child.module or ""
+                yield from (f"{child.module}.{alias.name}" for alias in child.names)
+            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from within(child)
 
-    return within(ast.parse(path.read_text()), False)
+    return within(ast.parse(path.read_text()))
 
 
-def test_triton_is_imported_for_a_product_on_cuda_and_for_nothing_else() -> None:
-    found = {path.name: list(imports(path)) for path in SOURCES.rglob("*.py")}
-    assert {name for name, names in found.items() if any(one.split(".")[0] == "triton" for one, _ in names)} == {
-        "cuda_products.py"
+def test_triton_comes_only_with_what_runs_on_cuda() -> None:
+    """Not when clients and servers are imported, nor with any module that they import for other reasons."""
+    modules = {
+        ".".join(path.relative_to(SOURCES.parent).with_suffix("").parts).removesuffix(".__init__"): set(imported(path))
+        for path in SOURCES.rglob("*.py")
     }
-    asking = {
-        (name, in_function)
-        for name, names in found.items()
-        for one, in_function in names
-        if one.endswith(".cuda_products")
-    }
-    assert asking == {("cuda.py", True)}
+    need = {name for name, names in modules.items() if any(one.split(".")[0] == "triton" for one in names)}
+    assert "swarmllm.models.quantization.cuda_products" in need
+    while more := {name for name, names in modules.items() if names & need} - need:
+        need |= more
+    entries = ("client.distributed_model", "server.server", "models.span.loading", "models.quantization.packed")
+    assert not need & {f"swarmllm.{name}" for name in entries}
+    assert len(need) < 10, "kernels, and what only calls them"

@@ -55,6 +55,20 @@ def test_bits(kind: int) -> None:
     assert [one.numel() * 8 for one in matrix.tensors().values()] == [matrix.shape.numel() * size * 8 // weights]
 
 
+@pytest.mark.parametrize("kind", KIND_IDS, ids=NAMES)
+def test_for_cuda_some_become_codes_and_scales_that_are_the_same_weights(kind: int) -> None:
+    matrix = packed(kind)
+    assert matrix.for_device(torch.device("cpu")) is matrix
+    found = matrix.for_device(torch.device("cuda"))
+    assert (found is matrix) == (KINDS[kind][0] not in ("Q4_0", "Q8_0"))
+    assert (found._cuda_matrix() is None) == (found is matrix)
+    assert torch.equal(found.dequantize(), matrix.dequantize())
+    assert sum(one.nbytes for one in found.tensors().values()) == matrix.codes.nbytes
+    experts = FORMS[kind](torch.stack([matrix.codes, matrix.codes.flip(0)]), torch.float32)
+    found = experts.for_device(torch.device("cuda"))
+    assert torch.equal(found[1].dequantize(), experts[1].dequantize())
+
+
 @pytest.mark.parametrize("without_kernels", [False, True], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KIND_IDS, ids=NAMES)

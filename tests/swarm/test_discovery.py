@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import JOIN
@@ -75,6 +76,20 @@ async def test_a_swarm_that_begins_later_is_waited_for(
         (maddr,) = await finding
     assert first._peer_id in maddr
     assert "no swarm of ours" in caplog.text
+
+
+async def test_looks_that_are_repeated_are_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_nobody(*_: Any, **__: Any) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(discovery, "find_peers", find_nobody)
+    caplog.set_level("INFO", "swarmllm")
+    for _ in range(3):
+        with pytest.raises(MissingBlocksError):
+            await find_swarm("some/model", "repeated", look_on_s=0.0)
+    assert sum("looking for a swarm of some/model" in message for message in caplog.messages) == 1
 
 
 async def test_nonsense_of_others_is_skipped() -> None:

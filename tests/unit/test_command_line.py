@@ -493,6 +493,11 @@ def test_a_text_without_quotes_is_told(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["generate", "--model", "M", "A", "dog"])
     assert "there is no place for 'dog': is it part of a text that needs quotes?" in capsys.readouterr().err
+    for peers, said in ((PEER, "there is no place for 'time': is"), ("1.2.3.4:80", "'1.2.3.4:80' must look like")):
+        assert (
+            main(["generate", "--model", "M", "--initial_peers", peers, *(["a"] if peers == PEER else []), "time"]) == 2
+        )
+        assert said in capsys.readouterr().err
 
 
 PEER_ID = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"

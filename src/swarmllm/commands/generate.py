@@ -54,6 +54,8 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
         peers = settings.get(name, [])
         if prompt is None and len(peers) > 1 and not _names_peer(peers[-1]):
             prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
+            if _names_peer(peers[0]) and not _names_peer(peers[-1]):
+                raise ConfigurationError(f"there is no place for {prompt!r}: is it part of a text that needs quotes?")
     if prompt is not None:  # bytes that are no UTF-8 come as halves of characters, which tokenizers refuse
         prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     config = TextConfig(**settings)

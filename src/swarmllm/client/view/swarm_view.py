@@ -39,6 +39,7 @@ from swarmllm.errors import (
     PeerError,
     PeerTimeoutError,
     RemoteProtocolError,
+    ServerOutOfMemoryError,
     SessionTooLargeError,
     SwarmError,
 )
@@ -305,7 +306,7 @@ class SwarmView:
             if isinstance(error, SwarmError):
                 raise
             took_s = loop.time() - began_at
-            self._dial_times.left(took_s)
+            self._dial_times.took(took_s)
             raise PeerTimeoutError(
                 f"the server {server.peer_id} was left after {took_s:.1f} s, as others serve its blocks", server.peer_id
             ) from None
@@ -333,10 +334,12 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
-        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+        if isinstance(error, SessionTooLargeError | ServerOutOfMemoryError) and error.peer_id is not None:
             retries.refused_by.append(error.peer_id)
-            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
-                raise error  # those that are left would say the same whenever they are asked
+            # Room is as large as it is, while memory may come back: in a moment, or not before the client gives up.
+            lasts = isinstance(error, SessionTooLargeError) or retries.refused_by.count(error.peer_id) >= MOST_REFUSALS
+            if lasts and self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                raise error
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())

@@ -5,11 +5,15 @@ Called by `packed` and its subclasses. Imports Triton only when a product on CUD
 
 import functools
 import importlib.util
+import logging
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 MOST_INPUTS = 64
 """Inputs that the kernel takes; more are multiplied by the dequantized weight."""
@@ -53,6 +57,11 @@ class Matrix:
         """Columns with one scale."""
         return self.width // self.scale.shape[1]
 
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether there is one scale for a row and nothing else: sums are scaled when they are complete."""
+        return self.group == self.width and self.zero is None and self.least is None
+
 
 def takes(inputs: Tensor, matrix: Matrix) -> bool:
     """Whether the kernel multiplies `[tokens, in]` by this matrix."""
@@ -69,8 +78,27 @@ def _compiles_for(device: torch.device, with_float8: bool) -> bool:
     """Whether Triton is there, and knows bfloat16 and these types on this GPU."""
     if importlib.util.find_spec("triton") is None:
         return False
+    if device.type != "cuda":
+        return True
     least = (8, 9) if with_float8 else (8, 0)
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= least
+    return torch.cuda.get_device_capability(device) >= least and _multiplies_on(device)
+
+
+@functools.cache
+def _multiplies_on(device: torch.device) -> bool:
+    """Whether a product works: Triton needs a C compiler, Python's headers, and a folder that it can write to."""
+    inputs = torch.zeros(1, COLUMNS, dtype=torch.bfloat16, device=device)
+    codes, scale = torch.zeros(1, COLUMNS, dtype=torch.int8, device=device), torch.ones(1, 1, device=device)
+    try:
+        multiply(inputs, Matrix(codes=codes, scale=scale))
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "Triton can't compile here, so weights of few bits multiply at a fraction of the GPU's speed: install gcc "
+            "and Python's headers, or set TRITON_CACHE_DIR to a folder that can be written to (%s)",
+            str(error).strip().split("\n")[0],
+        )
+        return False
+    return True
 
 
 def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = None) -> Tensor:
@@ -78,7 +106,7 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     from swarmllm.models.quantization.cuda_products import product
 
     (num_inputs, width), num_rows, group = inputs.shape, len(matrix.codes), matrix.group
-    tile = dict(tile or usual_tile(num_inputs))
+    tile = dict(tile or usual_tile(num_inputs, matrix))
     at_once = tile.pop("columns")
     columns = at_once if group == width else min(at_once, group)
     by_instructions = matrix.values is not None and inputs.is_cuda and inputs.dtype != torch.float32
@@ -110,11 +138,18 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     return outputs
 
 
-def usual_tile(num_inputs: int) -> dict[str, int]:
-    """What one program computes. Columns and rows are the same for all numbers of inputs, or sums would be of another
-    order. Measured on an H200 with a kernel for int8 alone (11008×4096): 18 µs for 8 inputs, 29 for 32."""
-    some_inputs = 16 if num_inputs <= 16 else 32
-    return {"some_inputs": some_inputs, "some_rows": 32, "columns": COLUMNS, "num_warps": 4, "num_stages": 4}
+def usual_tile(num_inputs: int, matrix: Matrix) -> dict[str, int]:
+    """What one program computes.
+
+    Measured on an H200 with a kernel for int8 alone (11008×4096): 18 µs for 8 inputs, 29 for 32. With groups, columns
+    are the same for all few inputs, or sums would be of another order. All else is assumed.
+    """
+    if num_inputs > MOST_INPUTS:  # to compare
+        return {"some_inputs": 128, "some_rows": 128, "columns": 64, "num_warps": 8, "num_stages": 3}
+    tile = {"some_inputs": 16 if num_inputs <= 16 else 32, "some_rows": 32, "columns": COLUMNS}
+    if num_inputs <= 16 and matrix.scales_outputs:
+        return {**tile, "columns": 2 * COLUMNS, "num_warps": 4, "num_stages": 3}
+    return {**tile, "num_warps": 4, "num_stages": 4}
 
 
 @functools.cache

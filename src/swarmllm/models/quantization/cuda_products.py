@@ -33,7 +33,8 @@ def _of_pairs(
     return tl.reshape(tl.join(first, second), (rows, columns))
 
 
-@triton.jit
+# Triton would compile anew for 1 input, and for multiples of 16: in the midst of serving, or of a CUDA graph's capture.
+@triton.jit(do_not_specialize=["num_inputs"])
 def product(
     inputs, codes, scale, zero, least, factor, table, outputs, num_inputs, num_rows,
     width: tl.constexpr, group: tl.constexpr, per_byte: tl.constexpr, high_first: tl.constexpr, decode: tl.constexpr,

@@ -1,7 +1,8 @@
 """Packed weights as GGUF files hold them: blocks of 32 or 256 neighbours of a row, each with its own scales.
 
 They stay as they are on disk, byte for byte. Few inputs multiply by `gguf_blocks.h`, which has the kinds in `KERNELS`;
-the other kinds, which are rare, and those on CUDA are dequantized by torch. Made by `models/published_formats/gguf`.
+the other kinds, which are rare, and those on CUDA are dequantized by torch. But for CUDA, Q4_0 and Q8_0 become codes
+and scales, the same numbers in as many bytes. Made by `models/published_formats/gguf`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from torch import Tensor
 from transformers.integrations.gguf import dequant
 
 from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization.codes import pairs
 from swarmllm.models.quantization.decoded import Decoded
+from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.published import Int4, Published
 
 WHOLE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Kinds of tensors that hold numbers, as `enum ggml_type` counts them."""
@@ -45,6 +49,7 @@ KINDS: dict[int, tuple[str, int, int]] = {
     **{number: own[:3] for number, own in _OWN.items()},
 }
 """Number of a kind → (its name, weights of a block, its bytes)."""
+Q4_0, Q8_0 = 2, 8
 KERNELS = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23})
 """Kinds that `gguf_blocks.h` knows: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS."""
 
@@ -71,6 +76,17 @@ class GgufBlocks(Decoded):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes}
+
+    def for_device(self, device: torch.device) -> Packed:
+        if device.type != "cuda" or self.kind not in (Q4_0, Q8_0):
+            return self
+        size = KINDS[self.kind][2]
+        blocks = self.codes.view(*self.codes.shape[:-1], -1, size)
+        scale, codes = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1), blocks[..., 2:]
+        if self.kind == Q8_0:
+            return Published(codes.contiguous().view(torch.int8).flatten(-2), scale, self.dtype)
+        # Of a block's 32 weights, the first half lies below.
+        return Int4(pairs(torch.cat([codes & 15, codes >> 4], -1).flatten(-2)), scale, self.dtype)
 
     @property
     def _in_kernels(self) -> bool:

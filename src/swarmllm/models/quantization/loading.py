@@ -135,7 +135,7 @@ def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: Qua
     packed = (
         weight.packed if isinstance(weight, PackedView) else pack(weight.mT if transposed else weight, form, device)
     )
-    quantized = QuantizedWeight(packed, transposed=transposed)
+    quantized = QuantizedWeight(packed.for_device(device), transposed=transposed)
     del module._parameters[leaf]
     module.add_module(leaf, quantized)
     trim_heap()

@@ -72,6 +72,10 @@ class Packed:
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
+    def for_device(self, device: torch.device) -> "Packed":
+        """The same weights as they are multiplied best on such a device; they stay where they are."""
+        return self
+
     def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """`inputs @ weight.T + bias`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
         flat = inputs.reshape(-1, inputs.shape[-1])

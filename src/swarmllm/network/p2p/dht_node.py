@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
 """Longest time of one call to one node; a look-up makes several in parallel."""
+NODES_AT_ONCE = 8
+"""Nodes that one look-up asks at a time. Where all of them are frozen, or dead while anybody's p2pd is frozen, it waits
+for them, as others may hide behind. hivemind's 4 are too few in a chaos run, whose servers die every few seconds."""
 DIAL_TIMEOUT_S = 5.0
 LOOK_ON_S = 0.1
 """Seconds from one look at who hasn't answered yet to the next."""
@@ -102,6 +105,7 @@ class Dht:
             client_mode=self._client_mode,
             record_validator=RecordValidator(self._identity),
             wait_timeout=CALL_TIMEOUT_S,
+            num_workers=NODES_AT_ONCE,
             # Every read asks for the latest, so caches would only cost.
             cache_locally=False,
             cache_nearest=0,

@@ -149,6 +149,10 @@ async def find_peers(
     return tuple(look.found[peer_id] for peer_id in sorted(look.found))
 
 
+_sought: set[str] = set()
+"""Fingerprints of swarms that this process has said it looks for. A gateway looks again until there is one."""
+
+
 class _Look:
     """One look at the local network: each service that is heard is asked for its details."""
 
@@ -197,7 +201,9 @@ async def find_swarm(
     Raises:
         MissingBlocksError: there is none. The message says what was found instead, and what to do.
     """
-    logger.info("no initial peers were given: looking for a swarm of %s on the local network", model)
+    if fingerprint not in _sought:
+        logger.info("no initial peers were given: looking for a swarm of %s on the local network", model)
+    _sought.add(fingerprint)
     for timeout_s, left_s in ((LOOK_S, look_on_s), (look_on_s, 0.0)):
         peers = await find_peers(
             lambda peer: peer.fingerprint == fingerprint, timeout_s=timeout_s, interfaces=interfaces
