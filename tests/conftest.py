@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swarmllm.private_directory import PrivateDirectory
+from swarmllm.files import PrivateDirectory
 
 MARKER = "SWARMLLM_TEST_SESSION"
 SESSION = uuid.uuid4().hex

@@ -14,18 +14,15 @@ demo/            a whole swarm on this machine
 client/          a model without its blocks
 server/          some blocks
 command_line     what commands share
-flags            the flag of one setting
-free_ports       whether a command can listen where it shall
 speculation/     guesses of tokens, sent ahead
 decoding/        ways to choose tokens
 models/          models, cut into a client's part and blocks
 network/         everything between processes
 swarm/           pure decisions
 config           settings
-private_directory  temporary directories that are removed even if their process is killed
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, above all what a server announces
-files            text that users saved, and files that a crash must not leave half written
+files            text that users saved, files that a crash must not leave half written, temporary directories
 machine_memory   main memory that this process may use
 errors           every error that a user can meet
 version          the version of this package

@@ -1,18 +1,26 @@
-"""What all commands share: flags made from settings, in both spellings; settings from a file; logging; exit codes.
+"""Shared by all commands: flags made from settings, in both spellings; settings from a file; logging; exit codes.
 
 Exit codes: 0 done, 1 a failure, 2 unusable arguments, 130 interrupted. Errors of swarmllm are one sentence on standard
 error; anything else is a bug and shows its traceback.
+
+A flag follows from the field of a dataclass, in the words of argparse (`argparse_options`). A field's metadata may
+name an `alias` of its flag, or say that help doesn't show it (`hidden`), or that there is none (`flag` is False).
+`require_free_ports` is asked before anything heavy is imported, so that a taken port is told at once.
 """
 
 import argparse
+import ast
 import asyncio
 import difflib
 import errno
 import io
 import itertools
+import linecache
 import logging
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,15 +28,15 @@ import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
+from functools import cache
 from pathlib import PurePath
-from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, get_type_hints
+from types import NoneType, TracebackType, UnionType
+from typing import Any, NoReturn, Self, TypeVar, get_args, get_type_hints
 
-from swarmllm.config import default_initial_peers, default_log_level
+from swarmllm.config import default_initial_peers, default_log_level, parse_block_indices
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import decoded, read_text
-from swarmllm.flags import argparse_options, flag_help, flag_names
 from swarmllm.invite import is_invite, unpack_invites
 
 logger = logging.getLogger(__name__)
@@ -424,3 +432,96 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result])
         for task in (working, stopped):
             task.cancel()
         await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+def flag_names(field: Field[Any]) -> list[str]:
+    """`--name`, or `--no_name` of what is on by default; and its alias if it has one."""
+    first = f"--no_{field.name}" if field.default is True else f"--{field.name}"
+    return [first, *(f"--{field.metadata[key]}" for key in ("alias",) if key in field.metadata)]
+
+
+def argparse_options(field: Field[Any], hint: Any) -> dict[str, Any]:
+    """How to read values of this type, and what stands for them on the screen."""
+    if hint is bool:
+        return {"action": "store_false" if field.default is True else "store_true"}
+    options: dict[str, Any] = {"required": field.default is MISSING and field.default_factory is MISSING}
+    is_optional = isinstance(hint, UnionType)
+    (kind,) = (kind for kind in (get_args(hint) if is_optional else (hint,)) if kind is not NoneType)
+    metavar = field.name.rpartition("_")[2].upper()
+    if kind == tuple[int, int]:
+        return {**options, "type": _reader(parse_block_indices), "metavar": "A:B"}
+    if kind == tuple[str, ...]:
+        return {**options, "nargs": "+", "action": "extend", "metavar": metavar.removesuffix("S")}
+    if kind is str:
+        return {**options, "metavar": metavar}
+    return {**options, "type": _reader(kind, is_optional=is_optional), "metavar": "N" if kind is int else "X"}
+
+
+def _reader(parse: Callable[[str], Any], *, is_optional: bool = False) -> Callable[[str], Any]:
+    """`parse` with a sentence for what it can't read; `auto` is None where that is a value."""
+    wanted = f"a {'whole ' if parse is int else ''}number{' or auto' if is_optional else ''}"
+
+    def read(text: str) -> Any:
+        try:
+            return None if is_optional and text == "auto" else parse(text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"give {wanted}, not {text!r}") from None
+
+    return read
+
+
+def flag_help(field: Field[Any], owner: type, *, at_length: bool) -> str:
+    """The docstring under the field, or its first sentence; and the default where it says something."""
+    if field.metadata.get("hidden"):
+        return argparse.SUPPRESS
+    text = (
+        docstrings(owner).get(field.name, "").replace("; None = ", "; without it, ").replace("None = ", "Without it, ")
+    )
+    if not at_length:
+        text = text.partition(". ")[0].removesuffix(".")
+    if field.default is True:
+        text = f"Turns this off: {text}" if at_length else f"Don't {text[:1].lower()}{text[1:]}"
+    default = field.metadata.get("default", field.default)
+    if isinstance(default, tuple):
+        default = " ".join(value if value.strip() else repr(value) for value in default)
+    if default not in (MISSING, None, "") and not isinstance(default, bool) and str(default) not in text:
+        text += f" (default: {default})"
+    return text.replace("%", "%%")
+
+
+@cache
+def docstrings(owner: type) -> dict[str, str]:
+    """What is written under the fields of a class, by their names; nothing where its source isn't at hand."""
+    module = vars(sys.modules[owner.__module__])
+    tree = ast.parse("".join(linecache.getlines(module["__file__"], module)))
+    body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__), [])
+    return {
+        above.target.id: " ".join(str(below.value.value).split())
+        for above, below in itertools.pairwise(body)
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+def require_free_ports(maddrs: Sequence[str]) -> None:
+    """Raises ConfigurationError if another program listens on one of these TCP multiaddresses.
+
+    For commands: importing what would find out takes seconds.
+    """
+    for maddr in maddrs:
+        if place := re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
+            require_free_port(place[1], int(place[2]), f"can't listen on {maddr}", "choose another port")
+
+
+def require_free_port(host: str, port: int, problem: str, mend: str) -> None:
+    """Raises ConfigurationError if another program listens there; other reasons are left to who really listens."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+    except OSError as error:
+        if port and error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"{problem}: {os.strerror(error.errno)}; {mend}") from None

@@ -1,8 +1,8 @@
 """Settings that rooms share, and those of clients: frozen, validated, and the only place that reads the environment.
 
-`server/settings` and `gateway/settings` add theirs. `flags` makes the flags of all commands from the fields, and their
-help from the docstrings below them: `--help` shows the first sentence of each, `--help_all` all of it, with the unit
-and the reason for the default.
+`server/settings` and `gateway/settings` add theirs. `command_line` makes the flags of all commands from the fields, and
+their help from the docstrings below them: `--help` shows the first sentence of each, `--help_all` all of it, with the
+unit and the reason for the default.
 """
 
 import os

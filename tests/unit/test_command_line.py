@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from swarmllm.__main__ import COMMANDS, help_text, main
 from swarmllm.client.text_generation import TextConfig
-from swarmllm.command_line import Parser, one_line, run_program
+from swarmllm.command_line import Parser, docstrings, one_line, run_program
 from swarmllm.commands.adapters import Search
 from swarmllm.commands.chat import ChatConfig
 from swarmllm.commands.dht import DhtConfig
@@ -28,7 +28,6 @@ from swarmllm.config import ClientConfig
 from swarmllm.demo.__main__ import DemoConfig
 from swarmllm.demo.local_swarm import embedded_model_path
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.flags import docstrings
 from swarmllm.gateway.__main__ import build_parser as gateway_parser
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.server.__main__ import parse_config

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from swarmllm.private_directory import LOCK, PrivateDirectory
+from swarmllm.files import LOCK, PrivateDirectory
 
 HOLD = """
 import sys
-from swarmllm.private_directory import PrivateDirectory
+from swarmllm.files import PrivateDirectory
 print(PrivateDirectory().path, flush=True)
 sys.stdin.read()
 """

@@ -1,7 +1,6 @@
 """A client: the model without its blocks, and the swarm that runs them.
 
-distributed_model       what users hold: the Hugging Face class, a swarm behind it; how it is opened
-python_surface          copies, `print(model)`, and options of `from_pretrained` that can't work here
+distributed_model       what users hold: the Hugging Face class, a swarm behind it; how it is opened, shown and copied
 generation              `generate()` for many texts at a time, and with ways to choose tokens that transformers lacks
 speculative_generation  where `generate()` begins to guess, and the checkpoint's own head for guesses
 local_fallback          a model that goes on here when the swarm can't

@@ -9,15 +9,18 @@ It is an instance of the architecture's class and of `DistributedModel`, or, to 
 Models that see have their towers here, and pictures are part of single texts (`models/shell/vision_inputs`). Models
 with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
 sessions, which are given the encoder's outputs once.
+
+`without_refused` says which options of `from_pretrained` can't work here.
 """
 
+import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Never, Self
+from typing import Any, Never, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -27,7 +30,6 @@ from swarmllm.client.batches.batch_runner import BatchRunner
 from swarmllm.client.generation import ManyPrompts, MoreDecoding, Submitted
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
-from swarmllm.client.python_surface import PythonSurface, device_of, without_refused
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session
@@ -57,6 +59,37 @@ _TEXT = frozenset(
 )
 
 
+_BY_SERVERS = "servers quantize the blocks (--quant_type)"
+
+
+_BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
+
+
+_SMALL = "only embeddings, final norm and head are here, and what blocks may take is said to servers (--max_memory)"
+
+
+_REFUSED = {
+    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _BY_SERVERS),
+    **dict.fromkeys(("config", "state_dict"), _BY_CHECKPOINT),
+    **dict.fromkeys(("max_memory", "offload_folder", "offload_state_dict", "offload_buffers"), _SMALL),
+    **dict.fromkeys(
+        ("tp_plan", "tp_size", "device_mesh", "distributed_config"), "the swarm is what blocks are spread over"
+    ),
+    "subfolder": "give the directory itself; of a hub repository the model at its root is used",
+    "variant": "the checkpoint's usual files are used, as servers do",
+    "output_loading_info": "only the model is returned",
+}
+"""Arguments of transformers that can't work without the blocks, and why."""
+
+
+MISTYPED = 0.85
+"""Names that are as like as this are meant to be the same. Assumed: transformers has none that is so like ours."""
+
+
+_PLACED = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways of accelerate to spread a model; what is here is small, so all of them put it on the first device."""
+
+
 class UnlessOwn:
     """A method of ours that steps back where the architecture has a module of that name."""
 
@@ -71,7 +104,7 @@ class UnlessOwn:
         return MethodType(self._method, model) if own is None else own
 
 
-class DistributedModel(PythonSurface, SavedParts):
+class DistributedModel(SavedParts):
     """Mixed into the architecture's own class; holds embeddings, final norm and head, and a swarm for the rest."""
 
     remote_blocks: RemoteBlocks
@@ -138,6 +171,21 @@ class DistributedModel(PythonSurface, SavedParts):
     def active_cache_session(self) -> InferenceSession | None:
         """The session that `generate()` continues in this thread or task; the client shell asks."""
         return entered_session(self.swarm)
+
+    def extra_repr(self) -> str:
+        """The first line of what `print(model)` shows."""
+        return f"(swarm): {self.swarm!r}" if "swarm" in self.__dict__ else ""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        raise ConfigurationError(
+            "a model of a swarm can't be pickled or copied deeply, because its blocks are on servers: keep what is "
+            "here with save_pretrained() or as its state_dict(), and open another by from_pretrained()"
+        )
+
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
 
 class DistributedModelForCausalLM(
@@ -476,3 +524,45 @@ class AutoDistributedModel(_AutoDistributed):
     """The class that fits the checkpoint: the causal language model, unless its config says otherwise."""
 
     _task = None
+
+
+def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """What `from_pretrained` can honour of it; None, False and "" ask for nothing. `own`: its own arguments.
+
+    Raises:
+        ConfigurationError: there is something that it can't.
+    """
+    for option in _REFUSED.keys() & hf_kwargs.keys():
+        if hf_kwargs[option] not in (None, "", False):
+            raise ConfigurationError(f"{option} can't be given here: {_REFUSED[option]}")
+    for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
+        raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
+    for option in hf_kwargs:  # transformers would say so as well, but only when the swarm was found
+        if near := difflib.get_close_matches(option, own, n=1, cutoff=MISTYPED):
+            raise ConfigurationError(f"there is no argument {option}: did you mean {near[0]}?")
+    return {name: value for name, value in hf_kwargs.items() if name not in _REFUSED}
+
+
+def device_of(device_map: Any) -> torch.device | None:
+    """The device for what is here; None: wherever it is loaded.
+
+    Raises:
+        ConfigurationError: it names several, or one that this machine lacks.
+    """
+    if isinstance(device_map, Mapping):
+        places = set(device_map.values())
+        device_map = places.pop() if len(places) == 1 else ""
+    if device_map is None:
+        return None
+    try:
+        if device_map in _PLACED:
+            device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        else:
+            device = torch.device(device_map)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"device_map must be auto or one device of this machine, for embeddings, norm and head: {reason}"
+        ) from None
+    return device

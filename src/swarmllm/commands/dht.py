@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announced_imports, run_command, stop_event, unless_stopped
+from swarmllm.command_line import Parser, announced_imports, require_free_ports, run_command, stop_event, unless_stopped
 from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.free_ports import require_free_ports
 from swarmllm.invite import Invite
 from swarmllm.network.relay.service import RelayRules
 

@@ -28,7 +28,7 @@ from typing import Self, cast
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, SwarmError
-from swarmllm.private_directory import PrivateDirectory
+from swarmllm.files import PrivateDirectory
 
 START_TIMEOUT_S = 120.0
 """Assumed: importing torch and loading a small model on a machine that is busy with other things."""

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announced_imports, run_command, stop_event
+from swarmllm.command_line import Parser, announced_imports, require_free_port, run_command, stop_event
 from swarmllm.config import ClientConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.free_ports import require_free_port
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
 
 if TYPE_CHECKING:

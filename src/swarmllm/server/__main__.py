@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from swarmllm.command_line import Parser, announced_imports, run_command
+from swarmllm.command_line import Parser, announced_imports, require_free_ports, run_command
 from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
-from swarmllm.free_ports import require_free_ports
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
 
 KERNELS_KEPT = "64"

@@ -1,6 +1,6 @@
 """One server's part of a batch: asked for in pieces that it takes at once, and checked when it answers.
 
-Used by `batches/micro_batches`, where the client carries everything from server to server, and, to compare servers, by
+Used by `batches/batch_runner`, where the client carries everything from server to server, and, to compare servers, by
 `batches/spot_checks`. What to do when a server fails is not known here. `BatchRequests` has the streams, one per
 server, and asks FORWARD and BACKWARD on them; `batches/pushed_batches` uses it too.
 """

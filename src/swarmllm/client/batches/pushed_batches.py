@@ -10,7 +10,7 @@ of two by way of the client, and the same holds for gradients, from the last ser
     fails, is lost, or doesn't answer in time    gives the chain up there, and says so to the servers behind
     falls silent before its turn has come        the same: its source would try for seconds to reach it
 
-Whoever runs the chain (`batches/micro_batches`) then goes on by relaying, from the last hidden states that it has. The
+Whoever runs the chain (`batches/batch_runner`) then goes on by relaying, from the last hidden states that it has. The
 answers bring those of every server if they are wanted, after they have been passed on.
 """
 

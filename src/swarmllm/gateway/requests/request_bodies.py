@@ -26,8 +26,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from swarmllm.client.text_generation import COLDEST
+from swarmllm.command_line import docstrings
 from swarmllm.decoding.options import DEFAULTS, MAX_BREAKER_CHARS, MAX_BREAKERS, DecodingOptions
-from swarmllm.flags import docstrings
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError

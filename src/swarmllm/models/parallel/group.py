@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import GroupLostError
+from swarmllm.files import PrivateDirectory
 from swarmllm.models.parallel.exchange import (
     FAILED,
     TIMEOUT_S,
@@ -35,7 +36,6 @@ from swarmllm.models.parallel.exchange import (
 )
 from swarmllm.models.parallel.follower import multiplied
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.private_directory import PrivateDirectory
 
 T = TypeVar("T")
 

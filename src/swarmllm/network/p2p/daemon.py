@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmllm.errors import ConfigurationError, PeerTimeoutError, PeerUnreachableError
+from swarmllm.files import PrivateDirectory
 from swarmllm.network.p2p._hivemind import (
     P2P,
     Multiaddr,
@@ -35,7 +36,6 @@ from swarmllm.network.p2p._hivemind import (
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.relay.wire import came_from
-from swarmllm.private_directory import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
