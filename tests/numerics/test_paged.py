@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.numerics.graphs_without_cuda import GraphsWithoutCuda
 from tests.numerics.test_packing import RELATIVE, Sessions, load, some_inputs
 from tests.numerics.test_sweep import ARCHITECTURES
 from tests.numerics.tiny_models import VARIANTS
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from swarmllm.errors import CacheFullError, UnsupportedModelError
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, StaticInputs, trace
+from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
 from swarmllm.models.span.packed_attention import PackingUnsupportedError
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 from swarmllm.models.span.packing import Packer
@@ -48,24 +49,6 @@ class PagedSessions(Sessions):
         blocks.pool = pool
         self.packed = [blocks.new_cache() for _ in rows]
         self.packer = Packer(blocks, [Packing.PAGED])
-
-
-class RepeatedStep:
-    """In place of a CUDA graph."""
-
-    def __init__(self, step: Any, arguments: Any, output: Tensor) -> None:
-        self.step, self.arguments, self.output = step, arguments, output
-
-    def replay(self) -> None:
-        self.output.copy_(self.step(*self.arguments))
-
-
-class GraphsWithoutCuda(DecodeGraphs):
-    """Records steps as functions."""
-
-    def capture(self, arguments: Any) -> Any:
-        output = self.step(*arguments).clone()
-        return RepeatedStep(self.step, arguments, output), output
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +185,7 @@ def test_every_architecture(model_type: str, tmp_path: Path) -> None:
         blocks = load(model_type, tmp_path)
     except UnsupportedModelError:
         pytest.skip("can't be split")
-    if not blocks.can_be_paged:
+    if blocks.why_not_paged:
         return
     blocks.pool = blocks.new_pool(NUM_PAGES)
     if Packing.PAGED not in right_ways(blocks):
