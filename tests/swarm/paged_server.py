@@ -1,4 +1,4 @@
-"""A server on a CPU that keeps its sessions in pages, as others do on GPUs: `python paged_server.py [flags of a server]`.
+"""A server on a CPU with its sessions in pages, as others have them on GPUs: `python paged_server.py [flags]`.
 
 Pages are read by plain torch, and decode steps are "recorded" without CUDA.
 """

@@ -1,4 +1,4 @@
-"""Whether a swarm whose sessions are in pages generates what the local model does: on CPUs and, in tests/gpu, on GPUs."""
+"""A swarm with its sessions in pages generates what the local model does: on CPUs and, in tests/gpu, on GPUs."""
 
 import re
 from collections.abc import Callable, Sequence
