@@ -256,7 +256,10 @@ def prompt_in_parts(path: Path, swarm: LocalSwarm, device: str, sizes: Sizes) ->
     """Milliseconds of prompts: until all hidden states are back, and of the last message in the queue and computing."""
     found = {}
     for chunk in sizes.chunks:
-        with connected(path, swarm, device, prefill_chunk_tokens=chunk) as model, torch.inference_mode():
+        with (
+            connected(path, swarm, device, prefill_chunk_tokens=chunk, max_batch_tokens=chunk) as model,
+            torch.inference_mode(),
+        ):
             for prompt in sizes.prompts:
                 rows = [timed_prompt(model, prompt) for _ in range(1 + sizes.repeats)][1:]
                 figures = [1e3 * median(row[idx] for row in rows) for idx in range(3)]
