@@ -190,9 +190,10 @@ def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Ten
     rule, cos_sin = given.get("attention_mask"), given.get("position_embeddings")
     if len(call.args) > 1 or not isinstance(rule, Window) or not isinstance(cos_sin, tuple) or len(hidden) != 1:
         raise PackingUnsupportedError("the block takes other arguments")
-    if cos_sin[0].shape[:2] != hidden.shape[:2] or cos_sin[0].dtype != hidden.dtype:
+    # `_compare` runs blocks in float32, whose stack still rotates in their own type.
+    if cos_sin[0].shape[:2] != hidden.shape[:2] or torch.promote_types(cos_sin[0].dtype, hidden.dtype) != hidden.dtype:
         raise PackingUnsupportedError("the block rotates in another way")
-    cos, sin = (one[0].contiguous() for one in cos_sin)
+    cos, sin = (one[0].to(hidden.dtype).contiguous() for one in cos_sin)
     return fused(hidden[0], batch, (cos, sin), rule.length)[None]
 
 
