@@ -230,6 +230,8 @@ class InProcessSwarm:
     async def open_stream(self, peer_id: str, *_: Any, **__: Any) -> FrameStream:
         return await self.connect(CLIENT, peer_id)
 
+    is_alone = False
+
     def is_neighbour(self, peer_id: str) -> bool:
         return False
 

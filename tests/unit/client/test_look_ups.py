@@ -1,5 +1,6 @@
 """Errors about missing blocks name the mend."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,3 +36,16 @@ async def test_missing_blocks(
     error = await look_ups.explained(MissingBlocksError("nobody serves them", missing), None, "")
     assert str(error).endswith(end)
     assert error.block_idxs == missing
+
+
+@pytest.mark.parametrize(
+    ("alone", "said"), [(True, "no peer of the swarm that this one has met answers"), (False, "serves no model at all")]
+)
+async def test_a_swarm_that_is_gone_is_told_from_one_without_the_model(
+    monkeypatch: pytest.MonkeyPatch, alone: bool, said: str
+) -> None:
+    look_ups = LookUps(ClientConfig(), name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
+    monkeypatch.setattr(look_ups, "_directory", Empty(), raising=False)
+    monkeypatch.setattr(look_ups, "_peer", SimpleNamespace(is_alone=alone))
+    error = await look_ups.explained(MissingBlocksError("nobody serves them", (0,)), None, "")
+    assert said in str(error)

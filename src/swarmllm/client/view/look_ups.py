@@ -140,6 +140,12 @@ class LookUps:
         """The error in words that name the mend; `adapter`: the one that servers have to offer; `left_out`: who wasn't
         used because of other weights."""
         names = sorted({record.name for record in (await self._directory.models()).values()})
+        if not self.snapshot.servers and self.peer.is_alone:
+            return MissingBlocksError(
+                f"nobody serves {self.name}: no peer of the swarm that this one has met answers any more; start one "
+                "again where it was, or name peers that are there with --initial_peers",
+                error.block_idxs,
+            )
         if not self.snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
             return MissingBlocksError(f"nobody serves {self.name}{others}", error.block_idxs)

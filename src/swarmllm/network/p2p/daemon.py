@@ -62,6 +62,8 @@ DIALLED = re.compile(r"\* \[(\S+)\] (?:dial \S+ \S+: (?:connect: )?)?(.+?)(?= \*
 """p2pd's words about each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
 BACKOFF = "dial backoff"
 """Its words for an address that it doesn't dial now, as that failed some seconds ago."""
+FAILED_BEFORE = "failed a moment ago"
+"""Ours."""
 
 
 class Daemon:
@@ -331,5 +333,5 @@ def reason_of(error: P2PDaemonError) -> str:
     said = " ".join(str(error).split())
     dialled: dict[str, list[str]] = {}
     for addr, why in DIALLED.findall(said):
-        dialled.setdefault("failed a moment ago" if why == BACKOFF else why, []).append(addr)
+        dialled.setdefault(FAILED_BEFORE if why == BACKOFF else why, []).append(addr)
     return "; ".join(f"{', '.join(addrs)}: {why}" for why, addrs in dialled.items()) or said

@@ -26,7 +26,7 @@ from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
 from swarmllm.files import replace_file
 from swarmllm.network.p2p._hivemind import DHTID, DHTNode, P2PDaemonError, P2PHandlerError, PeerID, dht_pb2
 from swarmllm.network.p2p.addresses import pack_addrs, split_initial_peer
-from swarmllm.network.p2p.daemon import Daemon
+from swarmllm.network.p2p.daemon import BACKOFF, FAILED_BEFORE, Daemon
 from swarmllm.network.p2p.dht_protocol import BoundedProtocol, bound, node_id_of
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
 from swarmllm.network.p2p.records import RecordValidator, nobody
@@ -152,6 +152,11 @@ class Dht:
         """Whether this is a node that has been met, and hasn't failed to answer since."""
         return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether none of the nodes that were met answers any more."""
+        return self._node is None or not self._node.protocol.routing_table.uid_to_peer_id
+
     def known_peers(self) -> list[str]:
         """The nodes that were met lately, initial peers first, the others in any order."""
         if self._node is None:
@@ -250,12 +255,11 @@ class Dht:
 
     async def _rejoin_if_alone(self) -> None:
         """After an outage of the network the routing table is empty, and nobody else would fill it."""
-        routing_table = self._node.protocol.routing_table
-        if routing_table.uid_to_peer_id or not self.initial_peers:
+        if not self.is_alone or not self.initial_peers:
             self._said_alone = False
             return
         async with self._join_lock:
-            if not routing_table.uid_to_peer_id:
+            if self.is_alone:
                 try:
                     await self._join()
                 except SwarmError as error:
@@ -308,7 +312,7 @@ def _reason(error: Exception) -> str:
     """The last part of what the daemon says in several lines, each naming peer and address again."""
     lines = [line.strip(" *") for line in str(error).splitlines() if line.strip(" *")]
     reasons = dict.fromkeys(re.sub(r"^\[[^]]*\]\s*", "", line) for line in lines[1:]) or {"".join(lines): None}
-    return ", ".join(reasons)
+    return ", ".join(FAILED_BEFORE if reason == BACKOFF else reason for reason in reasons)
 
 
 def _judge_clock(differences_s: Sequence[float]) -> None:

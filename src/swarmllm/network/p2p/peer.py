@@ -310,6 +310,11 @@ class Peer:
         """Whether this is a node of the DHT that was met lately, which nobody can invent."""
         return self._dht is not None and self._dht.knows(peer_id)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether none of the swarm's nodes that were met answers any more."""
+        return self._dht is None or self._dht.is_alone
+
     def prefer_records(self, prefers: Callable[[str], bool]) -> None:
         """Keep the records of these peers before those of others, when there are too many."""
         self._running_dht().prefers = prefers
