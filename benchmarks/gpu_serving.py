@@ -1,14 +1,16 @@
 """Servers and clients in processes of their own beside transformers on the same GPU, end to end.
 
-    python benchmarks/gpu_serving.py [--quant_types none int8 nf4] [--device cpu] [--limit_s 240] [--no_profile]
+    python benchmarks/gpu_serving.py [--quant_types none int8 nf4] [--only first_token prompt_parts profile]
+                                     [--device cpu] [--limit_s 240]
 
 16 blocks of a 7B Llama with random weights in bf16, one server for each kind of weights; clients' own parts are on the
-same GPU. decode: a text of 64 tokens after 128. first token: after prompts of 512 and 2048. step: one token in parts.
-clients: inference sessions with a thread each, six processes, that send one hidden state after the other; beside one
-batch of `generate()`; in one case their contexts are 17 to 4000 long. forward, backward: 8 x 128 hidden states.
-tuning: a step of prompt tuning and of LoRA, 4 x 64 tokens. same tokens: texts that are equal to local ones.
-`--device cpu` measures a tiny model. Last come profiles (`sampling.py`) of a client and a server. After the limit no
-further figure begins. Prints a table, writes results/gpu_serving.json after each figure.
+same GPU. decode: a text of 64 tokens after 128. first_token: after prompts of 512 and 2048. step: one token in parts.
+prompt_parts: such prompts in chunks of several sizes; of the last chunk, the queue and the computing. clients:
+inference sessions with a thread each, six processes, that send one hidden state after the other; beside one batch of
+`generate()`; in one case their contexts are 17 to 4000 long. batches: forward, backward of 8 x 128 hidden states.
+tuning: a step of prompt tuning and of LoRA, 4 x 64 tokens. same_tokens: texts that are equal to local ones. profile:
+samples (`sampling.py`) of a client and a server. `--device cpu` measures a tiny model. After the limit no further
+figure begins. Prints a table, writes results/gpu_serving.json after each figure.
 """
 
 import argparse
@@ -39,6 +41,17 @@ from swarmllm.models.quantization import QUANT_TYPES
 STEP_TIMEOUT_S = 30.0
 ROOM_TOKENS = 1024
 LOCAL = "transformers"
+PARTS = (
+    "decode",
+    "first_token",
+    "step",
+    "prompt_parts",
+    "batches",
+    "same_tokens",
+    "tuning",
+    "clients",
+    "profile",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +62,8 @@ class Sizes:
     new_tokens: int
     prompts: tuple[int, ...]
     """Of which the first token is waited for."""
+    chunks: tuple[int, ...]
+    """Tokens of a prompt's messages."""
     clients: tuple[int, ...]
     unequal: tuple[int, ...]
     """Contexts of clients at once."""
@@ -65,6 +80,7 @@ SIZES = {
         context=128,
         new_tokens=64,
         prompts=(512, 2048),
+        chunks=(128, 512, 2048),
         clients=(1, 8, 32),
         unequal=(17, 100, 333, 700, 1200, 2000, 3000, 4000),
         batch=(8, 128),
@@ -78,6 +94,7 @@ SIZES = {
         context=16,
         new_tokens=6,
         prompts=(32, 64),
+        chunks=(16, 64),
         clients=(1, 2),
         unequal=(3, 40),
         batch=(2, 16),
@@ -92,13 +109,16 @@ SIZES = {
 class Figures:
     """By column (`transformers`, or a kind of weights) and name; written after each, and left out after the limit."""
 
-    def __init__(self, columns: Sequence[str], limit_s: float) -> None:
+    def __init__(self, columns: Sequence[str], only: Sequence[str], limit_s: float) -> None:
+        self.only = only
         self.values: dict[str, dict[str, Any]] = {column: {} for column in columns}
         self.profiles: dict[str, str] = {}
         self._ends_at = time.monotonic() + limit_s
 
-    def add(self, column: str, name: str, measured: Callable[..., Any], *args: Any) -> None:
+    def add(self, part: str, column: str, name: str, measured: Callable[..., Any], *args: Any) -> None:
         """An error is the figure in place of it: the next ones are measured all the same."""
+        if part not in self.only:
+            return
         started = time.monotonic()
         if started > self._ends_at:
             value: Any = "no time"
@@ -232,6 +252,34 @@ def step_in_parts(model: Any, sizes: Sizes) -> dict[str, float]:
     return {name: 1e3 * median(row[idx] for row in rows) for idx, name in enumerate(names)}
 
 
+def prompt_in_parts(path: Path, swarm: LocalSwarm, device: str, sizes: Sizes) -> dict[str, str]:
+    """Milliseconds of prompts: until all hidden states are back, and of the last message in the queue and computing."""
+    found = {}
+    for chunk in sizes.chunks:
+        with (
+            connected(path, swarm, device, prefill_chunk_tokens=chunk, max_batch_tokens=chunk) as model,
+            torch.inference_mode(),
+        ):
+            for prompt in sizes.prompts:
+                rows = [timed_prompt(model, prompt) for _ in range(1 + sizes.repeats)][1:]
+                figures = [1e3 * median(row[idx] for row in rows) for idx in range(3)]
+                name = f"prompt of {prompt} in chunks of {chunk}, ms: all, queue, compute"
+                found[name] = ", ".join(f"{ms:.1f}" for ms in figures)
+    return found
+
+
+def timed_prompt(model: Any, prompt: int) -> tuple[float, float, float]:
+    with model.inference_session(max_length=prompt + 1) as session:
+        session.step(model.embed(torch.randint(3, 4000, (1, 1)).to(model.device)))  # opens it
+        session.position = 0
+        hidden = model.embed(torch.randint(3, 4000, (1, prompt)).to(model.device)).cpu()
+        started = time.perf_counter()
+        session.step(hidden)
+        elapsed_s = time.perf_counter() - started
+        _, queue_us, compute_us = session.timings[-1]
+        return elapsed_s, queue_us / 1e6, compute_us / 1e6
+
+
 def same_tokens(side: Side, texts: Sequence[Tensor]) -> str:
     """Texts that are equal to transformers', and how many tokens of the others are."""
     found = [side.text(seed)[0] == text[0] for seed, text in enumerate(texts)]
@@ -249,15 +297,15 @@ def of_clients(processes: Sequence[Clients], contexts: Sequence[int], seconds: f
 def measure_local(figures: Figures, model: Any, sizes: Sizes) -> list[Tensor]:
     """Figures of transformers; returns its texts."""
     side = Side(model.requires_grad_(False), sizes)
-    figures.add(LOCAL, "decode, tokens/s", side.decode)
+    figures.add("decode", LOCAL, "decode, tokens/s", side.decode)
     for prompt in sizes.prompts:
-        figures.add(LOCAL, f"first token of {prompt}, ms", side.first_token, prompt)
+        figures.add("first_token", LOCAL, f"first token of {prompt}, ms", side.first_token, prompt)
     for rows in sizes.clients:
-        figures.add(LOCAL, f"clients: {rows}, tokens/s", one_batch, model, sizes, rows)
-    figures.add(LOCAL, "batches", side.batches)
-    texts = [side.text(seed) for seed in range(3)]
-    figures.add(LOCAL, "prompt tuning, ms", side.tuning_step, prompt_tuning())
-    figures.add(LOCAL, "LoRA, ms", side.tuning_step, lora())
+        figures.add("clients", LOCAL, f"clients: {rows}, tokens/s", one_batch, model, sizes, rows)
+    figures.add("batches", LOCAL, "batches", side.batches)
+    texts = [side.text(seed) for seed in range(3)] if "same_tokens" in figures.only else []
+    figures.add("tuning", LOCAL, "prompt tuning, ms", side.tuning_step, prompt_tuning())
+    figures.add("tuning", LOCAL, "LoRA, ms", side.tuning_step, lora())
     return texts
 
 
@@ -267,25 +315,26 @@ def measure_swarm(
     """Figures of a swarm with these weights."""
     with connected(path, swarm, device) as model:
         side = Side(model, sizes)
-        figures.add(name, "decode, tokens/s", side.decode)
+        figures.add("decode", name, "decode, tokens/s", side.decode)
         for prompt in sizes.prompts:
-            figures.add(name, f"first token of {prompt}, ms", side.first_token, prompt)
-        figures.add(name, "step", step_in_parts, model, sizes)
-        figures.add(name, "batches", side.batches)
+            figures.add("first_token", name, f"first token of {prompt}, ms", side.first_token, prompt)
+        figures.add("step", name, "step", step_in_parts, model, sizes)
+        figures.add("batches", name, "batches", side.batches)
         if name == "none":
-            figures.add(name, "same tokens", same_tokens, side, texts)
-            figures.add(name, "prompt tuning, ms", side.tuning_step, prompt_tuning())
-    if name == "none":
+            figures.add("same_tokens", name, "same tokens", same_tokens, side, texts)
+            figures.add("tuning", name, "prompt tuning, ms", side.tuning_step, prompt_tuning())
+    figures.add("prompt_parts", name, "prompt", prompt_in_parts, path, swarm, device, sizes)
+    if name == "none" and "tuning" in figures.only:
         with connected(path, swarm, device) as model:
-            figures.add(name, "LoRA, ms", Side(model, sizes).tuning_step, lora())
+            figures.add("tuning", name, "LoRA, ms", Side(model, sizes).tuning_step, lora())
 
 
-def connected(path: Path, swarm: LocalSwarm, device: str) -> Any:
+def connected(path: Path, swarm: LocalSwarm, device: str, **options: Any) -> Any:
     return AutoDistributedModel.from_pretrained(
         str(path),
         initial_peers=swarm.initial_peers,
         device_map=device,
-        client_config=ClientConfig(step_timeout_s=STEP_TIMEOUT_S, max_retries=1),
+        client_config=ClientConfig(step_timeout_s=STEP_TIMEOUT_S, max_retries=1, **options),
     )
 
 
@@ -298,9 +347,11 @@ def measure_clients(figures: Figures, path: Path, swarms: dict[str, LocalSwarm],
                 stack.callback(process.close)
             for number in sizes.clients:
                 contexts = [sizes.context] * number
-                figures.add(name, f"clients: {number}, tokens/s", of_clients, processes, contexts, sizes.seconds)
+                figures.add(
+                    "clients", name, f"clients: {number}, tokens/s", of_clients, processes, contexts, sizes.seconds
+                )
             longest = f"clients: {len(sizes.unequal)} of {sizes.unequal[0]} to {sizes.unequal[-1]} tokens, tokens/s"
-            figures.add(name, longest, of_clients, processes, sizes.unequal, sizes.seconds)
+            figures.add("clients", name, longest, of_clients, processes, sizes.unequal, sizes.seconds)
 
 
 def profile(figures: Figures, path: Path, sizes: Sizes, device: str, directory: Path, options: dict[str, Any]) -> None:
@@ -311,7 +362,13 @@ def profile(figures: Figures, path: Path, sizes: Sizes, device: str, directory: 
         model = connected(path, swarm, device)
         with model, contextlib.closing(Sampler()) as sampler:
             side = Side(model, sizes)
-            works = {"decode": side.decode, "forward": side.forward, "forward and backward": side.backward}
+            works = {
+                f"first token of {sizes.prompts[0]}": lambda: timed_generation(model, sizes.prompts[0], 1),
+                f"first token of {sizes.prompts[-1]}": lambda: timed_generation(model, sizes.prompts[-1], 1),
+                "forward": side.forward,
+                "forward and backward": side.backward,
+                "decode": side.decode,
+            }
             for name, work in works.items():
                 work(), work()
                 sampler.taken(), server_samples(swarm, report)
@@ -351,14 +408,14 @@ def main() -> int:
     parser.add_argument("--quant_types", nargs="+", choices=QUANT_TYPES, default=["none", "int8", "nf4"])
     parser.add_argument("--device", choices=SIZES, default="cuda")
     parser.add_argument("--limit_s", type=float, default=240.0)
-    parser.add_argument("--no_profile", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     sizes = SIZES[args.device]
     if args.device == "cpu":
         torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    figures = Figures([LOCAL, *args.quant_types], args.limit_s)
+    figures = Figures([LOCAL, *args.quant_types], args.only, args.limit_s)
     cache_tokens = (max(sizes.clients) + 4) * (sizes.context + ROOM_TOKENS)
     options = {"device": args.device, "attn_cache_tokens": cache_tokens}
     with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
@@ -371,8 +428,9 @@ def main() -> int:
             del model
             for name, swarm in swarms.items():
                 measure_swarm(figures, name, path, swarm, sizes, texts, args.device)
-            measure_clients(figures, path, swarms, sizes)
-        if not args.no_profile:
+            if "clients" in args.only:
+                measure_clients(figures, path, swarms, sizes)
+        if "profile" in args.only:
             profile(figures, path, sizes, args.device, Path(directory), options)
     print(figures)
     return 0

@@ -1,25 +1,28 @@
 """Ways to run a decode step of 7B-shaped blocks on a GPU, beside each other: time, share of the bandwidth, difference.
 
-    python benchmarks/gpu_step.py [--blocks 4] [--sessions 1 8 32] [--context 400] [--ways today paged graph fused]
+    python benchmarks/gpu_step.py [--blocks 4] [--sessions 1 8 32] [--ways today paged graph fused] [--limit_s 90]
 
     today    sessions with tensors of their own, in one row (`Packing.RAGGED`)
     paged    one row on pages, launched kernel by kernel
     graph    the same as a CUDA graph, by the model's own code
     fused    the same as a CUDA graph, in few kernels
 
-Sessions are of unlike lengths, and rows of outputs are compared with those of `today`. A way that fails is printed with
-its error, and the others go on. Writes results/gpu_step.json. Needs CUDA.
+Sessions are of unlike lengths, and rows of outputs are compared with those of `today`, and with those of the same
+blocks in float32 ("from truth"): what only rounds elsewhere is as far from them as `today`. A way that fails is printed
+with its error, and the others go on. Single kernels by size of their tiles come last, until --limit_s have passed.
+Writes results/gpu_step.json. Needs CUDA.
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from common import median, save_results, table
@@ -40,14 +43,24 @@ from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.page_access import Placed
 from swarmllm.models.span.span_cache import SpanCache
 
+T = TypeVar("T")
 WAIT = waiting("cuda")
 WAYS = ("today", "paged", "graph", "fused")
 WARM_UP, STEPS, COMPARED = 5, 30, 3
+KINDS = {
+    "products": ("nvjet", "gemm", "gemv", "splitK", "_multiply", "product", "cutlass"),
+    "attention": ("_attend", "_join", "flash", "fmha"),
+    "pages": ("_rotate", "_write"),
+    "norms, gates": ("_normalize", "_gate"),
+}
+"""Kernels by what is in their names."""
+STARTED = time.monotonic()
 
 
 def inputs(blocks: BlockSpan, seq_len: int, seed: int) -> BlockInputs:
     random = torch.Generator("cuda").manual_seed(seed)
-    hidden = torch.randn(1, seq_len, blocks.embedding_dim, generator=random, device="cuda").to(blocks.dtype)
+    hidden = torch.randn(1, seq_len, blocks.embedding_dim, generator=random, device="cuda")
+    hidden = hidden.bfloat16().to(blocks.dtype)
     return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
 
 
@@ -89,14 +102,32 @@ def run_calls(packer: Packer, calls: Sequence[SessionCall]) -> Sequence[Any]:
     return packer.forward.run(calls, packer.way) if packer.way == Packing.PAGED else packer.run(calls)
 
 
-def measured(packer: Packer, number: int, context: int, expected: list[Tensor] | None) -> dict[str, Any]:
+def outputs_of(packer: Packer, caches: Sequence[SpanCache]) -> Tensor:
+    """Of the first steps of all sessions."""
+    return torch.cat([one.flatten(0, -2) for seed in range(COMPARED) for one in step(packer, caches, seed)]).float()
+
+
+def difference(found: Tensor, expected: Tensor | None) -> float:
+    return float("nan") if expected is None else float((found - expected).norm() / expected.norm())
+
+
+def truths(load: Callable[..., BlockSpan], numbers: Sequence[int], context: int) -> dict[int, Tensor]:
+    """What comes out in float32, of the same weights and inputs."""
+    packer = packer_of(load(dtype=torch.float32), "today", 0)
+    return {number: outputs_of(packer, sessions_of(packer.blocks, number, context)) for number in numbers}
+
+
+def measured(
+    packer: Packer, number: int, context: int, expected: Tensor | None, truth: Tensor | None
+) -> dict[str, Any]:
     blocks = packer.blocks
     caches = sessions_of(blocks, number, context)
-    outputs = [torch.cat([one.flatten(0, -2) for one in step(packer, caches, seed)]) for seed in range(COMPARED)]
-    row: dict[str, Any] = {"outputs": outputs, "difference": 0.0}
-    if expected is not None:
-        pairs = zip(outputs, expected, strict=True)
-        row["difference"] = max(float((one.float() - two.float()).norm() / two.float().norm()) for one, two in pairs)
+    outputs = outputs_of(packer, caches)
+    row: dict[str, Any] = {
+        "outputs": outputs,
+        "difference": difference(outputs, expected),
+        "from truth": difference(outputs, truth),
+    }
     given = [SessionCall(inputs(blocks, 1, idx), blocks.span, cache) for idx, cache in enumerate(caches)]
     run = partial(run_calls, packer, given)
     times, queued = [], []
@@ -112,6 +143,11 @@ def measured(packer: Packer, number: int, context: int, expected: list[Tensor] |
     on_device = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     row["launches"] = len(on_device) / len(blocks.span)
     row["gpu ms"] = sum(event.device_time for event in on_device) / 1e3
+    of_kind = dict.fromkeys((*KINDS, "others"), 0.0)
+    for event in on_device:
+        kind = next((kind for kind, parts in KINDS.items() if any(part in event.name for part in parts)), "others")
+        of_kind[kind] += event.device_time / len(blocks.span)
+    row |= {f"{kind}, us": us for kind, us in of_kind.items()}
     names: dict[str, list[float]] = {}
     for event in on_device:
         names.setdefault(event.name[:70], []).append(event.device_time)
@@ -139,23 +175,35 @@ def packer_of(blocks: BlockSpan, way: str, num_pages: int) -> Packer:
         if graphs is None:
             raise RuntimeError("no graph was recorded")
         taken = (free - torch.cuda.mem_get_info()[0]) >> 20
-        print(f"   recorded {graphs.sizes}, {taken} MiB, by {type(graphs.step).__name__}", flush=True)
+        print(f"   recorded {graphs.sizes}, {taken} MiB", flush=True)
+        if way == "fused" and type(graphs.step).__name__ != "FusedStep":
+            raise RuntimeError("the fused kernels are not used: see the line above")
     return packer
 
 
-def attention_times(bandwidth: float) -> list[dict[str, Any]]:
+def in_time(limit_s: float, rows: Sequence[T]) -> Iterator[T]:
+    """Those that begin in time."""
+    for row in rows:
+        if time.monotonic() - STARTED > limit_s:
+            print("   the rest is left out: it has taken long enough", flush=True)
+            return
+        yield row
+
+
+def attention_times(bandwidth: float, limit_s: float) -> list[dict[str, Any]]:
     """Attention of single positions on pages, by number of splits and keys at a time."""
     from swarmllm.models.span import paged_kernels as kernels
 
     usual, usual_splits, rows = kernels.KEYS_OF_TILE, kernels.num_splits, []
-    for sessions, context, heads, shared in ((1, 400, 32, 1), (32, 400, 32, 1), (1, 8000, 32, 1), (1, 8000, 8, 4)):
+    shapes = ((1, 400, 32, 1), (32, 400, 32, 1), (1, 8000, 8, 4))
+    for sessions, context, heads, shared in in_time(limit_s, shapes):
         pages = sessions * (context // 64 + 1)
         keys, values = (torch.randn(pages + 1, heads, 64, 128, device="cuda").bfloat16() for _ in range(2))
         tables = 1 + torch.arange(pages, device="cuda", dtype=torch.int32).view(sessions, -1)
         placed = Placed.of([(row, context - 1) for row in range(sessions)], torch.device("cuda"))
         query = torch.randn(1, heads * shared, sessions, 128, device="cuda").bfloat16()
-        for size in (16, 32, 64):
-            for splits in (4, 8, 16, 32):
+        for size in (32, 64):
+            for splits in (4, 8, 16):
                 kernels.KEYS_OF_TILE, kernels.num_splits = size, lambda _, splits=splits: splits
                 run = partial(page_access.attend_pages, query, keys, values, tables, placed, 128**-0.5, 0)
                 ms = tried_ms(run)
@@ -175,30 +223,31 @@ def attention_times(bandwidth: float) -> list[dict[str, Any]]:
     return rows
 
 
-def product_times(bandwidth: float) -> list[dict[str, Any]]:
+def product_times(bandwidth: float, limit_s: float) -> list[dict[str, Any]]:
     """Products of one position by tiles, beside torch's own."""
     from swarmllm.models.span import fused_kernels as kernels
 
     usual, rows = kernels.MULTIPLY_TILE, []
-    for name, shape, gated in (
-        ("qkv", (12288, 4096), False),
-        ("output", (4096, 4096), False),
+    shapes = (
         ("gate and up", (22016, 4096), True),
         ("down", (4096, 11008), False),
-    ):
+        ("qkv", (12288, 4096), False),
+        ("output", (4096, 4096), False),
+    )
+    for name, shape, gated in in_time(limit_s, shapes):
+        norm = name in ("gate and up", "qkv")
         weight, inputs_ = (
             torch.randn(shape, device="cuda").bfloat16(),
             torch.randn(1, shape[1], device="cuda").bfloat16(),
         )
         for tile in (
-            None, (4, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (8, 1024, 8), (1, 4096, 4), (2, 4096, 8),
-            (2, 1024, 2), (4, 512, 2), (1, 2048, 2), (1, 1024, 1), (2, 512, 1),
+            None, (4, 1024, 4), (8, 512, 4), (2, 2048, 4), (8, 1024, 8), (2, 1024, 2), (1, 1024, 1)
         ):  # fmt: skip
             kernels.MULTIPLY_TILE = tile or usual
             run = (
                 partial(torch.nn.functional.linear, inputs_, weight)
                 if tile is None
-                else partial(kernels.multiply, inputs_, weight, norm=(inputs_[0], 1e-5), gated=gated)
+                else partial(kernels.multiply, inputs_, weight, norm=(inputs_[0], 1e-5) if norm else None, gated=gated)
             )
             ms = tried_ms(run)
             rows.append(
@@ -233,11 +282,14 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--quant_types", nargs="+", default=["none"])
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--limit_s", type=float, default=90.0, help="begin no more sizes of tiles after this time")
     parser.add_argument("--no_tuning", action="store_true", help="leave out single kernels by size of their tiles")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU with CUDA", file=sys.stderr)
         return 1
+    logging.basicConfig(level=logging.WARNING, format="   %(levelname)s %(message)s", stream=sys.stdout)
+    logging.getLogger("swarmllm.models.span").setLevel(logging.INFO)
     torch.backends.cuda.enable_cudnn_sdp(False)
     bandwidth = bytes_per_s("cuda")
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
@@ -264,17 +316,20 @@ def main() -> int:
                 quantization=Quantization(quant_type),
                 progress=False,
             )
+            truth = tried(f"{quant_type} in float32", partial(truths, load, args.sessions, args.context)) or {}
+            torch.cuda.empty_cache()
             blocks = tried(f"load {quant_type}", load)
-            expected: dict[int, list[Tensor]] = {}
+            expected: dict[int, Tensor] = {}
             for way in args.ways if blocks is not None else ():
                 packer = tried(f"{quant_type} {way}: prepare", partial(packer_of, blocks, way, num_pages))
                 for number in args.sessions if packer is not None else ():
                     label = f"{quant_type} {way} {number}"
-                    row = tried(label, partial(measured, packer, number, args.context, expected.get(number)))
+                    found = expected.get(number), truth.get(number)
+                    row = tried(label, partial(measured, packer, number, args.context, *found))
                     if row is None:
                         continue
-                    expected.setdefault(number, row.pop("outputs", None) or [])
-                    row.pop("outputs", None)
+                    outputs = row.pop("outputs")
+                    expected.setdefault(number, outputs)
                     details[label] = row.pop("kernels")
                     read = blocks.num_bytes + number * args.context * blocks.cache_sizes.bytes_per_token
                     share = read / bandwidth / row["ms"] * 1e3
@@ -290,8 +345,8 @@ def main() -> int:
         print(
             label, "".join(f"\n   {number:4} {us:9.1f} us  {name}" for name, (number, us) in list(kernels.items())[:14])
         )
-    for find in () if args.no_tuning else (attention_times, product_times):
-        found = tried(find.__name__, partial(find, bandwidth))
+    for find in () if args.no_tuning else (product_times, attention_times):
+        found = tried(find.__name__, partial(find, bandwidth, args.limit_s))
         if found:
             print(table(list(found[0]), [list(row.values()) for row in found]), flush=True)
             details[find.__name__] = found

@@ -258,9 +258,11 @@ class ClientConfig(SwarmConfig):
     servers."""
     prefill_chunk_tokens: int = 128
     """Tokens (batch × seq) of one prefill step. A long prompt flows through the servers as a pipeline of these.
-    Measured in benchmarks/inference.py: shorter chunks fill the pipeline better, longer ones multiply better."""
+    Measured in benchmarks/inference.py: shorter chunks fill the pipeline better, longer ones multiply better. On GPUs
+    that need more to be busy, steps are longer, up to `max_batch_tokens`."""
     max_batch_tokens: int = 1024
-    """Most tokens of one micro-batch in forward and backward; servers announce their own cap as well."""
+    """Most tokens of one micro-batch in forward and backward, for which servers announce their own cap as well, and of
+    a prefill step that is longer than `prefill_chunk_tokens`."""
     compute_padding: bool = False
     """Compute what attention_mask hides in batches, as local models do. It costs time, and matters only to those who
     look at outputs of padding: a loss or an average that takes it in. Texts are the same; see docs/training.md."""

@@ -155,6 +155,31 @@ def test_the_lost_blocks_go_to_a_neighbour(blocks: Blocks, case: str, dials_itse
         assert swarm.view.blamed == {swarm.servers[victim].peer_id}
 
 
+@pytest.mark.parametrize(("announced", "num_chunks"), [({}, 5), ({"batch_tokens": 32, "throughput": 1e5}, 2)])
+def test_devices_get_prompts_and_replays_in_the_steps_that_keep_them_busy(
+    blocks: Blocks, announced: dict[str, Any], num_chunks: int
+) -> None:
+    with InProcessSwarm(
+        blocks, [(0, 6), (0, 6)], announced=[announced] * 2, prefill_chunk_tokens=8, min_gain_to_move=1
+    ) as swarm:
+        lengths: list[int] = []
+
+        def note(_: Server, message: Message) -> None:
+            if message.type is MessageType.STEP:
+                lengths.append(message.header["seq_len"])
+
+        swarm.on_message = note
+        reference, given = Reference(blocks.all), hidden_states(1, 40)
+        with swarm.session(max_length=64) as session:
+            torch.testing.assert_close(session.step(given), reference.step(given))
+            assert lengths == [40 // num_chunks] * num_chunks
+            swarm.kill(swarm.server(session.route[0].server.peer_id))
+            lengths.clear()
+            given = hidden_states(1, 1)
+            torch.testing.assert_close(session.step(given), reference.step(given))
+            assert lengths == [*[40 // num_chunks] * num_chunks, 1]
+
+
 class Dials:
     """Which servers the client has tried to open sessions on, in this order."""
 

@@ -6,6 +6,7 @@ Skipped without CUDA.
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Relative error through three blocks. Assumed."""
+ROUNDING = 1.15
+"""How much further from float32 than alone a step on pages may be, as it rounds elsewhere. Assumed."""
 LENGTHS = (5, 100, 17, 64, 300)
 SHAPES = ((2, 1, 16, 16, 0), (2, 4, 64, 64, 0), (2, 3, 24, 16, 7), (1, 2, 80, 80, 100), (4, 1, 128, 128, 0),
           (2, 8, 128, 128, 0), (1, 4, 256, 256, 70))  # fmt: skip
@@ -55,7 +58,7 @@ SHAPES = ((2, 1, 16, 16, 0), (2, 4, 64, 64, 0), (2, 3, 24, 16, 7), (1, 2, 80, 80
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpu") / request.param
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(path)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).to(torch.bfloat16).float().save_pretrained(path)
     return path
 
 
@@ -170,3 +173,27 @@ def test_neighbours_change_nothing(directory: Path, way: str) -> None:
             found.append(first)
         outputs.append(torch.cat(found))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("way", ["paged", "graph", "fused"])
+def test_bfloat16_is_no_further_from_float32_than_alone(directory: Path, way: str) -> None:
+    """The weights are the same numbers, so what differs is rounding, of inputs to products and of results."""
+    exact, blocks = load(directory, torch.float32), load(directory, torch.bfloat16)
+    sessions = Sessions(blocks, way)
+    truths = [exact.new_cache() for _ in LENGTHS]
+    wanted, alone, packed = [], [], []
+    for step, lengths in enumerate((LENGTHS, *[(1,) * len(LENGTHS)] * 8)):
+        given = [inputs(blocks, length, 100 * step + idx) for idx, length in enumerate(lengths)]
+        for one, cache in zip(given, truths, strict=True):
+            wanted.append(exact.forward(replace(one, hidden_states=one.hidden_states.float()), cache=cache))
+        alone += [blocks.forward(one, cache=cache) for one, cache in zip(given, sessions.alone, strict=True)]
+        calls = [SessionCall(one, blocks.span, cache) for one, cache in zip(given, sessions.packed, strict=True)]
+        packed += sessions.packer.run(calls)
+        assert not sessions.failures
+    truth = torch.cat([one.flatten() for one in wanted[len(LENGTHS) :]])
+    errors = [
+        float((torch.cat([one.flatten() for one in found[len(LENGTHS) :]]).float() - truth).norm() / truth.norm())
+        for found in (packed, alone)
+    ]
+    print(f"from float32: packed {errors[0]:.2e}, alone {errors[1]:.2e}")
+    assert errors[0] <= ROUNDING * errors[1]

@@ -4,12 +4,15 @@ Here the pages are read by plain torch. The kernels that read them on CUDA are c
 `tests/gpu/test_paged.py`, or by Triton's interpreter in `test_paged_kernels`.
 """
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.numerics.graphs_without_cuda import GraphsWithoutCuda
 from tests.numerics.test_packing import RELATIVE, Sessions, load, some_inputs
 from tests.numerics.test_sweep import ARCHITECTURES
 from tests.numerics.tiny_models import VARIANTS
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from swarmllm.errors import CacheFullError, UnsupportedModelError
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, StaticInputs, trace
+from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
 from swarmllm.models.span.packed_attention import PackingUnsupportedError
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 from swarmllm.models.span.packing import Packer
@@ -48,24 +51,6 @@ class PagedSessions(Sessions):
         blocks.pool = pool
         self.packed = [blocks.new_cache() for _ in rows]
         self.packer = Packer(blocks, [Packing.PAGED])
-
-
-class RepeatedStep:
-    """In place of a CUDA graph."""
-
-    def __init__(self, step: Any, arguments: Any, output: Tensor) -> None:
-        self.step, self.arguments, self.output = step, arguments, output
-
-    def replay(self) -> None:
-        self.output.copy_(self.step(*self.arguments))
-
-
-class GraphsWithoutCuda(DecodeGraphs):
-    """Records steps as functions."""
-
-    def capture(self, arguments: Any) -> Any:
-        output = self.step(*arguments).clone()
-        return RepeatedStep(self.step, arguments, output), output
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +187,7 @@ def test_every_architecture(model_type: str, tmp_path: Path) -> None:
         blocks = load(model_type, tmp_path)
     except UnsupportedModelError:
         pytest.skip("can't be split")
-    if not blocks.can_be_paged:
+    if blocks.why_not_paged:
         return
     blocks.pool = blocks.new_pool(NUM_PAGES)
     if Packing.PAGED not in right_ways(blocks):
@@ -251,3 +236,33 @@ def test_windows_of_masks() -> None:
 
 def test_sizes_are_those_promised() -> None:
     assert SIZES == (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
+    """Once: no graph on a CPU, a graph that can't be made, and steps that fail."""
+    caplog.set_level(logging.INFO, "swarmllm")
+    packer = Packer(llama, [Packing.PAGED])
+    packer.record()
+    assert "decode steps aren't recorded: sessions aren't on pages of a GPU" in caplog.text
+
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    assert llama.pool is not None
+    graphs = GraphsWithoutCuda(fail, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
+    graphs.record((4, 8))
+    assert "decode steps of 8 and fewer positions aren't recorded: no such kernel" in caplog.text
+    packer.forward.run = fail  # type: ignore[method-assign]
+    for _ in range(2):
+        given = some_inputs(llama, 1, 1, torch.Generator().manual_seed(1))
+        calls = [SessionCall(given, llama.span, llama.new_cache()) for _ in range(2)]
+        assert all(isinstance(output, Tensor) for output in packer.run(calls))
+    assert caplog.text.count("a step of 2 sessions failed paged; each runs alone: RuntimeError: no such kernel") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_fused_kernels_that_fail_are_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
+    from swarmllm.models.span.fused_step import find_fused
+
+    assert find_fused(PackedForward(llama)) is None  # there is no GPU, nor the interpreter
+    assert "decode steps are run by the model's own kernels, as fused ones fail: " in caplog.text

@@ -43,7 +43,7 @@ def test_a_private_swarm(tmp_path: Path) -> None:
 
             refused = command("generate", *joined, "--max_new_tokens", 4, stdin="Once upon")
             assert refused.returncode == 1
-            assert "ask its owner to add you to --allowed_clients" in sentence(refused.stderr)
+            assert "use the --identity_path that its owner knows, or ask" in sentence(refused.stderr)
 
             with running_gateway([str(invite)], identity_path=str(member)) as gateway:
                 gateway.wait_until_seen(1)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from swarmllm.models.span.loading import load_block_span, span_tensor_names
 from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.page_access import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.models.startup_progress import stage
 from swarmllm.server.adapters.served_adapters import ServedAdapters
@@ -228,9 +228,12 @@ class SpanLoader:
 
     def _use_pages(self, blocks: BlockSpan, room: CacheRoom) -> None:
         """Have the keys and values of all sessions in pages of one pool, where there are kernels for that."""
-        if self.device.type != "cuda" or find_spec("triton") is None or not blocks.can_be_paged:
+        if why_not := why_no_kernels(self.device) or blocks.why_not_paged:
+            if self.device.type == "cuda":
+                logger.info("each session has keys and values of its own, not pages: %s", why_not)
             return
         blocks.pool = blocks.new_pool(1 + (room.sessions + room.pages) // blocks.page_bytes)
+        logger.info("keys and values of all sessions are in %d pages", blocks.pool.num_pages)
 
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
         """How they are packed and how fast they are: measured, unless they were loaded before, too."""
@@ -249,6 +252,10 @@ class SpanLoader:
     def _packer(self, blocks: BlockSpan, ways: Sequence[Packing]) -> Packer:
         packer = Packer(blocks, ways)
         if Packing.PAGED not in ways:
+            if blocks.pool is not None:
+                logger.warning(
+                    "each session has keys and values of its own: on pages, the blocks compute something else"
+                )
             blocks.pool = None
         if blocks.pool is not None:
             with stage("recording decode steps"):

@@ -75,7 +75,7 @@ async def test_it_goes_back_to_its_blocks(
         asked.append(span)
         if span == NEW:
             raise failure
-        return SimpleNamespace(span=span, group=None)
+        return SimpleNamespace(span=span, group=None, pool=None)
 
     monkeypatch.setattr(span_loader, "load_block_span", load)
     monkeypatch.setattr(span_loader, "right_ways", lambda _: [])

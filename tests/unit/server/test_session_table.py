@@ -23,7 +23,7 @@ from swarmllm.server.sessions.session_table import SESSIONS_PER_TIDYING, Session
 async def test_free_memory_is_returned_every_so_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     returned = threading.Semaphore(0)
     monkeypatch.setattr(session_table, "return_free_memory", returned.release)
-    blocks = MagicMock(cache_sizes=CacheSizes(bytes_per_token=1), num_blocks=1, longest_text=None)
+    blocks = MagicMock(cache_sizes=CacheSizes(bytes_per_token=1), num_blocks=1, longest_text=None, pool=None)
     blocks.span.__len__.return_value = 1
     budget = CacheBudget(100)
     table = SessionTable(MagicMock(blocks=blocks), 1, MagicMock(), budget)
@@ -48,7 +48,7 @@ class Server:
     """A table with room for so much, on blocks that exist only as numbers."""
 
     def __init__(self, capacity: int, max_sessions: int | None = None) -> None:
-        blocks = MagicMock(cache_sizes=CacheSizes(bytes_per_token=1), num_blocks=1, longest_text=None)
+        blocks = MagicMock(cache_sizes=CacheSizes(bytes_per_token=1), num_blocks=1, longest_text=None, pool=None)
         blocks.span.__len__.return_value = 1
         blocks.new_cache.side_effect = lambda *_, **__: MagicMock()
         self.budget = CacheBudget(capacity)

@@ -15,12 +15,18 @@ from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.pending_step import PendingStep
-from swarmllm.client.session.repairs import Repairs
+from swarmllm.client.session.repairs import Repairs, chunk_tokens
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
-from swarmllm.errors import CacheFullError, CorruptActivationsError, SessionClosedError, SwarmError
+from swarmllm.errors import (
+    CacheFullError,
+    CorruptActivationsError,
+    SessionClosedError,
+    SessionTooLargeError,
+    SwarmError,
+)
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.messages import Timings
 from swarmllm.swarm.retry import Retries
@@ -95,14 +101,16 @@ class Chain:
             self._hang_up()
 
     async def _run(self, inputs: BlockInputs) -> Tensor:
-        chunks = self._chunks(inputs)
+        self.text.shows = inputs.inner is not None
+        chunks: list[BlockInputs] = []
         outputs: list[Tensor] = []
         retries = self.view.retries()
-        while len(outputs) < len(chunks):
+        while not chunks or len(outputs) < len(chunks):
             try:
                 if inputs.inner is not None:
                     self._hops.leave_out_old(inputs.inner)
                 await self.repairs.make_ready()
+                chunks = chunks or self._chunks(inputs)  # by the servers of the first route
                 await self._send_steps(chunks[len(outputs) :], outputs)
                 if len(outputs) == len(chunks) and self.spot_checks.due():
                     await self._verify(outputs)
@@ -113,8 +121,7 @@ class Chain:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self.text.traits.batch_axis + 1)
 
     def _chunks(self, inputs: BlockInputs) -> list[BlockInputs]:
-        num_tokens, inner = self.view.config.prefill_chunk_tokens, inputs.inner
-        self.text.shows = inner is not None
+        num_tokens, inner = chunk_tokens(self._hops.route, self.view.config), inputs.inner
         if inner is None:
             return list(self.text.chunks(inputs, num_tokens))
         if inner.attentions:  # a row of weights has as many columns as the text positions
@@ -154,6 +161,8 @@ class Chain:
         self._in_flight.is_linked = False
         if isinstance(error, CacheFullError) and self.text.room.ask_for_less():
             return
+        if isinstance(error, SessionTooLargeError) and error.peer_id is not None:
+            self.text.room.too_small.add(error.peer_id)
         self.view.report(error)
         if self.on_failure is not None:
             self.on_failure(error)

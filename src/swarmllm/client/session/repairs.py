@@ -14,12 +14,14 @@ A move to a better route goes the same way from 2. on, except that the new sessi
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.swarm_view import SwarmView
+from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop
 from swarmllm.swarm.route_costs import RouteCosts
 
@@ -27,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS_LEFT = 64
 """Tokens that a move to a better route may count on. Assumed: the end of an answer of some sentences."""
+CHUNK_S = 0.25
+"""Longest time of a prompt's chunk on one server, unless it has no more than `prefill_chunk_tokens`. Assumed: over slow
+links, which the announced throughput knows of, short chunks fill a pipeline of servers better."""
+
+TOO_SMALL_S = 1e4
+"""Servers without room for the session are avoided as if it were for so long: longer than any ban."""
 
 
 class Repairs:
@@ -109,7 +117,7 @@ class Repairs:
         step = in_flight.add(inputs, position, run[-1], earlier)
         try:
             if before is None:
-                for position, inputs in text.replay(self._view.config.prefill_chunk_tokens):
+                for position, inputs in text.replay(chunk_tokens([hop.route_hop for hop in run], self._view.config)):
                     await run[0].send_step(
                         step.request, in_flight.state, position, inputs, replay_hops=len(run), exactly=True
                     )
@@ -133,9 +141,17 @@ class Repairs:
 
     def _costs(self) -> RouteCosts:
         text = self._text
-        return self._view.routes.costs(
+        costs = self._view.routes.costs(
             context_tokens=text.position,
             batch_size=text.batch_size,
             cache_tokens=text.batch_size * text.room.max_length,
             inner_states=text.shows,
         )
+        return replace(costs, avoided_s=dict.fromkeys(text.room.too_small, TOO_SMALL_S))
+
+
+def chunk_tokens(route: Sequence[RouteHop], config: ClientConfig) -> int:
+    """Tokens of one step of a prompt: more than the setting where a device needs more to be busy with computing."""
+    worth_asking_for = max(hop.server.batch_tokens for hop in route)
+    in_time = int(CHUNK_S * min(hop.server.throughput for hop in route))
+    return max(config.prefill_chunk_tokens, min(worth_asking_for, in_time, config.max_batch_tokens))

@@ -24,6 +24,8 @@ class TextRoom:
     """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
     guessed: bool = False
     """Whether `max_length` is more than anybody has asked for: where servers have no room for it, less will do."""
+    too_small: set[str] = field(default_factory=set)
+    """Servers that have less room than that in all."""
     _needed_length: int = 0
     """Positions that were to be computed so far."""
 
@@ -54,6 +56,7 @@ class TextRoom:
         if not self.guessed or self.max_length <= self._needed_length:
             return False
         self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
+        self.too_small.clear()
         return True
 
 

@@ -96,7 +96,7 @@ class Routes:
             await self._look_for_others(span)
             try:  # better a peer that failed before than none
                 avoided_s = self._health.avoided_s(time.monotonic())
-                return self._search(span, self._excluded, replace(costs, avoided_s=avoided_s))
+                return self._search(span, self._excluded, replace(costs, avoided_s={**avoided_s, **costs.avoided_s}))
             except MissingBlocksError as error:
                 if costs.inner_states:
                     self._check_old(span, costs, error)

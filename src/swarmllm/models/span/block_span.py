@@ -225,14 +225,22 @@ class BlockSpan:
         )
 
     @property
-    def can_be_paged(self) -> bool:
-        """Whether sessions keep nothing but keys and values, of all blocks, that fit in pages."""
-        if not self.keeps_cache or self.source_dim or self.offloaded is not None or self.group is not None:
-            return False
+    def why_not_paged(self) -> str:
+        """Why sessions can't be kept in pages; "" if they keep nothing but keys and values, of all blocks."""
+        if not self.keeps_cache:
+            return "the blocks keep nothing of a session"
+        if self.source_dim:
+            return "the blocks attend to another text, too"
+        if self.offloaded is not None:
+            return "some blocks come when they compute"
+        if self.group is not None:
+            return "several processes share the blocks"
         layers = self.new_cache().layers
-        return self.cache_sizes.key_value_shapes.keys() == set(self.span) and all(
+        if self.cache_sizes.key_value_shapes.keys() != set(self.span) or not all(
             can_be_paged(layers[block_idx - self.slots.first]) for block_idx in self.span
-        )
+        ):
+            return "some blocks keep something else than keys and values of all positions"
+        return ""
 
     def new_pool(self, num_pages: int, span: Span | None = None, dtype: torch.dtype | None = None) -> PagePool:
         """Pages for the keys and values of sessions on these blocks (default: all hosted)."""

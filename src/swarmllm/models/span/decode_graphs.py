@@ -109,7 +109,9 @@ class DecodeGraphs:
             try:
                 self._record(size)
             except RuntimeError as error:
-                logger.info("no graph of a step of %d: %s", size, str(error).split("\n")[0])
+                logger.warning(
+                    "decode steps of %d and fewer positions aren't recorded: %s", size, str(error).split("\n")[0]
+                )
                 break
         took_s = time.perf_counter() - started
         logger.info("recorded steps of %s positions in %.1f s", ", ".join(map(str, self.sizes)) or "no", took_s)

@@ -99,8 +99,8 @@ def _multiply(
     r = 1.0
     if NORM:
         kk = tl.arange(0, KP)
-        f = tl.load(X + kk, mask=kk < K, other=0.0).to(tl.float32)
-        r = 1.0 / tl.sqrt(tl.sum(f * f, 0) / K + eps)
+        whole = tl.load(X + kk, mask=kk < K, other=0.0).to(tl.float32)
+        r = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / K + eps)
     acc = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     at = W + rows.to(tl.int64)[:, None] * K

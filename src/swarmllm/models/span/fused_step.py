@@ -203,9 +203,14 @@ def find_fused(forward: PackedForward) -> FusedStep | None:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
         for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
             _compare(forward, fused[block_idx])
-    except Exception as error:  # noqa: BLE001 - model code of another kind
-        logger.info("blocks %s run by the model's own code: %s: %s", blocks.span, type(error).__name__, error)
+    except PackingUnsupportedError as error:
+        logger.info("decode steps are run by the model's own kernels: %s", error)
         return None
+    except Exception as error:  # noqa: BLE001 - a kernel that this GPU or Triton refuses
+        said = f"{type(error).__name__}: {error}"
+        logger.warning("decode steps are run by the model's own kernels, as fused ones fail: %s", said)
+        return None
+    logger.info("decode steps are run by fused kernels")
     for one in fused.values():
         one.join()
     return FusedStep(forward, fused)

@@ -6,6 +6,7 @@ is found out when it is loaded (`packing_probe`). The first of them is used unti
 decided there.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,11 @@ from swarmllm.models.boundary.cutting import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
+from swarmllm.models.span.page_access import why_no_kernels
 from swarmllm.models.span.paged_attention import SHORT_TOKENS
 from swarmllm.models.span.random_inputs import random_inputs
+
+logger = logging.getLogger(__name__)
 
 MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
@@ -38,6 +42,8 @@ class Packer:
         self.way = self.ways[0]
         """The one that is used."""
         self.forward = PackedForward(blocks)
+        self._failed: set[Packing] = set()
+        """Ways with a failed step in the log."""
 
     def use(self, way: Packing) -> None:
         """Use what was measured to be fastest, as far as it is right for these blocks."""
@@ -52,10 +58,12 @@ class Packer:
         """
         blocks, forward = self.blocks, self.forward
         forward.graphs = None
-        if self.way != Packing.PAGED or blocks.pool is None or blocks.pool.device.type != "cuda":
+        if self.way != Packing.PAGED or blocks.pool is None or why_no_kernels(blocks.pool.device):
+            logger.info("decode steps aren't recorded: sessions aren't on pages of a GPU")
             return
         hidden = random_inputs(blocks, 1).hidden_states
         if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs:
+            logger.info("decode steps aren't recorded: the blocks take more than hidden states")
             return
         step = _fused_step(forward) if fused else None
         graphs = DecodeGraphs(
@@ -85,7 +93,11 @@ class Packer:
         undo = [call.cache.keep_state() for call in calls]
         try:
             return list(self.forward.run(calls, way))
-        except Exception:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
+        except Exception as error:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
+            if way not in self._failed:
+                self._failed.add(way)
+                said = f"{type(error).__name__}: {error}"
+                logger.warning("a step of %d sessions failed %s; each runs alone: %s", len(calls), way.value, said)
             for restore in undo:
                 restore()
             return self._one_by_one(calls)

@@ -7,6 +7,7 @@ devices, for tests, and for looking whether a step needs the host (`decode_graph
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -112,6 +113,13 @@ def attend_in_torch(
     scores = shared @ all_keys.transpose(2, 3) * scale
     weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
     return (weights @ all_values).reshape(1, total, num_heads, -1).to(query.dtype)
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why a device has no kernels that read pages; "" if it has."""
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type}"
+    return "" if find_spec("triton") is not None else "Triton isn't installed: run pip install triton"
 
 
 _interprets = False

@@ -89,7 +89,10 @@ class Access:
             BlocksNotServedError: nothing new is taken, or nothing from this client.
         """
         if not self.is_allowed(peer_id):
-            raise BlocksNotServedError("this server doesn't serve you: ask its owner to add you to --allowed_clients")
+            raise BlocksNotServedError(
+                f"this server doesn't serve the peer id {peer_id}: use the --identity_path that its owner knows, or "
+                "ask the owner to add this one to --allowed_clients"
+            )
         serving = self.served()
         serving.check_stays()
         return serving
