@@ -1,4 +1,4 @@
-"""Where `generate()` begins to speculate: a mixin of the distributed model, asked for every greedy or sampled text.
+"""The begin of speculation in `generate()`: a mixin of the distributed model, for every greedy or sampled text.
 
 `ClientConfig.speculation` says whether. What can't be speculated on takes transformers' own loop: batches, blocks
 whose caches can't be rolled back, texts given as embeddings, models whose forwards draw random numbers or are watched

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: how requests fare, and what the swarm does to them. Names and units as Prometheus wants them.
+"""The figures of `/metrics`: how requests fare, and what the swarm does to them. Names and units as of Prometheus.
 
 Filled by `engine`, `generation` and `swarm_watch`; the server's own are in `server/metrics`.
 """

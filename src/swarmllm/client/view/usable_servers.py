@@ -1,4 +1,4 @@
-"""Which servers a client may use: by their claims, their weights, their adapters, and how much they may differ.
+"""The servers that a client may use: by their claims, weights and adapters, and by how much they may differ.
 
 Greetings are compared with the traits that this client has found out itself (`check_claims`, for every greeting):
 

@@ -1,4 +1,4 @@
-"""What Anthropic's and Ollama's clients ask, and OpenAI's /v1/responses: translated to chats and back. In `app`."""
+"""Routes of Anthropic's and Ollama's APIs, and OpenAI's /v1/responses: translated to chats and back. In `app`."""
 
 from collections.abc import Callable
 from functools import partial

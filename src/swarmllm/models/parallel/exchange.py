@@ -1,4 +1,4 @@
-"""What the server's process and its followers have to agree on: how they find each other, and how tensors pass.
+"""Agreements of the server's process and its followers: how they find each other, and how tensors pass.
 
 Commands go through a pipe and tensors through a process group of torch: gloo between processors, over the loopback
 interface alone, nccl between GPUs (which has never run). The group has a timeout of its own, and torch's global one

@@ -1,7 +1,7 @@
 """Formats in which models are published in few bits: what a checkpoint stores for one weight → the weight.
 
     stored_format       the interface, and a checkpoint as if every weight were stored as one tensor
-    choice              which format a checkpoint has, from its config
+    choice              the format of a checkpoint, from its config
     few_bits            AWQ, GPTQ, HQQ, bitsandbytes
     few_bit_floats      FP8 (DeepSeek's blocks of 128×128, rows, whole tensors), ModelOpt (NVIDIA), MXFP4 (gpt-oss)
     compressed_tensors  4 and 8 bits, FP8, NVFP4 (llm-compressor, Kimi)

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has: its config says so."""
+"""The format of a checkpoint, by its config."""
 
 from collections.abc import Mapping
 from typing import Any
