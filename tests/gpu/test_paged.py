@@ -197,3 +197,16 @@ def test_bfloat16_is_no_further_from_float32_than_alone(directory: Path, way: st
     ]
     print(f"from float32: packed {errors[0]:.2e}, alone {errors[1]:.2e}")
     assert errors[0] <= ROUNDING * errors[1]
+
+
+def test_blocks_whose_steps_are_fused_still_give_gradients(directory: Path) -> None:
+    """Their weights were joined, and training's forwards read them."""
+    blocks = load(directory, torch.float32)
+    blocks.pool = blocks.new_pool(200)
+    with torch.inference_mode():
+        Packer(blocks, [Packing.PAGED]).record((1, 2), fused=True)
+    given = inputs(blocks, 5, 0)
+    given.hidden_states.requires_grad_()
+    blocks.forward(given, blocks.span).square().sum().backward()
+    assert given.hidden_states.grad is not None
+    assert given.hidden_states.grad.isfinite().all()

@@ -20,12 +20,8 @@ MOST_INPUTS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 128
 """Columns that the kernel decodes at a time."""
-LEAST_GROUP = 16
-"""Columns with one scale. Assumed: with fewer, scales take longer than codes."""
-
-LEAST_BY_INSTRUCTIONS = 32
-"""Columns. With the 16 of nvfp4 a thread has fewer codes than the 8 that instructions decode at once: measured wrong on
-an H200 with Triton 3.6."""
+LEAST_GROUP = 32
+"""Columns with one scale. With the 16 of nvfp4, products were wrong on an H200 with Triton 3.6; why isn't known."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -113,12 +109,7 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     tile = dict(tile or usual_tile(num_inputs, matrix))
     at_once = tile.pop("columns")
     columns = at_once if group == width else min(at_once, group)
-    by_instructions = (
-        matrix.values is not None
-        and inputs.is_cuda
-        and inputs.dtype != torch.float32
-        and columns >= LEAST_BY_INSTRUCTIONS
-    )
+    by_instructions = matrix.values is not None and inputs.is_cuda and inputs.dtype != torch.float32
     by_table = matrix.values is not None and not by_instructions
     tensors = (matrix.codes, matrix.scale, matrix.zero, matrix.least, matrix.factor)
     outputs = inputs.new_empty(num_inputs, num_rows)

@@ -108,8 +108,9 @@ class FusedBlock:
         self.gate_up = Product((mlp.gate_proj, mlp.up_proj))
         self.down = Product((mlp.down_proj,))
 
+    @torch.inference_mode(False)
     def join(self) -> None:
-        """Join weights with the same inputs."""
+        """Join weights with the same inputs. Outside of inference mode: training's forwards read them, too."""
         for product in (self.qkv, self.output, self.gate_up, self.down):
             product.join()
 
