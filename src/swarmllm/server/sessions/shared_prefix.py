@@ -3,9 +3,9 @@
 Each page of the prompt is named by a cryptographic hash of all inputs up to its end, so two sessions share a page only
 if they began with the same inputs, bit for bit; inputs come from strangers, who must not be able to make two prompts
 look alike. What is hashed and what the cache holds must be the same: a session whose cache has seen anything else
-shares no more, until it begins anew. Pages are copied into the session's own buffers: attention wants keys and values
-in one piece, and copying a page takes a small part of the time of computing it. Used by `step_runner`; everything
-but `fits` runs in the device thread.
+shares no more, until it begins anew. Pages are copied into the session's own buffers, as attention wants keys and
+values in one piece; where all sessions of a span are on pages of one pool (`span/page_pool`), they are shared by
+reference. Used by `step_runner`; everything but `fits` runs in the device thread.
 """
 
 import hashlib
