@@ -52,6 +52,12 @@ def main() -> None:
             optimizer.zero_grad()
             print(f"step {step}  loss {loss.item():.4f}", flush=True)
 
+        start = tokenizer(" ".join(TEXT.split()[:3]), return_tensors="pt")
+        said = model.generate(
+            **start, max_new_tokens=batch.input_ids.shape[1] - start.input_ids.shape[1], do_sample=False
+        )
+        print("it says:", tokenizer.decode(said[0], skip_special_tokens=True))
+
 
 if __name__ == "__main__":
     main()

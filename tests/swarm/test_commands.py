@@ -219,7 +219,7 @@ def test_what_can_be_typed_while_chatting(bootstrap: str, servers: list[str], lo
         f"/model {MODEL}",
         "/system Answer in one word.",
         "/system",
-        "/exit",
+        "/quit",
     ]
     shared = ("--model", taught, "--dtype", "float32", "--max_new_tokens", 12, "--initial_peers", bootstrap)
     done = command("chat", *shared, stdin="\n".join(lines))

@@ -24,6 +24,7 @@ def test_the_example_reaches_its_loss(repo_root: Path) -> None:
     assert len(losses) == 60
     assert losses[0] > 9
     assert losses[-1] < 4  # it was 3.45
+    assert "it says: The little robot" in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")

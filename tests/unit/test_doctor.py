@@ -3,9 +3,11 @@
 import asyncio
 import fcntl
 import importlib.metadata
+import json
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,17 @@ def test_a_directory_with_only_a_config(tmp_path: Path) -> None:
     assert "8 of 8 blocks fit" in here.text
     answers = list(checks.check_memory(config))
     assert "0.001 + 0.004 GB" in answers[-1].text
+
+
+def test_a_config_that_names_no_dtype(tmp_path: Path) -> None:
+    config = json.loads(Path(embedded_model_path(), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    asked = DoctorConfig(model=str(tmp_path), memory=("24",), device=("cpu",))
+    for finding in (only(checks.check_model(asked)), only(checks.check_memory(asked))):
+        assert finding.verdict is Verdict.BAD
+        assert "add --dtype" in finding.text
+    told = replace(asked, dtype="bfloat16")
+    assert only(checks.check_memory(told)).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize("memory", ["many", "0", "-1", "inf", "1e3"])

@@ -31,6 +31,8 @@ COMMANDS = (
     "/model NAME changes to another model, /exit ends, /help says this; Ctrl-C ends the model's turn, Ctrl-D the chat; "
     "all else goes to the model, and a line that ends with \\ goes on in the next one"
 )
+ENDS = ("/exit", "/quit", "/bye")
+"""The last two are what other programs call it."""
 FIRST_LENGTH = 2048
 """Tokens that servers keep room for at first. It grows with the conversation."""
 MOST_REMEMBERED = 1000
@@ -105,7 +107,7 @@ def build_parser() -> Parser:
 
 
 def chat(config: ChatConfig) -> int:
-    """Talk until standard input ends or says /exit; the exit code."""
+    """Talk until standard input ends or says that it ends; the exit code."""
     interactive = sys.stdin.isatty()
     before = config
     with closing(_lines(interactive)) as lines:
@@ -146,7 +148,7 @@ def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | 
         for said in lines:
             if said.startswith("/"):
                 name, _, words = said.partition(" ")
-                if name == "/exit":
+                if name in ENDS:
                     return None
                 if name == "/model" and words.strip():
                     return words.strip()

@@ -85,7 +85,7 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
     try:
         checkpoint = open_checkpoint(config.model, revision=config.revision, cache_dir=default_cache_dir())
         check_supported(checkpoint.config)
-        dtype = resolve_dtype(checkpoint, config.dtype)
+        dtype = _dtype_of(checkpoint, config)
         sizes = block_bytes(checkpoint, dtype, resolve_quantization(config.quant_type))
     except SwarmError as error:
         yield bad(one_line(error))
@@ -101,6 +101,17 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
         yield bad(one_line(error))
 
 
+def _dtype_of(checkpoint: Checkpoint, config: DoctorConfig) -> torch.dtype:
+    try:
+        return resolve_dtype(checkpoint, config.dtype)
+    except BlockWeightsNotFoundError as error:
+        # Weights are looked at for nothing but a dtype that config.json lacks.
+        raise ConfigurationError(
+            f"config.json of {checkpoint.name} names no dtype, and without weights nothing else tells it: "
+            "add --dtype bfloat16, or whatever the model is published in"
+        ) from error
+
+
 def _known_as(checkpoint: Checkpoint) -> str:
     try:
         return f"fingerprint {fingerprint(checkpoint)[:12]}"
@@ -114,7 +125,7 @@ def check_memory(config: DoctorConfig) -> Iterator[Finding]:
         return
     try:
         checkpoint = open_checkpoint(config.model, revision=config.revision, cache_dir=default_cache_dir())
-        dtype = resolve_dtype(checkpoint, config.dtype)
+        dtype = _dtype_of(checkpoint, config)
         formats = {name: max(block_bytes(checkpoint, dtype, resolve_quantization(name))) for name in FINEST_FIRST}
     except SwarmError as error:
         yield bad(one_line(error))

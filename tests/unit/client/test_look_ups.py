@@ -1,10 +1,12 @@
-"""Errors about missing blocks name the mend."""
+"""Errors about missing blocks name the mend, and a swarm that was started again is found."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swarmllm.client.view import look_ups as look_ups_module
 from swarmllm.client.view.look_ups import LookUps
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
@@ -49,3 +51,31 @@ async def test_a_swarm_that_is_gone_is_told_from_one_without_the_model(
     monkeypatch.setattr(look_ups, "_peer", SimpleNamespace(is_alone=alone))
     error = await look_ups.explained(MissingBlocksError("nobody serves them", (0,)), None, "")
     assert said in str(error)
+
+
+@pytest.mark.parametrize(("initial_peers", "joined"), [((), ["/ip4/1.2.3.4/tcp/6/p2p/12D3"]), (("/ip4/1.2.3.4",), [])])
+async def test_a_swarm_of_the_local_network_that_was_started_again_is_found(
+    monkeypatch: pytest.MonkeyPatch, initial_peers: tuple[str, ...], joined: list[str]
+) -> None:
+    """Its servers have new addresses. Where addresses were given, only those count."""
+    told: list[str] = []
+    looks = 0
+
+    async def find_swarm(*_: Any, **__: Any) -> tuple[str, ...]:
+        nonlocal looks
+        looks += 1
+        return ("/ip4/1.2.3.4/tcp/6/p2p/12D3",)
+
+    async def no_servers(_: str) -> tuple[ServerInfo, ...]:
+        return ()
+
+    monkeypatch.setattr(look_ups_module, "find_swarm", find_swarm)
+    config = ClientConfig(initial_peers=initial_peers)
+    look_ups = LookUps(config, name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
+    monkeypatch.setattr(look_ups, "_directory", SimpleNamespace(servers=no_servers), raising=False)
+    monkeypatch.setattr(look_ups, "_peer", SimpleNamespace(is_alone=True, join_by=told.extend))
+    for _ in range(3):  # one look in five seconds is enough
+        await look_ups.refresh()
+        await asyncio.sleep(0)
+    assert told == joined
+    assert looks == len(joined)

@@ -35,6 +35,8 @@ NEIGHBOURS_MET = 8
 
 PING_SAMPLES = 3
 """Pings of which the least counts: everything else that a sample holds is somebody's delay."""
+LAN_LOOK_INTERVAL_S = 5.0
+"""Seconds from one look at the local network to the next, while no peer answers. Assumed; a look takes 3 s."""
 IDLE_S = 120.0
 """Seconds without a route or a step after which nobody is pinged any more."""
 
@@ -64,6 +66,8 @@ class LookUps:
         """A server has failed since the last look, so what was announced may no longer be true."""
         self._peer: Peer | None = None
         self._refreshing = asyncio.Lock()
+        self._lan_look: asyncio.Task[None] | None = None
+        self._lan_looked_at = -math.inf
 
     @property
     def peer(self) -> Peer:
@@ -101,6 +105,9 @@ class LookUps:
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon."""
+        if self._lan_look is not None:
+            self._lan_look.cancel()
+            await asyncio.gather(self._lan_look, return_exceptions=True)
         await self.verified.close()
         if self._peer is not None:
             await self._peer.close()
@@ -111,6 +118,8 @@ class LookUps:
         asked_at = time.monotonic()
         async with self._refreshing:
             if self.snapshot.taken_at < asked_at:
+                if self.peer.is_alone and self._found_on_lan:
+                    self._look_at_lan_soon()
                 servers = await self._directory.servers(self.fingerprint)
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
@@ -119,6 +128,26 @@ class LookUps:
                     self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])
                 self.news += 1
             return self.snapshot
+
+    @property
+    def _found_on_lan(self) -> bool:
+        return not self.config.initial_peers
+
+    def _look_at_lan_soon(self) -> None:
+        """Look for servers that were started since the last peer was lost: their addresses are new."""
+        now = time.monotonic()
+        if self._lan_look is not None and not self._lan_look.done():
+            return
+        if now - self._lan_looked_at >= LAN_LOOK_INTERVAL_S:
+            self._lan_looked_at = now
+            self._lan_look = asyncio.get_running_loop().create_task(self._look_at_lan(), name="look at the LAN again")
+
+    async def _look_at_lan(self) -> None:
+        try:
+            found = await find_swarm(self.name, self.fingerprint, look_on_s=0.0)
+        except MissingBlocksError:
+            return  # the route's error says what is missing
+        self.peer.join_by(found)
 
     async def look_again(self) -> None:
         """`refresh`, whose failure is only logged."""
@@ -141,9 +170,10 @@ class LookUps:
         used because of other weights."""
         names = sorted({record.name for record in (await self._directory.models()).values()})
         if not self.snapshot.servers and self.peer.is_alone:
+            place = "on this network" if self._found_on_lan else "where it was"
             return MissingBlocksError(
                 f"nobody serves {self.name}: no peer of the swarm that this one has met answers any more; start one "
-                "again where it was, or name peers that are there with --initial_peers",
+                f"again {place}, or name peers that are there with --initial_peers",
                 error.block_idxs,
             )
         if not self.snapshot.servers:

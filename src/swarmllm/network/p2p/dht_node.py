@@ -57,6 +57,8 @@ MAX_SWARMS = 32
 MAX_KEPT_PEERS = 16
 """Peers of a swarm that are kept: the ones that were met last."""
 MAX_KEPT_ADDRS = 3
+MAX_INITIAL_ADDRS = 256
+"""Addresses of initial peers that are added later may not grow without bound. Assumed."""
 MAX_AGE_S = 30 * 86400.0
 MAX_BYTES = 1 << 20
 """A larger file isn't one of these."""
@@ -79,9 +81,9 @@ class Dht:
         self._daemon = daemon
         self._identity = identity
         self._client_mode = client_mode
-        parted = [split_initial_peer(maddr) for maddr in initial_peers]
-        self.initial_peers = [(peer_id, addr) for peer_id, addr in parted if peer_id != identity.peer_id]
+        self.initial_peers: list[tuple[str, str]] = []
         """Peer ids and addresses."""
+        self.add_initial_peers(initial_peers)
         known_by = [peer_id for peer_id, _ in self.initial_peers]
         self._book = None if address_book is None else AddressBook(address_book, known_by)
         self._node: Any = None
@@ -164,6 +166,12 @@ class Dht:
         nodes = {peer.to_base58() for peer in self._node.protocol.routing_table.uid_to_peer_id.values()}
         first = [peer_id for peer_id in dict.fromkeys(peer_id for peer_id, _ in self.initial_peers) if peer_id in nodes]
         return [*first, *(nodes - set(first))]
+
+    def add_initial_peers(self, maddrs: Sequence[str]) -> None:
+        """Join through these as well, before those that are known, when none of the nodes answers."""
+        parted = [split_initial_peer(maddr) for maddr in maddrs]
+        others = [(peer_id, addr) for peer_id, addr in parted if peer_id != self._identity.peer_id]
+        self.initial_peers = list(dict.fromkeys([*others, *self.initial_peers]))[: max(MAX_INITIAL_ADDRS, len(others))]
 
     def met(self, peer_id: str, addrs: Sequence[str]) -> None:
         """This peer was reached, and says that it has these addresses."""

@@ -315,6 +315,10 @@ class Peer:
         """Whether none of the swarm's nodes that were met answers any more."""
         return self._dht is None or self._dht.is_alone
 
+    def join_by(self, initial_peers: Sequence[str]) -> None:
+        """Join through these as well, the next time that this peer is alone."""
+        self._running_dht().add_initial_peers(initial_peers)
+
     def prefer_records(self, prefers: Callable[[str], bool]) -> None:
         """Keep the records of these peers before those of others, when there are too many."""
         self._running_dht().prefers = prefers
