@@ -1,6 +1,8 @@
 """Ctrl-C in a real terminal, which sends it to every process of the foreground; and what else terminals send."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -103,8 +105,11 @@ def test_bootstrap_peers_and_gateways(swarm: LocalSwarm, presses: int) -> None:
             assert_tidy(terminal)
 
 
-def test_chat_goes_on(swarm: LocalSwarm) -> None:
-    with Terminal("chat", *LONG, "--initial_peers", *swarm.initial_peers) as terminal:
+def test_chat_goes_on(swarm: LocalSwarm, tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "talkative")  # an answer of one word would end before Ctrl-C
+    told = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**told, "min_new_tokens": 1000}))
+    with Terminal("chat", "--model", model, *LONG[2:], "--initial_peers", *swarm.initial_peers) as terminal:
         terminal.wait_for("> ")
         for question in ("Tell me a story.", "And now?", "Is there more?"):
             terminal.type(f"{question}\n")
