@@ -1,5 +1,5 @@
 # A server of a swarm: docker build -t swarmllm . && docker run --init --gpus all -p 31337:31337 -v swarmllm:/cache swarmllm \
-#     --model DIR_OR_HUB_ID --num_blocks 8 --initial_peers MADDR
+#     --model DIR_OR_HUB_ID --num_blocks 8 --initial_peers ADDRESS
 #
 # COMPUTE=cuda (default) takes PyTorch's usual build, which brings its own CUDA libraries: the host needs only the driver.
 # COMPUTE=cpu takes the CPU build from TORCH_INDEX, the address that PyTorch's "Get started" page names for pip and CPU:

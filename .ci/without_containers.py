@@ -92,7 +92,7 @@ def of_compose(path: Path, environment: Mapping[str, str]) -> list[Service]:
 
 def of_document(path: Path, initial_peer: str) -> Iterator[Service]:
     """The commands of its systemd units, and of its manifests for Kubernetes; the model and the peer are put in."""
-    words = {"M": os.fspath(embedded_model_path()), "MADDR": initial_peer}
+    words = {"M": os.fspath(embedded_model_path()), "ADDRESS": initial_peer}
     for kind, text in BLOCK.findall(path.read_text()):
         if kind == "yaml":
             (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]

@@ -1,7 +1,7 @@
 """Prompt tuning: teach a model of the swarm one sentence by training a few soft prompt tokens.
 
     python examples/prompt_tuning.py                                # a swarm of its own, on this machine
-    python examples/prompt_tuning.py --initial_peers MADDR --model M
+    python examples/prompt_tuning.py --initial_peers ADDRESS --model M
 
 The soft prompts and the optimizer live here; the blocks run, forwards and backwards, on the servers, whose weights stay
 as they are. That is how many users can tune one model at a time.

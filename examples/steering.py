@@ -1,7 +1,7 @@
 """Steering: a direction that is found between two blocks makes the model write about something else.
 
     python examples/steering.py                         # a swarm of its own, on this machine
-    python examples/steering.py --initial_peers MADDR --model M --block 12
+    python examples/steering.py --initial_peers ADDRESS --model M --block 12
 
 Hooks on whole blocks work as on a local model, though servers run them: what comes out of the hooked block passes
 through this machine. The first hook only reads (probing): the mean hidden state over texts of one kind, less that of

@@ -64,3 +64,10 @@ def test_ports_and_places_are_this_machines_own(tmp_path: Path) -> None:
     assert re.fullmatch(r"--metrics_port=(?!9400)\d+", metrics)
     assert Path(identity).parent.parent == tmp_path
     assert here.localized(deployment.Service("dht", ["swarmllm", "dht"]))[-1] == "--host_maddrs=/ip4/127.0.0.1/tcp/0"
+
+
+def test_the_peer_is_put_into_the_document() -> None:
+    """A renamed placeholder must fail here, not only in the slow test above, which CI runs every fourth commit."""
+    services = list(deployment.of_document(ROOT / "docs" / "deployment.md", "/ip4/PEER"))
+    peers = [service.argv[service.argv.index("--initial_peers") + 1] for service in services[:1] + services[2:]]
+    assert peers == ["/ip4/PEER"] * 3
