@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
-from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.wire.protocol import FrameStream
 from swarmllm.server.peers.twins import Twins
 from swarmllm.swarm.claims import plausible

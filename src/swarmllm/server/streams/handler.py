@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from swarmllm.errors import ServerOverloadedError, SwarmError, WeightsMismatchError
-from swarmllm.network.wire.intake import Intake
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, send_error, welcome
+from swarmllm.network.wire.stream import Intake
 from swarmllm.server.peers.links import Links
 from swarmllm.server.streams.access import Access
 from swarmllm.server.streams.dispatcher import Dispatcher
