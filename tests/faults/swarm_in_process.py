@@ -27,7 +27,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.server.adapters.served_adapters import ServedAdapters
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.kv_cache import CacheBudget

@@ -34,7 +34,7 @@ from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.network.wire.protocol import Message, MessageType
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.sessions import prefix_cache, shared_prefix
 from swarmllm.server.sessions.prefix_cache import PrefixCache

@@ -15,7 +15,7 @@ from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.relay.service import RelayService
 from swarmllm.network.wire.stream import traffic
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from swarmllm.data_structures import MAX_DIGESTS, ServerInfo, ServerState, Span
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.server.device.device import hardware_name
-from swarmllm.server.device.memory import free_bytes
+from swarmllm.server.device.device import free_bytes, hardware_name
 from swarmllm.server.device.niceness import MAX_MS, Niceness
+from swarmllm.server.device.throughput import least_worth_asking_for
 from swarmllm.server.measuring.successors import Successors
-from swarmllm.server.measuring.throughput import least_worth_asking_for
 from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.twins import Twins
 from swarmllm.server.sessions.kv_cache import CacheBudget

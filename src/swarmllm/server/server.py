@@ -28,7 +28,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.announcer import Announcer
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.niceness import Niceness, give_way
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.downloads import in_background

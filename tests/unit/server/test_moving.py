@@ -17,8 +17,7 @@ from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.server import rebalancer as rebalancer_module
 from swarmllm.server import span_loader
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.load_meter import DecodeTimes
+from swarmllm.server.device.device_thread import DecodeTimes, Executor
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.rebalancer import Rebalancer

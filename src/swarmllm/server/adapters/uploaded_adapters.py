@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from swarmllm.errors import BlocksNotServedError, ServerOverloadedError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.server.device.memory import ADAPTERS_BYTES
+from swarmllm.server.device.device import ADAPTERS_BYTES
 
 MAX_BYTES_PER_PEER = 256 << 20
 """At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""

@@ -1,5 +1,4 @@
-"""Forward and backward without KV caches.
+"""What servers pass on to each other for requests without a session.
 
-batches  outputs, and the gradients of inputs
-pushes   what servers pass on to each other for batches
+pushes   taken in for the request that names them, and sent to the next server
 """

@@ -1,7 +1,4 @@
-"""What is measured of this server, mostly for its announcement.
+"""Measurements for the announcement, besides those of the blocks.
 
-throughput        how fast its blocks are
-packing_speed     which way of packing is fastest here
-timing            what both share
-successors        how far the servers are that may come next
+successors   round trips to the servers that may come next
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from swarmllm.network.p2p.identity import is_genuine
 from swarmllm.network.wire.protocol import Contribution
-from swarmllm.server.device.fairness import Account
+from swarmllm.server.device.scheduler import Account
 
 
 class Standing:

@@ -23,8 +23,8 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.compression import Outgoing, as_received
 from swarmllm.network.wire.messages import ReplayHeader, ResultHeader, StepHeader, Successor, Timings
 from swarmllm.network.wire.protocol import FrameStream, MessageType, send_error
-from swarmllm.server.device.calls import Timed
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
+from swarmllm.server.device.device_thread import Timed
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.outlet import Outlet
 from swarmllm.server.sessions.step_runner import Step, StepRunner

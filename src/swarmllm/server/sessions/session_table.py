@@ -15,7 +15,7 @@ from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import FrameStream
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.outlet import Outlet

@@ -30,11 +30,9 @@ from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
-from swarmllm.server.device.calls import Timed
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.fairness import HOUSE, Account
-from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.device.device_thread import Executor, Timed
+from swarmllm.server.device.scheduler import HOUSE, Account, Priority
 from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
 from swarmllm.server.sessions.kv_cache import CacheLease
 from swarmllm.server.sessions.prefix_cache import PrefixCache

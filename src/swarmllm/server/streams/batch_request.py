@@ -15,8 +15,8 @@ from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.network.wire.compression import Outgoing, compressed
 from swarmllm.network.wire.messages import BatchHeader, ResultHeader, parse
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
-from swarmllm.server.batches.batches import Batch, Turns, forward, gradients, record
 from swarmllm.server.batches.pushes import push
+from swarmllm.server.device.forward_backward import Batch, Turns, forward, gradients, record
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
