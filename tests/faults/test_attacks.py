@@ -42,7 +42,7 @@ from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers import peer_limits
 from swarmllm.server.sessions import session_table
-from swarmllm.server.sessions.waiting_room import MESSAGE_BYTES
+from swarmllm.server.sessions.kv_cache import MESSAGE_BYTES
 
 SESSION, OTHER = "a" * 32, "b" * 32
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)

@@ -14,9 +14,7 @@ metrics      what Prometheus is told
 downloads    what may take minutes, beside the event loop
 streams/     what peers ask for, checked and dispatched
 sessions/    KV caches of clients
-batches/     forward and backward without caches
 adapters/    what clients sent, and what is offered to all
 peers/       links to other servers, and what one peer may take
 device/      the one thread that touches blocks and caches, and what it computes next
-measuring/   how fast this server, its network and its successors are
 """

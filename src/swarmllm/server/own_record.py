@@ -9,9 +9,8 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.server.device.device import free_bytes, hardware_name
 from swarmllm.server.device.niceness import MAX_MS, Niceness
 from swarmllm.server.device.throughput import least_worth_asking_for
-from swarmllm.server.measuring.successors import Successors
 from swarmllm.server.peers.links import Links
-from swarmllm.server.peers.twins import Twins
+from swarmllm.server.peers.other_servers import Successors, Twins
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_loader import Loaded, SpanLoader

@@ -13,10 +13,10 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader
 from swarmllm.server.adapters.served_adapters import ServedAdapters
 from swarmllm.server.adapters.uploaded_adapters import AdapterStore
-from swarmllm.server.batches.pushes import Pushes
 from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.forward_backward import KeptBatches
 from swarmllm.server.peers.peer_limits import PeerLimits
+from swarmllm.server.peers.pushes import Pushes
 from swarmllm.server.sessions.session_table import SessionTable
 from swarmllm.server.streams.stack_parts import StackParts
 

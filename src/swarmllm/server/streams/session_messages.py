@@ -16,10 +16,10 @@ from swarmllm.network.wire.messages import (
 )
 from swarmllm.network.wire.protocol import FrameStream, Message
 from swarmllm.server.peers.links import Links
+from swarmllm.server.sessions.kv_cache import bytes_of
 from swarmllm.server.sessions.session import Replay, Session
 from swarmllm.server.sessions.session_table import NO_SUCH_SESSION
 from swarmllm.server.sessions.step_runner import Step
-from swarmllm.server.sessions.waiting_room import bytes_of
 from swarmllm.server.streams.access import Access
 from swarmllm.server.streams.input_checks import off_loop
 
