@@ -21,7 +21,7 @@ from swarmllm.server.__main__ import main
 from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
 from swarmllm.server.device.throughput import Throughput
-from swarmllm.server.streams.stack_parts import StackParts
+from swarmllm.server.streams.serving import StackParts
 
 
 class Fault(Enum):

@@ -396,7 +396,7 @@ async def test_idle_streams_cost_nobody_anything(blocks: BlockSpan) -> None:
 
 async def test_no_greeting(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever doesn't say HELLO is left after a while."""
-    monkeypatch.setattr("swarmllm.server.streams.handler.welcome", impatient(welcome))
+    monkeypatch.setattr("swarmllm.server.streams.connection.welcome", impatient(welcome))
     async with serving(blocks) as server:
         stream = await server.connect(MALLORY, greet=False)
         await server.ended(stream)

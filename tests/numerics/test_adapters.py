@@ -16,7 +16,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.server.adapters.uploaded_adapters import AdapterStore
+from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.device import forward_backward
 from swarmllm.server.device.forward_backward import Batch, Graph, Turns, forward, gradients, record
 

@@ -25,7 +25,7 @@ from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_access import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.models.startup_progress import stage
-from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.adapters import ServedAdapters
 from swarmllm.server.device.device import (
     COUNTED_TOKENS,
     FREE_SHARE,
@@ -52,7 +52,7 @@ from swarmllm.server.downloads import in_background
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.stack_parts import StackPart, StackParts
+from swarmllm.server.streams.serving import StackPart, StackParts
 from swarmllm.swarm.placement import choose_span, describe_choice
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Bounds on what peers have sent and nobody has taken yet.
 
-`streams/handler` makes one for all its clients, `wire/stream` tells it what each stream holds. Pure but for the ending
-of streams, which it is handed.
+`streams/connection` makes one for all its clients, `wire/stream` tells it what each stream holds. Pure but for the
+ending of streams, which it is handed.
 """
 
 from collections import Counter

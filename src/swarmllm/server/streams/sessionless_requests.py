@@ -1,4 +1,4 @@
-"""FORWARD and BACKWARD: what clients ask of blocks without a session. Called by `dispatcher`."""
+"""FORWARD and BACKWARD: requests of clients without a session. Called by `connection`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +21,7 @@ from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.pushes import push
 from swarmllm.server.sessions.step_runner import INNER_FACTOR, wanted_inner
 from swarmllm.server.streams.input_checks import NOTHING, off_loop
-from swarmllm.server.streams.serving import Serving
-from swarmllm.server.streams.stack_parts import StackPart
+from swarmllm.server.streams.serving import Serving, StackPart
 
 
 async def run_batch(
