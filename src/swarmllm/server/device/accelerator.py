@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarmllm.models.boundary.host_copies import queued_copy
+from swarmllm.models.boundary.block_inputs import queued_copy
 
 
 class Accelerator(Protocol):

@@ -21,11 +21,9 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.boundary.activation_checks import plausible
 from swarmllm.models.boundary.activation_log import ActivationLog
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import uncut
-from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
+from swarmllm.models.boundary.inner_states import InnerStates, plausible
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
