@@ -27,8 +27,7 @@ from swarmllm.models.checkpoint.skeleton import (
     unused_before_blocks,
 )
 from swarmllm.models.free_memory import return_free_memory, separate_weights
-from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.shared import share
+from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.quantization.bfloat16 import hold_whole
 from swarmllm.models.quantization.check import check_quantized
