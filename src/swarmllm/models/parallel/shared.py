@@ -42,7 +42,7 @@ from swarmllm.models.parallel.exchange import (
     weight_recipe,
 )
 from swarmllm.models.parallel.follower import multiplied
-from swarmllm.models.quantization.bfloat16 import Whole
+from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
 from swarmllm.models.quantization.packed import TILE, Packed
 from swarmllm.models.quantization.rules import is_transposed, may_be_packed

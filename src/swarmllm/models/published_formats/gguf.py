@@ -7,7 +7,7 @@ tensors or settings is refused, not ignored.
 
 llama.cpp stores some weights in another way than transformers: rows of queries and keys in another order, norms with 1
 added, experts of a block in one tensor. All of that is undone here, also for packed weights: blocks of weights never
-span two rows. Weights in blocks stay packed if that is wanted; `models/quantization/gguf_blocks` multiplies by them.
+span two rows. Weights in blocks stay packed if that is wanted; `models/quantization/decoded` multiplies by them.
 Used by `checkpoint/stored_files`.
 """
 
@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.published_formats.stored_format import PackedTensor
-from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS, WHOLE
+from swarmllm.models.quantization.decoded import FORMS, KINDS, WHOLE
 
 MOST_ENTRIES = 1 << 20
 """Tensors or settings of a file; the largest models have some 2000 and 100."""

@@ -29,9 +29,7 @@ from swarmllm.models.checkpoint.skeleton import (
 from swarmllm.models.free_memory import return_free_memory, separate_weights
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
-from swarmllm.models.quantization.bfloat16 import hold_whole
-from swarmllm.models.quantization.check import check_quantized
-from swarmllm.models.quantization.loading import LoadingConfig
+from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
