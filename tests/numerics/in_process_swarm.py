@@ -23,7 +23,7 @@ from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import Group
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.block_span import BlockSpan
