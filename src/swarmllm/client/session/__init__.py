@@ -6,9 +6,8 @@ user_inputs        what users hand to it, checked
 session_text       what the text's servers have seen, and room for more
 chain              steps through all servers, run again where one fails
 pipelined_chain    a chain that runs ahead of its results
-in_flight          what servers were asked and haven't answered
+in_flight          steps under way, and which answers can belong to them
 repairs            servers opened, replaced, exchanged for better ones
 open_route         the servers of a chain, in the order of their blocks
 hop                one of these servers
-pending_step       a step under way, and which answers can belong to it
 """

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
-from swarmllm.client.session.in_flight import InFlight
+from swarmllm.client.session.in_flight import InFlight, PendingStep
 from swarmllm.client.session.open_route import OpenRoute
-from swarmllm.client.session.pending_step import PendingStep
 from swarmllm.client.session.repairs import Repairs, chunk_tokens
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.session.chain import Chain
-from swarmllm.client.session.pending_step import PendingStep
+from swarmllm.client.session.in_flight import PendingStep
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import Span
