@@ -4,10 +4,8 @@ inference_session  the session as users hold it
 legs               its way through all blocks, of which some may be here
 user_inputs        what users hand to it, checked
 session_text       what the text's servers have seen, and room for more
-chain              steps through all servers, run again where one fails
-pipelined_chain    a chain that runs ahead of its results
+chain              steps through all servers, ahead of their results; repairs where one fails
 in_flight          steps under way, and which answers can belong to them
-repairs            servers opened, replaced, exchanged for better ones
 open_route         the servers of a chain, in the order of their blocks
 hop                one of these servers
 """

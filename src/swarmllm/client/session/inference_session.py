@@ -20,9 +20,8 @@ from torch import Tensor
 from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
-from swarmllm.client.session.chain import Chain
+from swarmllm.client.session.chain import Chain, PipelinedChain
 from swarmllm.client.session.legs import Leg, Legs, LocalLeg, RemoteLeg
-from swarmllm.client.session.pipelined_chain import PipelinedChain
 from swarmllm.client.session.session_text import SessionText, TextRoom
 from swarmllm.client.session.user_inputs import block_inputs, check_position
 from swarmllm.client.view.event_loop import EventLoop
