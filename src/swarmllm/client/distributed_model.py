@@ -32,8 +32,7 @@ from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
-from swarmllm.client.session.inference_session import InferenceSession, entered_session
-from swarmllm.client.session.user_inputs import note_position
+from swarmllm.client.session.inference_session import InferenceSession, entered_session, note_position
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator, require_no_drafts
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView

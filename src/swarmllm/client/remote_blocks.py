@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.batch_runner import BatchRunner
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
-from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.client.session.user_inputs import block_inputs
+from swarmllm.client.session.inference_session import InferenceSession, block_inputs
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
