@@ -1,7 +1,7 @@
 """What servers pass on to each other for batches: taken in for the request that names it, and sent to the next one.
 
 The client sends every server of a route its own request at once, and names, by secrets, who gets what from whom
-(`batches/pushed_batches`). Called by `streams/dispatcher` and `streams/batch_request`; knows nothing about blocks.
+(`client/batches/hop_batches`). Called by `streams/dispatcher` and `streams/batch_request`; knows nothing about blocks.
 
     a PUSH comes                                    what happens
     from the source that a waiting request names    the request goes on
