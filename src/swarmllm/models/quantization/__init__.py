@@ -19,7 +19,7 @@
     check        compares outputs and gradients with the dequantized weights when blocks are loaded
 
 A new type has its name in `rules` and in `server/settings`, its class of `Packed` in a file of its own, its line in
-`loading.pack`, and its error in `client/view/usable_servers`. Used by `load_block_span`; knows no spans and no network.
+`loading.pack`, and its error in `client/view/servers`. Used by `load_block_span`; knows no spans and no network.
 Activations, norms, routers and biases stay as they are.
 """
 
