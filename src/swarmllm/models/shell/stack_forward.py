@@ -4,36 +4,47 @@ It is given a subclass by `loading`. Before the architecture's own forward, its 
 chosen (`client_shell`), trained prompts are put in, and what the blocks need besides hidden states is noted for the
 proxy (`blocks_proxy`). The outputs of an encoder are checked as well, and sent once per session (`source_of_call`).
 
+The model's forward gets a subclass (`adopt_head`), which notes before the stack runs whether the head or the loss
+looks at outputs of padding: then a batch can't do without them. Mostly it doesn't. But a loss counts labels of padding
+unless they are -100, a head for classes may take what it has for the last token, and answers are looked for
+everywhere. `blocks_proxy` says it to whoever runs the blocks.
+
 `SplitForward` is one forward in two halves: up to the blocks, and from them on. In between the blocks' inputs travel,
 and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 """
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.masking_utils import create_masks_for_generate
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
-from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
+from swarmllm.models.boundary.pictures import DeepstackArguments, pack_masks
+from swarmllm.models.shell.blocks_proxy import StackCall, calling, forward_of_model, given_mask, is_detoured
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
-from swarmllm.models.shell.vision_inputs import Seen, seen_by
 
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
+IGNORED = -100
+"""The label that no loss of transformers counts."""
 _ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -265,6 +276,59 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
     return {}
 
 
+def adopt_head(model: PreTrainedModel) -> None:
+    """Give the model a subclass with our forward, if it has a head."""
+    cls = type(model)
+    if decoder_stack(model) is model:
+        return
+    positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
+
+    @functools.wraps(cls.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        mask = given.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        with forward_of_model(mask, reads_padding=reads_padding(self, given)):
+            return cls.forward(self, *args, **kwargs)
+
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
+    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides.
+
+    None: it doesn't, but has no loss either, so whoever gets its outputs may.
+    """
+    mask, labels, task = given.get("attention_mask"), given.get("labels"), type(model).__name__
+    if task.endswith("ForQuestionAnswering"):
+        return True
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return False
+    if task.endswith("ForSequenceClassification"):
+        read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
+    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # as of generate()
+        read = torch.zeros_like(mask, dtype=torch.bool)
+        read[:, -kept:] = True
+    elif labels is None:
+        return None
+    else:
+        read = labels != IGNORED
+        read[:, :-1] |= labels[:, 1:] != IGNORED  # what language models predict a label from
+    if read.ndim != 2 or len(read) != len(mask) or read.shape[1] > mask.shape[1]:
+        return True  # a mistake, or unknown
+    hidden = mask[:, mask.shape[1] - read.shape[1] :].to(read.device) == 0  # of a prefix, nothing comes back
+    return bool((read & hidden).any())
+
+
+def _read_by_head_for_classes(model: PreTrainedModel, ids: Tensor | None, mask: Tensor) -> Tensor:
+    """True at one position of each row: the first of encoders, what decoders take for the text's last one."""
+    pad = model.config.get_text_config().pad_token_id
+    is_text = torch.ones_like(mask) if ids is None or pad is None else ids != pad
+    last = (torch.arange(is_text.shape[-1], device=is_text.device) * is_text).argmax(dim=-1, keepdim=True)
+    position = torch.zeros_like(last) if is_encoder(model.config) else last
+    return torch.zeros_like(is_text, dtype=torch.bool).scatter_(-1, position, True)
+
+
 class SplitForward:
     """A step that begins at `position`; the session of the cache that the model sees meanwhile.
 
@@ -324,3 +388,116 @@ class SplitForward:
 
     def close(self) -> None:
         """Nothing to free: the session is somebody else's."""
+
+
+_TRAVELS = frozenset(
+    (
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "per_layer_inputs"),
+        *("cache_position", "labels"),
+    )
+)
+"""Tensors that servers are given or know themselves, and labels, which are passed on to stacks that don't read them."""
+
+
+_OFFSETS = "rope_deltas"
+"""Under this name models with positions of several axes keep by how much those of the last text's pictures are behind
+the number of its tokens, for the next call that continues it."""
+_KEY = "swarm_offsets_key"
+_offsets: ContextVar[Mapping[object, Any]] = ContextVar("swarmllm_offsets", default=MappingProxyType({}))
+"""By the module's `_KEY`, in each thread or task: texts are written at the same time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The arguments of a text model's forward as far as they have their usual forms, and what travels beside them."""
+
+    kwargs: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    used_up: tuple[Any, ...] = ()
+    """Lists and dicts that have to be empty once the blocks have run."""
+
+
+def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None) -> Seen:
+    """Make everything ready to travel; what `kwargs` has for use between blocks is replaced by a copy that ends empty.
+
+    Raises:
+        ConfigurationError: there is something among them that can't be transported.
+    """
+    deepstack = DeepstackArguments.of(stack)
+    own = set() if deepstack is None else {deepstack.features, deepstack.mask}
+    for name, value in kwargs.items():
+        if name not in _TRAVELS | own and any(True for _ in _tensors(value)):
+            raise ConfigurationError(
+                f"{type(stack).__name__} is given {name} besides embeddings, which servers don't take: run this model "
+                "locally, or without what it sees"
+            )
+    tensors: dict[str, Tensor] = {}
+    used_up: list[Any] = []
+    if deepstack is not None and (features := kwargs.get(deepstack.features)) is not None:
+        tensors |= deepstack.pack(kwargs, stack.config.num_hidden_layers)
+        kwargs[deepstack.features] = dict(features) if isinstance(features, dict) else list(features)
+        used_up.append(kwargs[deepstack.features])
+    usual = dict(kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
+        usual["attention_mask"] = None
+        if _is_usual(stack, mask, kwargs, given, cache):
+            usual["attention_mask"] = given_mask()
+        else:
+            tensors |= pack_masks(mask, stack.config) if isinstance(mask, dict) else {"attention_mask": mask}
+    return Seen(usual, tensors, tuple(used_up))
+
+
+def keep_offsets_apart(model: PreTrainedModel) -> None:
+    """Give each thread or task its own offsets of positions, which code of models that see keeps in its modules."""
+    for part in model.modules():
+        if _OFFSETS in vars(part):
+            del vars(part)[_OFFSETS]
+            vars(part)[_KEY] = object()
+            cls = type(part)
+            members = {_OFFSETS: property(_get_offsets, _set_offsets), "__module__": cls.__module__}
+            part.__class__ = type(cls.__name__, (cls,), members)
+
+
+def forget_offsets(model: PreTrainedModel) -> None:
+    """What follows goes on with a text that has no pictures."""
+    for part in model.modules():
+        if _KEY in vars(part):
+            _set_offsets(part, None)
+
+
+def _get_offsets(part: Any) -> Any:
+    return _offsets.get().get(vars(part)[_KEY])
+
+
+def _set_offsets(part: Any, value: Any) -> None:
+    _offsets.set({**_offsets.get(), vars(part)[_KEY]: value})
+
+
+def _is_usual(
+    stack: PreTrainedModel, mask: Any, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
+) -> bool:
+    """Whether the text model would make the same of the mask that the whole model was given."""
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is None:
+        embeds = given[..., None].to(stack.dtype)
+    made = create_masks_for_generate(stack.config, embeds, given_mask(), cache, position_ids=None)
+    if not isinstance(mask, dict):
+        return isinstance(made, Tensor) and torch.equal(made, mask)
+    if not isinstance(made, dict):
+        made = dict.fromkeys(mask, made)
+    return all(_same(mask[name], made.get(name)) for name in mask)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
