@@ -114,9 +114,9 @@ class InferenceSession:
         if position_ids is None:
             check_position(hidden_states, self.position)
         self.history = None
-        return self.run(inputs)
+        return self.run_step(inputs)
 
-    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Run all blocks, or a part of them after the others, on inputs that are already together."""
         self._check_open()
         began_at = time.perf_counter()

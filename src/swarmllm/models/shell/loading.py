@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ def load_client_shell(
     read = None if checkpoint.comes_packed or encoder is not None else BlockReader(checkpoint, dtype)
     model.swarm_stacks = [_hollow_out(model, model_class, stack, here, read) for stack in of_stacks]
     model.swarm_adapters = model.swarm_stacks[-1].adapters
-    model.swarm_notices = TrainingNotices(model.swarm_adapters)
+    model.swarm_notices, model.swarm_prepared = TrainingNotices(model.swarm_adapters), WeakValueDictionary()
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)

@@ -36,12 +36,14 @@ from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.boundary.pictures import DeepstackArguments, pack_masks
-from swarmllm.models.shell.blocks_proxy import StackCall, calling, forward_of_model, given_mask, is_detoured
+from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
 
+NO_HIDDEN = torch.empty(0)
+"""Hidden states that the model's code has not computed yet."""
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
 IGNORED = -100
 """The label that no loss of transformers counts."""
@@ -67,7 +69,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
                 "hidden states and attentions inside an encoder-decoder can't be shown: leave output_hidden_states and "
                 "output_attentions out"
             )
-        if is_detoured():
+        if current_call().instead is not None:
             return cls.forward(self, **_of_half_a_forward(self, kwargs, name))
         given = kwargs.get(name)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
@@ -75,7 +77,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_describe(shell, of_shell, kwargs, cache, prefix, inner)):
+        with whole_length(cache), calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
@@ -111,19 +113,17 @@ def _of_half_a_forward(stack: PreTrainedModel, kwargs: dict[str, Any], cache_nam
     return kwargs | dict.fromkeys(asked, False)
 
 
-def _describe(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any], *more: Any) -> StackCall:
-    of_shell.unseen.refuse(kwargs)
-    return _of_sound(shell, of_shell, kwargs) if of_shell.hears else _described(shell, of_shell, kwargs, *more)
-
-
-def _described(
+def _call_of(
     shell: PreTrainedModel,
     of_shell: ShellStack,
     kwargs: dict[str, Any],
     cache: RemoteCache | None,
     prefix: TunedPrefix | None,
     inner: InnerStates | None,
-) -> StackCall:
+) -> Call:
+    of_shell.unseen.refuse(kwargs)
+    if of_shell.hears:
+        return _call_of_audio(shell, of_shell, kwargs)
     stack = of_shell.module
     given = _given(stack, kwargs)
     if of_shell.stack.role == "encoder":
@@ -143,16 +143,25 @@ def _described(
     tensors |= seen.tensors | _extra_inputs(of_shell, kwargs)
     if of_shell.stack.role == "decoder":
         tensors |= source_of_call(kwargs, given.shape[0], cache)
-    has_embeds = kwargs.get("inputs_embeds") is not None
     adapter, trained = _adapter(shell, of_shell, cache, prefix)
     if adapter is not None and adapter.has_dropout:
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
     if adapter is not None and adapter.has_numbers:
         tensors["adapter_numbers"] = _adapter_numbers(of_shell, given)
-    hooked = of_shell.adapters.blocks.hooked()
-    return StackCall(
-        given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner, seen.used_up, hooked=hooked
+    hooked, reads_padding = of_shell.adapters.blocks.hooked(), current_call().reads_padding
+    inputs = BlockInputs(
+        hidden_states=NO_HIDDEN,
+        batch_size=given.shape[0],
+        seq_len=given.shape[1],
+        adapter=adapter,
+        trained=trained,
+        inner=inner,
+        whole=reads_padding is True or bool(hooked),
+        of_texts_alone=reads_padding is False,
+        **tensors,
     )
+    callers = kwargs.get("inputs_embeds") is not None
+    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=seen.used_up, hooked=hooked)
 
 
 def _refuse_other_masks(kwargs: dict[str, Any]) -> None:
@@ -171,7 +180,7 @@ def _adapter_numbers(of_shell: ShellStack, given: Tensor) -> Tensor:
     return numbers
 
 
-def _of_sound(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> StackCall:
+def _call_of_audio(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> Call:
     """What is known before the encoder has made hidden states of it: how many they are, and a mask, comes with them."""
     given = next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
     if given is None or 0 in given.shape:
@@ -184,7 +193,10 @@ def _of_sound(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, An
         )
     if of_shell.adapters.blocks.hooked():
         raise ConfigurationError("hooks on blocks of an encoder that hears can't be run: hook the encoder itself")
-    return StackCall(given.shape[0], 0, {}, None, False, adapter, trained, hears=True)
+    inputs = BlockInputs(
+        hidden_states=NO_HIDDEN, batch_size=given.shape[0], seq_len=0, adapter=adapter, trained=trained
+    )
+    return Call(inputs=inputs, hears=True)
 
 
 def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -288,7 +300,8 @@ def adopt_head(model: PreTrainedModel) -> None:
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
         mask = given.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        with forward_of_model(mask, reads_padding=reads_padding(self, given)):
+        instead = current_call().instead
+        with calling(Call(model_mask=mask, reads_padding=reads_padding(self, given), instead=instead)):
             return cls.forward(self, *args, **kwargs)
 
     model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
@@ -367,7 +380,7 @@ class SplitForward:
 
     is_generating = False
 
-    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Called where the blocks would run."""
         if self._hidden is None:
             self._inputs = inputs
@@ -442,7 +455,7 @@ def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
         usual["attention_mask"] = None
         if _is_usual(stack, mask, kwargs, given, cache):
-            usual["attention_mask"] = given_mask()
+            usual["attention_mask"] = current_call().model_mask
         else:
             tensors |= pack_masks(mask, stack.config) if isinstance(mask, dict) else {"attention_mask": mask}
     return Seen(usual, tensors, tuple(used_up))
@@ -481,7 +494,7 @@ def _is_usual(
     embeds = kwargs.get("inputs_embeds")
     if embeds is None:
         embeds = given[..., None].to(stack.dtype)
-    made = create_masks_for_generate(stack.config, embeds, given_mask(), cache, position_ids=None)
+    made = create_masks_for_generate(stack.config, embeds, current_call().model_mask, cache, position_ids=None)
     if not isinstance(mask, dict):
         return isinstance(made, Tensor) and torch.equal(made, mask)
     if not isinstance(made, dict):
