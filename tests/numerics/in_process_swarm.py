@@ -28,7 +28,7 @@ from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.span_cache import RollbackUnsupportedError
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 
 Route = list[tuple[BlockSpan, Span]]
 

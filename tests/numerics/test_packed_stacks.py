@@ -22,7 +22,7 @@ from swarmllm.models.refused_architectures import HEARING
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.server.measuring.packing_speed import measure_packing
+from swarmllm.server.device.throughput import measure_packing
 
 PADDED = {
     "longt5",  # looks up keys in its cache by a way of its own
