@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client.batches import pushed_batches
-from swarmllm.client.batches.hop_batches import Neighbours
-from swarmllm.client.batches.pushed_batches import PushedBatches
+from swarmllm.client.batches.hop_batches import Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
