@@ -25,8 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swarmllm.command_line import one_line
-from swarmllm.errors import MissingBlocksError, SwarmError
+from swarmllm.api import MissingBlocksError, SwarmError, __version__, one_line
 from swarmllm.gateway.apis.anthropic_messages import CountRequest, MessagesRequest
 from swarmllm.gateway.apis.audio_routes import AudioRoutes, TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.apis.embedding_routes import (
@@ -53,7 +52,6 @@ from swarmllm.gateway.requests.chat_request import ChatRequest
 from swarmllm.gateway.requests.request_bodies import CompletionRequest
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.swarm_watch import SwarmWatch
-from swarmllm.version import __version__
 
 STATUSES = ("ok", "degraded", "dead")
 """Ways to name a model, from the best on."""

@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from swarmllm.command_line import one_line
-from swarmllm.errors import (
+from swarmllm.api import (
     CacheFullError,
     ConfigurationError,
     PeerError,
@@ -19,6 +18,7 @@ from swarmllm.errors import (
     SessionLengthExceededError,
     SessionTooLargeError,
     SwarmError,
+    one_line,
 )
 
 RETRY_AFTER_S = 5

@@ -11,12 +11,18 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
-from swarmllm.errors import MissingBlocksError
+from swarmllm.api import (
+    MissingBlocksError,
+    RouteCosts,
+    ServerInfo,
+    ServerState,
+    Span,
+    SwarmSnapshot,
+    find_route,
+    route_cost_ms,
+    state_name,
+)
 from swarmllm.gateway.engine.generation import describe_route
-from swarmllm.swarm.block_map import state_name
-from swarmllm.swarm.route_costs import RouteCosts
-from swarmllm.swarm.routing import find_route, route_cost_ms
 
 MAX_EVENTS = 200
 MISSES = 3

@@ -14,10 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from swarmllm.client.view.connection import Connection, Result
-from swarmllm.client.view.swarm_view import SwarmView
-from swarmllm.data_structures import ServerInfo
-from swarmllm.errors import SwarmError
+from swarmllm.api import Connection, ServerInfo, SwarmError, SwarmView
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 
@@ -143,7 +140,7 @@ class SwarmWatch:
         dials: list[Coroutine[Any, Any, None]] = [dial(server) for server in servers]
         await asyncio.gather(*dials)
 
-    def _on_answer(self, connection: Connection, answer: Result | SwarmError, _request: int | None) -> None:
+    def _on_answer(self, connection: Connection, answer: object, _request: int | None) -> None:
         """We ask for nothing, so this is the end of the line."""
         if self._lines.get(connection.peer_id) is connection and isinstance(answer, SwarmError):
             del self._lines[connection.peer_id]

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from swarmllm.errors import SwarmError
+from swarmllm.api import SwarmError
 from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
 from swarmllm.gateway.apis.responder import Responder, aside, read_json
 from swarmllm.gateway.engine.engine import Answering

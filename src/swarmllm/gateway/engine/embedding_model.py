@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from swarmllm.client.text_generation import open_model
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    Checkpoint,
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    decoder_stack,
+    max_positions,
+    open_model,
+    task_of,
+    text_config,
+)
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.models.architecture import Task, decoder_stack, max_positions, task_of, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
 
 BATCH_TOKENS = 8192
 """Positions of one forward, padding included, whose hidden states are in memory at a time: 128 MB of size 4096."""

@@ -12,13 +12,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from swarmllm.client.text_generation import SPEECH_FIELDS, open_model
-from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.api import (
+    SPEECH_FIELDS,
+    ClientModelConfig,
+    ConfigurationError,
+    SwarmError,
+    decoder_stack,
+    default_cache_dir,
+    hub_token,
+    max_positions,
+    open_model,
+)
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.sounds import Samples
 from swarmllm.gateway.errors import ApiError
-from swarmllm.models.architecture import decoder_stack, max_positions
 
 FALLBACK = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),

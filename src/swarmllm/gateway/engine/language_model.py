@@ -13,10 +13,19 @@ from typing import Any, Self
 
 from transformers import GenerationConfig
 
-from swarmllm.client.local_fallback import LocalFallback
-from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, open_model, preferred_stops
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    CHOICE_FIELDS,
+    SCORE_FIELDS,
+    TOKEN_FIELDS,
+    ClientModelConfig,
+    ConfigurationError,
+    LocalFallback,
+    cache_argument,
+    decoder_stack,
+    open_model,
+    preferred_stops,
+    sees,
+)
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
 from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
@@ -36,7 +45,6 @@ from swarmllm.gateway.output_parsing import (
 )
 from swarmllm.gateway.sampling import Grammars
 from swarmllm.gateway.text import MAX_HELD_TOKENS, Spelling
-from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,21 @@ from typing import Self, TypeVar
 
 import torch
 
-from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    default_cache_dir,
+    hub_token,
+    open_checkpoint,
+    task_of,
+)
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
 from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.models.architecture import Task, task_of
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 Kind = TypeVar("Kind", bound=OfferedModel)
 WRITES = (Task.CAUSAL_LM, Task.SEQ_TO_SEQ_LM, Task.IMAGE_TEXT_TO_TEXT)

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swarmllm.client.local_fallback import LocalFallback
+from swarmllm.api import LocalFallback
 
 UNKNOWN_LENGTH = 8192
 """Tokens of a model that doesn't say how many it takes. Assumed."""

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.config import default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError, default_cache_dir, hub_token
 from swarmllm.gateway.engine.room import Taken
 from swarmllm.gateway.errors import ApiError
 

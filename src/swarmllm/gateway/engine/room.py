@@ -7,8 +7,8 @@ pictures are (`remote_pictures`). Lives in the event loop.
 import asyncio
 from collections import Counter, OrderedDict, deque
 
+from swarmllm.api import total_memory_bytes
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
-from swarmllm.machine_memory import total_memory_bytes
 
 MEMORY_SHARE = 1 / 4
 """Of the memory that this process may use, for all pictures and sounds. Assumed: answers need the rest."""
