@@ -33,10 +33,9 @@ from transformers import (
 from web_gateway import NAME, OPTIONS, RunningGateway, running_gateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway.apis import audio_routes
-from swarmllm.gateway.engine.room import Room
-from swarmllm.gateway.engine.sounds import read_sound, unpacked_bytes
-from swarmllm.gateway.requests.uploads import IN_MEMORY_BYTES
+from swarmllm.gateway.apis import audio
+from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
+from swarmllm.gateway.engine.vision import Room
 
 SPANS = [(0, 3), (3, 5), (5, 7)]
 MODEL = "whisper"
@@ -534,7 +533,7 @@ def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.Mon
         under_way.append(room.size - room._left)
         return read_sound(*given)
 
-    monkeypatch.setattr(audio_routes, "read_sound", read)
+    monkeypatch.setattr(audio, "read_sound", read)
 
     def heard(data: bytes) -> httpx.Response:
         return hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})

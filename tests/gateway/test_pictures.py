@@ -17,8 +17,7 @@ from transformers import AutoProcessor
 from web_gateway import OPTIONS, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes, unpacked_bytes
-from swarmllm.gateway.engine.room import Room
+from swarmllm.gateway.engine.vision import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes, Room, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
 
 TOKENS = 8

@@ -16,11 +16,11 @@ from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.pictures import MAX_PICTURES
+from swarmllm.gateway.apis import remote_pictures
+from swarmllm.gateway.apis.chat_request import ChatMessage
+from swarmllm.gateway.apis.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
+from swarmllm.gateway.engine.vision import MAX_PICTURES
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests import remote_pictures
-from swarmllm.gateway.requests.chat_request import ChatMessage
-from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
 from swarmllm.gateway.settings import GatewayConfig
 
 PNG = as_png(picture("red"))

@@ -26,9 +26,10 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarmllm.api import MissingBlocksError, SwarmError, __version__, one_line
-from swarmllm.gateway.apis.anthropic_messages import CountRequest, MessagesRequest
-from swarmllm.gateway.apis.audio_routes import AudioRoutes, TranscriptionRequest, TranslationRequest
-from swarmllm.gateway.apis.embedding_routes import (
+from swarmllm.gateway.apis.anthropic import CountRequest, MessagesRequest
+from swarmllm.gateway.apis.audio import AudioRoutes, TranscriptionRequest, TranslationRequest
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.embeddings import (
     EmbeddingRoutes,
     EmbeddingsRequest,
     OllamaEmbed,
@@ -37,7 +38,8 @@ from swarmllm.gateway.apis.embedding_routes import (
     RerankRoutes,
 )
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate
-from swarmllm.gateway.apis.openai_routes import DetokenizeRequest, OpenAIRoutes, TokenizeRequest, TokenRoutes
+from swarmllm.gateway.apis.openai import DetokenizeRequest, OpenAIRoutes, TokenizeRequest, TokenRoutes
+from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.apis.responder import Responder
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.apis.translated_routes import ShowRequest, TranslatedRoutes
@@ -48,10 +50,8 @@ from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.guard import Guard, Rates
 from swarmllm.gateway.metrics import GatewayMetrics
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.monitor import SwarmWatch
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.gateway.swarm_watch import SwarmWatch
 
 STATUSES = ("ok", "degraded", "dead")
 """Ways to name a model, from the best on."""

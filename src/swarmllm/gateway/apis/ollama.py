@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
 from swarmllm.gateway.apis.responder import Answer, CallInAnswer
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
 from swarmllm.gateway.text import Event, TextPiece
 
 TAG = ":latest"

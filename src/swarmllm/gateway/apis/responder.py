@@ -19,17 +19,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
+from swarmllm.gateway.apis.remote_pictures import RemotePictures
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
 from swarmllm.gateway.engine.engine import Answering, Engine
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.model_choice import ModelChoice
-from swarmllm.gateway.engine.pictures import bad_picture, free_memory, keep_memory, unpacked_bytes
-from swarmllm.gateway.engine.room import Room, Taken, default_bytes
+from swarmllm.gateway.engine.vision import (
+    Room,
+    Taken,
+    bad_picture,
+    default_bytes,
+    free_memory,
+    keep_memory,
+    unpacked_bytes,
+)
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.chat_request import ChatMessage, ChatRequest, picture_urls
-from swarmllm.gateway.requests.remote_pictures import RemotePictures
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.text import Event, PromptScores, SwarmEvent, TextPiece

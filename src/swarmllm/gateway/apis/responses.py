@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless
 from swarmllm.gateway.apis.responder import Answer
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless
 from swarmllm.gateway.text import Event, TextPiece
 
 

@@ -9,15 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from swarmllm.api import __version__
-from swarmllm.gateway.apis.anthropic_messages import AnthropicAnswer, CountRequest, MessagesRequest
+from swarmllm.gateway.apis.anthropic import AnthropicAnswer, CountRequest, MessagesRequest
 from swarmllm.gateway.apis.ollama import TAG, OllamaAnswer, OllamaChat, OllamaGenerate, described, loaded, now, shown
+from swarmllm.gateway.apis.request_bodies import Body
 from swarmllm.gateway.apis.responder import Responder, aside
 from swarmllm.gateway.apis.responses import ResponsesAnswer, ResponsesRequest, StoredResponses
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import free_memory
+from swarmllm.gateway.engine.vision import free_memory
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
-from swarmllm.gateway.requests.request_bodies import Body
 
 MOST_FILLED = 8
 """An answer that may go on as long as there is room has so many times the usual tokens: servers lease their caches."""

@@ -14,13 +14,13 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from swarmllm.api import SwarmError
-from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.openai import OpenAIAnswer
+from swarmllm.gateway.apis.request_bodies import CompletionRequest, unused_fields
 from swarmllm.gateway.apis.responder import Responder, aside, read_json
 from swarmllm.gateway.engine.engine import Answering
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, Rates
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest, unused_fields
 
 TOO_BIG = 1009
 TRY_AGAIN_LATER = 1013

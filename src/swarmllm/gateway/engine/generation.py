@@ -30,7 +30,7 @@ from swarmllm.api import (
     tokens_with,
 )
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import seen_rows
+from swarmllm.gateway.engine.vision import seen_rows
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.output_parsing import Reader
 from swarmllm.gateway.sampling import (

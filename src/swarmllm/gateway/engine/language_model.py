@@ -28,7 +28,7 @@ from swarmllm.api import (
 )
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
+from swarmllm.gateway.engine.vision import Eyes, SeenPrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
     BEGIN_THOUGHTS,

@@ -15,8 +15,8 @@ from swarmllm.api import (
     open_checkpoint,
     task_of,
 )
+from swarmllm.gateway.engine.audio_model import HearingModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
-from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError

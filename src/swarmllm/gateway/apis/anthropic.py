@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, StopString
 from swarmllm.gateway.apis.responder import Answer, Choice
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, StopString
 from swarmllm.gateway.text import Event, TextPiece
 
 CACHING: Harmless = {"cache_control": ANYTHING}

@@ -18,16 +18,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmllm.gateway.apis.openai_routes import DONE, sse
+from swarmllm.gateway.apis.audio_files import Form, checked_bytes, kept_bytes, read_form, read_sound, unpacked_bytes
+from swarmllm.gateway.apis.openai import DONE, sse
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, unused_fields
 from swarmllm.gateway.apis.responder import KEEPALIVE_S, Responder, cancelled_when_gone
+from swarmllm.gateway.engine.audio_model import HearingModel, Segment, Transcript, Wanted
 from swarmllm.gateway.engine.engine import Waiter, queue_full
-from swarmllm.gateway.engine.hearing_model import HearingModel, Segment, Transcript, Wanted
-from swarmllm.gateway.engine.room import Taken
-from swarmllm.gateway.engine.sounds import checked_bytes, kept_bytes, read_sound, unpacked_bytes
+from swarmllm.gateway.engine.vision import Taken
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, unused_fields
-from swarmllm.gateway.requests.uploads import Form, read_form
 
 MAX_PROMPT_CHARS = 1 << 14
 TIMED = ("srt", "vtt", "verbose_json")

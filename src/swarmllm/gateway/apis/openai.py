@@ -17,17 +17,17 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Harmless, TokenId
 from swarmllm.gateway.apis.responder import Answer, CallInAnswer, LargeAnswer, Responder
+from swarmllm.gateway.engine.audio_model import HearingModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.generation import GenerationOptions
-from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Harmless, TokenId
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.text import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from urllib.parse import quote, urljoin, urlsplit
 
 from swarmllm.api import __version__
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, bad_picture
-from swarmllm.gateway.engine.room import Room
-from swarmllm.gateway.requests.chat_request import ChatMessage, ImageUrl
+from swarmllm.gateway.apis.chat_request import ChatMessage, ImageUrl
+from swarmllm.gateway.engine.vision import MAX_PICTURES, Room, bad_picture
 from swarmllm.gateway.settings import host_and_port
 
 ANY_HOST = "*"

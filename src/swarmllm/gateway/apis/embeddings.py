@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from swarmllm.gateway.apis.ollama import TAG, Options
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, TokenId
 from swarmllm.gateway.apis.responder import LargeAnswer, Responder, cancelled_when_gone
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel
 from swarmllm.gateway.engine.engine import Waiter
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, TokenId
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI allows."""

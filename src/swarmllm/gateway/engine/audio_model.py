@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swarmllm.api import (
@@ -24,9 +26,10 @@ from swarmllm.api import (
     open_model,
 )
 from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.gateway.engine.sounds import Samples
 from swarmllm.gateway.errors import ApiError
 
+Samples = NDArray[np.float32]
+"""`[samples]`, of one channel, mostly between -1 and 1."""
 FALLBACK = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "logprob_threshold": -1.0,
