@@ -34,6 +34,7 @@ from web_gateway import NAME, OPTIONS, RunningGateway, running_gateway, server_m
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.apis import audio
+from swarmllm.gateway.apis.audio import Audio
 from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
 from swarmllm.gateway.engine.vision import Room
 
@@ -366,29 +367,29 @@ def form_of(file: bytes, **fields: str) -> bytes:
 
 def test_uploads_that_never_end_take_places_and_give_them_back(hearing: RunningGateway) -> None:
     """A file that is under way lies on the disk, and only so many are."""
-    routes = hearing.gateway.audio
+    routes = hearing.gateway.dialects[Audio]
     half = form_of(bytes(IN_MEMORY_BYTES * 4))[: IN_MEMORY_BYTES * 3]
     with upload_under_way(hearing, half, 1 << 20) as first:
-        wait_until(lambda: routes._num_files == 1, "the upload began")
+        wait_until(lambda: routes.num_files == 1, "the upload began")
         assert told(hearing, SHORT)["text"]  # others are answered
-        routes._num_files += 7
+        routes.num_files += 7
         try:
             response = asked(hearing, SHORT)
         finally:
-            routes._num_files -= 7
+            routes.num_files -= 7
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
         first.close()
-        wait_until(lambda: routes._num_files == 0, "its place was given back")
+        wait_until(lambda: routes.num_files == 0, "its place was given back")
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_hanging_up_frees_everything(hearing: RunningGateway, hearers: LocalSwarm, stream: str) -> None:
-    engine, routes = hearing.gateway.engine, hearing.gateway.audio
+    engine, routes = hearing.gateway.engine, hearing.gateway.dialects[Audio]
     data = form_of(wav(chirp(19.0)), stream=stream)
     with upload_under_way(hearing, data, len(data)):
         wait_until(lambda: engine.num_under_way == 1, "it was begun")
         wait_until(lambda: any(_sessions(server) for server in hearers.servers), "a session was opened")
-    wait_until(lambda: engine.num_under_way == 0 and routes._num_files == 0, "it was given up")
+    wait_until(lambda: engine.num_under_way == 0 and routes.num_files == 0, "it was given up")
     for server in hearers.servers:
         wait_until(lambda server=server: _sessions(server) == 0, "the session was freed")
 
@@ -522,7 +523,7 @@ def test_other_rates_and_channels(hearing: RunningGateway, listen: Callable[...,
 
 def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other is unpacked, if there is memory for one; what needs more than all is refused."""
-    responder = hearing.gateway.audio._responder
+    responder = hearing.gateway.responder
     data = wav(SHORT)
     needed = unpacked_bytes(io.BytesIO(data), RATE, 20)
     room = Room(needed * 3 // 2, most=16)

@@ -124,7 +124,7 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
 @pytest.fixture
 def memory(seeing: RunningGateway) -> Iterator[Callable[[int], Room]]:
     """Has the gateway have so many bytes for pictures."""
-    responder = seeing.gateway.audio._responder
+    responder = seeing.gateway.responder
     before = responder.memory
 
     def of(num_bytes: int) -> Room:

@@ -3,7 +3,8 @@
 In the order in which a request meets them:
 
 guard            limits for strangers: hosts, origins, API keys, rates, idle connections
-app              the ASGI application: all routes, their OpenAPI document, the pages; before the swarm is complete too
+app              the ASGI application: the list of APIs, the pages, health; before the swarm is complete too
+routes           routes as a table: handlers, keys, shapes of errors, the OpenAPI document
 apis/            the APIs of OpenAI, Anthropic and Ollama: requests, checked field by field, and the shapes of answers
 engine/          models, and the worker threads that write with them
 sampling         which token is taken, which a grammar allows

@@ -1,6 +1,6 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound. Part of `app`.
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound.
 
-In this order: the fields of a request beside the file (`uploads` reads the form), the handlers, the formats of
+In this order: the fields of a request beside the file (`audio_files` reads the form), the handlers, the formats of
 transcripts.
 """
 
@@ -21,12 +21,13 @@ from starlette.types import Receive, Scope, Send
 from swarmllm.gateway.apis.audio_files import Form, checked_bytes, kept_bytes, read_form, read_sound, unpacked_bytes
 from swarmllm.gateway.apis.openai import DONE, sse
 from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, unused_fields
-from swarmllm.gateway.apis.responder import KEEPALIVE_S, Responder, cancelled_when_gone
+from swarmllm.gateway.apis.responder import KEEPALIVE_S, Dialect, Responder, cancelled_when_gone
 from swarmllm.gateway.engine.audio_model import HearingModel, Segment, Transcript, Wanted
 from swarmllm.gateway.engine.engine import Waiter, queue_full
 from swarmllm.gateway.engine.vision import Taken
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, UNUSED
+from swarmllm.gateway.routes import EVENTS, FORM, JSON, post
 
 MAX_PROMPT_CHARS = 1 << 14
 TIMED = ("srt", "vtt", "verbose_json")
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 FILE = "file"
 """The field that is one."""
 SIGN_OF_LIFE = b": still listening\n\n"
+_FORM: Any = {"body_type": FORM, "answer_types": (JSON, EVENTS, "text/plain")}
 
 
 def _as_list(value: Any) -> Any:
@@ -117,31 +119,31 @@ class TranslationRequest(TranscriptionRequest):
     translates: ClassVar[bool] = True
 
 
-class AudioRoutes:
-    """The handlers; made once per gateway."""
+class Audio(Dialect):
+    """The handlers."""
 
     def __init__(self, responder: Responder) -> None:
-        self._responder = responder
-        self._num_files = 0
-        """That come or wait or are heard."""
+        super().__init__(responder)
+        self.num_files = 0
+        """Files that arrive, wait or are transcribed."""
 
+    @post("/v1/audio/transcriptions", "Write down speech.", TranscriptionRequest, **_FORM)
     async def transcriptions(self, request: Request) -> Response:
-        """`POST /v1/audio/transcriptions`"""
         return await self._answer(request, TranscriptionRequest)
 
+    @post("/v1/audio/translations", "Write down speech in English.", TranslationRequest, **_FORM)
     async def translations(self, request: Request) -> Response:
-        """`POST /v1/audio/translations`"""
         return await self._answer(request, TranslationRequest)
 
     async def _answer(self, request: Request, kind: type[TranscriptionRequest]) -> Response:
         config = self._responder.config
-        if self._num_files >= config.max_concurrent + config.max_waiting:
+        if self.num_files >= config.max_concurrent + config.max_waiting:
             raise queue_full(config.max_concurrent)
-        self._num_files += 1
+        self.num_files += 1
         try:
             form = await read_form(request, FILE, config.max_audio_bytes)
         except BaseException:
-            self._num_files -= 1
+            self.num_files -= 1
             raise
         try:
             body = self._responder.parse(kind, form.fields)
@@ -162,7 +164,7 @@ class AudioRoutes:
 
     def _free(self, form: Form) -> None:
         form.close()
-        self._num_files -= 1
+        self.num_files -= 1
 
 
 class _Hearing:
