@@ -2,7 +2,7 @@
 
 engine           worker threads and a bounded queue
 model_choice     the models that are offered, by name
-offered_model    what all of them have
+offered_model    the base of all of them, and how one joins the swarm
 language_model   one of them that writes: its client in the swarm, its tokenizer, perhaps a local copy
 chat_templates   its chat template, in a process that can be ended
 generation       one request: a session of its own, tokens out, cancellation, the local fallback, a trace of its time

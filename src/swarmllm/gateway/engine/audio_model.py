@@ -20,12 +20,9 @@ from swarmllm.api import (
     ConfigurationError,
     SwarmError,
     decoder_stack,
-    default_cache_dir,
-    hub_token,
     max_positions,
-    open_model,
 )
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, load_processor, opened, shortest
 from swarmllm.gateway.errors import ApiError
 
 Samples = NDArray[np.float32]
@@ -155,9 +152,11 @@ class Listener:
 
 
 class HearingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+    """A model that writes down what is said in a sound."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str, max_length: int | None) -> None:
+    use = Use("an audio model", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_audio")
+
+    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str | None, max_length: int | None) -> None:
         from transformers import AutomaticSpeechRecognitionPipeline
 
         known = getattr(swarm.config, "max_target_positions", None) or max_positions(decoder_stack(swarm))
@@ -174,27 +173,12 @@ class HearingModel(OfferedModel):
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
         from transformers import AutoFeatureExtractor
 
-        swarm, tokenizer = open_model(config, taken_over=SPEECH_FIELDS)
-        try:
-            where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-            try:
-                extractor = AutoFeatureExtractor.from_pretrained(config.model, trust_remote_code=False, **where)
-            except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-                reason = str(error).strip().split("\n")[0]
-                raise ConfigurationError(
-                    f"{config.model} has no feature extractor that can be used: {reason}"
-                ) from None
-            return cls(swarm, tokenizer, extractor, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        with opened(config, taken_over=SPEECH_FIELDS) as (swarm, tokenizer):
+            extractor = load_processor(AutoFeatureExtractor, config.model, config.revision, "feature extractor")
+            return cls(swarm, tokenizer, extractor, name=name, max_length=max_length)
 
     @property
     def languages(self) -> dict[str, str]:

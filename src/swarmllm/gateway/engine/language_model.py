@@ -22,12 +22,11 @@ from swarmllm.api import (
     LocalFallback,
     cache_argument,
     decoder_stack,
-    open_model,
     preferred_stops,
     sees,
 )
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
 from swarmllm.gateway.engine.vision import Eyes, SeenPrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
@@ -50,14 +49,16 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageModel(OfferedModel):
-    """One model for all requests; generating on it from several threads at once is fine."""
+    """A model that writes text."""
+
+    use = Use("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text")
 
     def __init__(
         self,
         swarm: Any,
         tokenizer: Any,
         *,
-        name: str,
+        name: str | None,
         max_length: int | None,
         local: LocalFallback | None = None,
         eyes: Eyes | None = None,
@@ -78,22 +79,12 @@ class LanguageModel(OfferedModel):
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config)
-        try:
-            # `generation` goes on with it, and tells whoever reads.
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config) as (swarm, tokenizer):
+            # `generation` goes on with the fallback itself, because it tells its readers.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            if name is None:
-                name = ":".join(filter(None, (swarm.swarm.model_name, config.active_adapter)))
             eyes = Eyes(config.model, config.revision) if sees(swarm.config) else None
             return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, eyes=eyes)
-        except BaseException:
-            swarm.close()
-            raise
 
     def close(self) -> None:
         self.templates.close()

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.api import ConfigurationError, default_cache_dir, hub_token, total_memory_bytes
+from swarmllm.api import ConfigurationError, total_memory_bytes
+from swarmllm.gateway.engine.offered_model import load_processor
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 
 if TYPE_CHECKING:
@@ -258,14 +259,7 @@ class Eyes:
     def _loaded(self) -> Any:
         from transformers import AutoProcessor
 
-        options = {"revision": self._revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-        try:
-            return AutoProcessor.from_pretrained(self._model, trust_remote_code=False, **options)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ConfigurationError(
-                f"{self._model} has no processor for pictures that can be used: {reason}"
-            ) from None
+        return load_processor(AutoProcessor, self._model, self._revision, "processor for pictures")
 
     @property
     def template(self) -> str:
