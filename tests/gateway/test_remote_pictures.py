@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seeing_model import as_png, as_url, picture, save_seeing_model
+from vision_model import as_png, as_url, picture, save_vision_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
@@ -362,7 +362,7 @@ def test_addresses_at_which_machines_in_a_cloud_are_told_secrets(address: str) -
 def seeing(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """A gateway that may fetch from that server."""
     directory: Path = tmp_path_factory.mktemp("seeing")
-    save_seeing_model(directory)
+    save_vision_model(directory)
     with (
         LocalSwarm(str(directory), spans=[(0, 4)], **OPTIONS) as swarm,
         running_gateway(swarm.initial_peers, model=(str(directory),), picture_hosts=(where(web),)) as gateway,

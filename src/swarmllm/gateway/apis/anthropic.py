@@ -78,13 +78,13 @@ class AnthropicMessage(Body):
         )
         for block in blocks:
             if block.type == "tool_result":
-                found = _seen_and_said(block.content)
+                found = _content(block.content)
                 if block.is_error:
                     found = (
                         f"Error: {found}" if isinstance(found, str) else [{"type": "text", "text": "Error: "}, *found]
                     )
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": found}
-        said: dict[str, Any] = {"role": self.role, "content": _seen_and_said(blocks)}
+        said: dict[str, Any] = {"role": self.role, "content": _content(blocks)}
         if calls := [block for block in blocks if block.type == "tool_use"]:
             said["tool_calls"] = [
                 {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}} for call in calls
@@ -214,7 +214,7 @@ class MessagesRequest(CountRequest):
         return {"stop": self.stop_sequences, **{name: getattr(self, name) for name in names}}
 
 
-def _seen_and_said(blocks: Content) -> str | list[dict[str, Any]]:
+def _content(blocks: Content) -> str | list[dict[str, Any]]:
     """As OpenAI's clients have it: parts, if there are pictures."""
     if isinstance(blocks, str) or all(block.source is None for block in blocks):
         return text_of(blocks)

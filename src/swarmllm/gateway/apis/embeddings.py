@@ -126,7 +126,7 @@ class Embeddings(Dialect):
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
             return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
-        return await self._answer(request, Wanted(model, texts, body.dimensions), answer)
+        return await self._answer(request, EmbeddingInputs(model, texts, body.dimensions), answer)
 
     @post("/api/embed", "Embed texts, as Ollama does.", OllamaEmbed, answer_types=(JSON,))
     async def embed(self, request: Request) -> Response:
@@ -140,28 +140,28 @@ class Embeddings(Dialect):
             found = {"model": body.model, "embeddings": [one.tolist() for one in vectors]}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
-        wanted = Wanted(model, texts, body.dimensions, length, cuts=body.truncate is not False)
-        return await self._answer(request, wanted, answer)
+        inputs = EmbeddingInputs(model, texts, body.dimensions, length, cuts=body.truncate is not False)
+        return await self._answer(request, inputs, answer)
 
     @post("/api/embeddings", "Embed a text, as Ollama did before.", OllamaEmbeddings, answer_types=(JSON,))
     async def one_embedding(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, OllamaEmbeddings)
         model = self._of_ollama(body.model)
-        wanted = Wanted(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
-        return await self._answer(request, wanted, lambda vectors, _: {"embedding": vectors[0].tolist()})
+        inputs = EmbeddingInputs(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
+        return await self._answer(request, inputs, lambda vectors, _: {"embedding": vectors[0].tolist()})
 
     def _of_ollama(self, name: str) -> EmbeddingModel:
         models = self._responder.models
         return models.embedder(name if name in models else name.removesuffix(TAG))
 
-    async def _answer(self, request: Request, wanted: "Wanted", answer: Any) -> Response:
+    async def _answer(self, request: Request, inputs: "EmbeddingInputs", answer: Any) -> Response:
         """Compute, and answer with what `answer` makes of the vectors and the number of tokens; in a worker thread."""
         engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
         def compute() -> Response:
-            rows = wanted.rows()
+            rows = inputs.rows()
             num_tokens = sum(map(len, rows))
-            vectors = wanted.model.embed(rows, wanted.dimensions, waiter.go_on)
+            vectors = inputs.model.embed(rows, inputs.dimensions, waiter.go_on)
             engine.count_prompt(num_tokens)
             return LargeAnswer(answer(vectors, num_tokens))
 
@@ -192,8 +192,8 @@ class Embeddings(Dialect):
         return JSONResponse({"id": name, "object": "rerank", "model": model.name, "usage": usage, "results": results})
 
 
-class Wanted:
-    """The texts of a request, and what is wanted of them."""
+class EmbeddingInputs:
+    """The texts of a request as token ids, checked."""
 
     def __init__(
         self,
@@ -243,8 +243,8 @@ class Wanted:
 
 def _num_ctx(options: EmbedOptions | None, model: EmbeddingModel) -> int:
     """Ollama's clients may bound the length of texts."""
-    wanted = None if options is None else options.num_ctx
-    return model.max_length if wanted is None else min(wanted, model.max_length)
+    longest = None if options is None else options.num_ctx
+    return model.max_length if longest is None else min(longest, model.max_length)
 
 
 def _base64(vector: Tensor) -> str:
@@ -260,7 +260,7 @@ def _scores(
         ApiError: a text is too long.
     """
     if isinstance(model, EmbeddingModel):
-        rows = Wanted(model, [query, *texts], None).rows()
+        rows = EmbeddingInputs(model, [query, *texts], None).rows()
         vectors = model.embed(rows, None, go_on)
         vectors = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
         return (vectors[1:] @ vectors[0]).tolist(), sum(map(len, rows))

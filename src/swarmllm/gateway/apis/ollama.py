@@ -138,7 +138,7 @@ class OllamaMessage(Body):
     tool_call_id: str | None = None
 
 
-def _seen_and_said(text: str | None, pictures: list[str] | None) -> Any:
+def _content(text: str | None, pictures: list[str] | None) -> Any:
     """As OpenAI's clients have it: parts, if there are pictures. What format they have shows in them."""
     if not pictures:
         return text
@@ -159,7 +159,7 @@ class OllamaChat(OllamaRequest):
         for one in self.messages:
             said: dict[str, Any] = {
                 "role": one.role,
-                "content": _seen_and_said(one.content, one.images),
+                "content": _content(one.content, one.images),
                 "reasoning_content": one.thinking,
             }
             if one.role == "tool":
@@ -204,7 +204,7 @@ class OllamaGenerate(OllamaRequest):
         shared = self._shared(model)
         if not self.raw and not self.suffix and model.tokenizer.chat_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
-            messages.append({"role": "user", "content": _seen_and_said(self.prompt, self.images)})
+            messages.append({"role": "user", "content": _content(self.prompt, self.images)})
             return ChatRequest.model_validate({"messages": messages, **shared, **self._of_chats(model)})
         if self.system or self.think is not None or self.images:
             raise ApiError(400, f"{model.name} has no chat template: leave system, think and images out")
@@ -333,7 +333,7 @@ def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
     capabilities = {
         "completion": writes,
         "embedding": isinstance(model, EmbeddingModel),
-        "vision": isinstance(model, LanguageModel) and model.eyes is not None,
+        "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
         "tools": "tools" in text,
         "insert": fills_in,
         "thinking": thinks,

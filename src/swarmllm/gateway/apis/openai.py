@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
 from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Harmless, TokenId
 from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, LargeAnswer, Responder
-from swarmllm.gateway.engine.audio_model import HearingModel
+from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
@@ -313,9 +313,9 @@ class OpenAI(Dialect):
             "owned_by": "swarm",
             "max_model_len": model.max_length,
             "chat": isinstance(model, LanguageModel) and bool(model.tokenizer.chat_template),
-            "sees": isinstance(model, LanguageModel) and model.eyes is not None,
+            "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
             **({"embeddings": True, "dimensions": model.size} if isinstance(model, EmbeddingModel) else {}),
-            **({"hears": True, "translates": model.translates} if isinstance(model, HearingModel) else {}),
+            **({"audio": True, "translates": model.translates} if isinstance(model, AudioModel) else {}),
         }
 
     @post("/tokenize", "Split a text or a conversation into tokens.", TokenizeRequest, answer_types=(JSON,))

@@ -232,7 +232,7 @@ class Responder:
         Raises:
             ApiError: they can't be had, or need too much.
         """
-        if model.eyes is None or not picture_urls(messages):
+        if model.picture_processor is None or not picture_urls(messages):
             yield None
             return
         async with self.pictures.fetched(messages, caller):

@@ -67,10 +67,10 @@ class Item(Body):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """As chats have it: thoughts, text and calls of one turn are one message there."""
         if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _seen_and_said(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)})
             return
         if self.type == "message" and self.role != "assistant":
-            messages.append({"role": self.role, "content": _seen_and_said(self.content)})
+            messages.append({"role": self.role, "content": _content(self.content)})
             return
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -184,7 +184,7 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate({**asked, "tool_choice": named})
 
 
-def _seen_and_said(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
+def _content(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
     """As chats have it: parts, if there are pictures."""
     if not isinstance(content, list) or all(part.image_url is None for part in content):
         return _text(content)

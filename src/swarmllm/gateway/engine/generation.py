@@ -30,7 +30,7 @@ from swarmllm.api import (
     tokens_with,
 )
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.vision import seen_rows
+from swarmllm.gateway.engine.vision import picture_rows
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.output_parsing import Reader
 from swarmllm.gateway.sampling import (
@@ -241,7 +241,7 @@ class Generation:
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
             **cache,
-            **{name: rows.to(model.device) for name, rows in seen_rows(self._prompt_ids, self._options.n).items()},
+            **{name: rows.to(model.device) for name, rows in picture_rows(self._prompt_ids, self._options.n).items()},
         )
 
     @torch.no_grad()

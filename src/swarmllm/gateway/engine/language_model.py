@@ -27,7 +27,7 @@ from swarmllm.api import (
 )
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
-from swarmllm.gateway.engine.vision import Eyes, SeenPrompt
+from swarmllm.gateway.engine.vision import PictureProcessor, PicturePrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
     BEGIN_THOUGHTS,
@@ -61,7 +61,7 @@ class LanguageModel(OfferedModel):
         name: str | None,
         max_length: int | None,
         local: LocalFallback | None = None,
-        eyes: Eyes | None = None,
+        picture_processor: PictureProcessor | None = None,
     ) -> None:
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
         self._most_room = 0
@@ -69,7 +69,7 @@ class LanguageModel(OfferedModel):
         super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, positions))
         self.local = local
         self.take_preferences()
-        self.eyes = eyes
+        self.picture_processor = picture_processor
         """What makes of pictures what the model takes; None: it doesn't see."""
         self.templates = ChatTemplates()
         self.cache_name = cache_argument(decoder_stack(swarm))
@@ -83,8 +83,8 @@ class LanguageModel(OfferedModel):
         with opened(config) as (swarm, tokenizer):
             # `generation` goes on with the fallback itself, because it tells its readers.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            eyes = Eyes(config.model, config.revision) if sees(swarm.config) else None
-            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, eyes=eyes)
+            processor = PictureProcessor(config.model, config.revision) if sees(swarm.config) else None
+            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
     def close(self) -> None:
         self.templates.close()
@@ -230,19 +230,19 @@ class LanguageModel(OfferedModel):
         tools: Sequence[dict[str, Any]] = (),
         *,
         go_on: bool = False,
-    ) -> SeenPrompt:
+    ) -> PicturePrompt:
         """As `encode_chat`, of messages with pictures.
 
         Raises:
             ApiError: the model doesn't see, or a picture can't be read.
             ConfigurationError: the template or the processor can't take these messages.
         """
-        if self.eyes is None:
+        if self.picture_processor is None:
             raise ApiError(
                 400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
             )
-        text = self._rendered(self.eyes.template, messages, template_options, tools, go_on=go_on)
-        return self.eyes.encode(text, urls)
+        text = self._rendered(self.picture_processor.template, messages, template_options, tools, go_on=go_on)
+        return self.picture_processor.encode(text, urls)
 
     def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
         """For one answer; None: this model doesn't think aloud."""

@@ -12,7 +12,7 @@ from swarmllm.api import (
     open_checkpoint,
     task_of,
 )
-from swarmllm.gateway.engine.audio_model import HearingModel
+from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel, hub_options
@@ -84,9 +84,9 @@ class ModelChoice:
         found = self.any(name) if name is not None or not first else first[0]
         return found if isinstance(found, EmbeddingModel) else self._of_kind(found.name, RankingModel)
 
-    def hearer(self, name: str | None) -> HearingModel:
+    def transcriber(self, name: str | None) -> AudioModel:
         """The same of one that is to write down what it hears."""
-        return self._of_kind(name, HearingModel)
+        return self._of_kind(name, AudioModel)
 
     def _of_kind(self, name: str | None, kind: type[Kind]) -> Kind:
         found = self.any(name) if name is not None else self._first(kind)
@@ -140,7 +140,7 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -
         return EmbeddingModel.open(config, recipe, name=name, max_length=max_length)
     task = task_of(checkpoint.config)
     if task == Task.SPEECH_SEQ_TO_SEQ:
-        return HearingModel.open(config, name=name, max_length=max_length)
+        return AudioModel.open(config, name=name, max_length=max_length)
     if task == Task.SEQUENCE_CLASSIFICATION:
         if (num_labels := checkpoint.config.num_labels) != 1:
             raise ConfigurationError(

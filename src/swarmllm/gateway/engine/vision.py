@@ -144,34 +144,34 @@ _SPACES = b" \t\r\n\f\v"
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
 
-class SeenPrompt(list[int]):
+class PicturePrompt(list[int]):
     """The tokens of a prompt with pictures, and what the model is given besides."""
 
-    def __init__(self, ids: Sequence[int], seen: dict[str, Tensor]) -> None:
+    def __init__(self, ids: Sequence[int], inputs: dict[str, Tensor]) -> None:
         super().__init__(ids)
-        self.seen = seen
+        self.inputs = inputs
         self.memory: Taken | None = None
         """What it takes of the room for pictures, until its request has ended."""
 
     @property
     def num_bytes(self) -> int:
         """Of what the model is given besides."""
-        return sum(tensor.nbytes for tensor in self.seen.values())
+        return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def rows(self, count: int) -> dict[str, Tensor]:
         """The same for that many rows with this prompt: pictures and patches of all of them lie one after the other."""
-        return {name: torch.cat([tensor] * count) for name, tensor in self.seen.items()}
+        return {name: torch.cat([tensor] * count) for name, tensor in self.inputs.items()}
 
 
-def seen_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
+def picture_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
     """What the model is given besides the tokens of `count` rows of that prompt; mostly nothing."""
-    return prompt.rows(count) if isinstance(prompt, SeenPrompt) else {}
+    return prompt.rows(count) if isinstance(prompt, PicturePrompt) else {}
 
 
 def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> None:
     """What was taken for the pictures of these prompts, and is needed for as many rows, belongs to them now."""
     for prompt in prompts:
-        if isinstance(prompt, SeenPrompt):
+        if isinstance(prompt, PicturePrompt):
             prompt.memory = memory
             memory.keep(rows * prompt.num_bytes)
 
@@ -179,7 +179,7 @@ def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> N
 def free_memory(prompts: Sequence[Sequence[int]]) -> None:
     """Nobody needs the pictures of these prompts any more; in the event loop."""
     for prompt in prompts:
-        if isinstance(prompt, SeenPrompt) and prompt.memory is not None:
+        if isinstance(prompt, PicturePrompt) and prompt.memory is not None:
             prompt.memory.free()
 
 
@@ -247,7 +247,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-class Eyes:
+class PictureProcessor:
     """The processor of one model that sees; made when the first picture comes."""
 
     def __init__(self, model: str, revision: str | None) -> None:
@@ -276,7 +276,7 @@ class Eyes:
             raise ConfigurationError(f"{self._model} has no chat template for pictures: send text alone")
         return str(found)
 
-    def encode(self, text: str, urls: Sequence[str]) -> SeenPrompt:
+    def encode(self, text: str, urls: Sequence[str]) -> PicturePrompt:
         """Tokens and pictures of a conversation's text, which has a place for each of the pictures at `urls`.
 
         Raises:
@@ -292,10 +292,10 @@ class Eyes:
             raise bad_picture("the pictures need more memory than there is: send smaller or fewer ones") from None
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigurationError(f"the model's processor can't take these messages: {error}") from None
-        seen = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
-        ids = seen.pop("input_ids")[0].tolist()
-        seen.pop("attention_mask", None)
-        return SeenPrompt(ids, seen)
+        inputs = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
+        ids = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        return PicturePrompt(ids, inputs)
 
 
 def bad_picture(message: str) -> ApiError:

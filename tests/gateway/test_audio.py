@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from hearing_model import chirp, save_hearing_model
+from audio_model import chirp, save_audio_model
 from recordings import RATE, wav
 from tests.numerics.speaking import IDS
 from tests.numerics.tiny_hearing_models import save_tiny_model
@@ -46,7 +46,7 @@ SHORT, LONG = chirp(0.6), chirp(2.4, seed=2)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_hearing_model(tmp_path_factory.mktemp("hearing") / MODEL)
+    return save_audio_model(tmp_path_factory.mktemp("hearing") / MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def test_files_and_forms_that_are_refused(hearing: RunningGateway) -> None:
 
 def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway) -> None:
     (listed,) = hearing.http.get("/v1/models").json()["data"]
-    assert (listed["id"], listed["hears"], listed["translates"], listed["chat"]) == (MODEL, True, True, False)
+    assert (listed["id"], listed["audio"], listed["translates"], listed["chat"]) == (MODEL, True, True, False)
     assert listed["max_model_len"] == 64
     for ask in (
         lambda: hearing.openai.completions.create(model=MODEL, prompt="Tom"),
@@ -338,7 +338,7 @@ def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway
             ask()
     words = "embedded writes text and takes no sound: ask /v1/chat/completions, or start the gateway with --model of"
     response = asked(gateway, SHORT)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_hearing")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_audio")
     assert words in response.json()["error"]["message"]
     shown = hearing.http.post("/api/show", json={"model": MODEL}).json()
     assert shown["capabilities"] == []
