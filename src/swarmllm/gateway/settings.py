@@ -6,9 +6,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swarmllm.config import ClientConfig, ClientModelConfig, in_file, require_positive
-from swarmllm.errors import ConfigurationError
-from swarmllm.files import entries_of, read_text
+from swarmllm.api import (
+    ClientConfig,
+    ClientModelConfig,
+    ConfigurationError,
+    entries_of,
+    in_file,
+    read_text,
+    require_positive,
+)
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

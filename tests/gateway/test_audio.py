@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from hearing_model import chirp, save_hearing_model
+from audio_model import chirp, save_audio_model
 from recordings import RATE, wav
 from tests.numerics.speaking import IDS
 from tests.numerics.tiny_hearing_models import save_tiny_model
@@ -33,10 +33,10 @@ from transformers import (
 from web_gateway import NAME, OPTIONS, RunningGateway, running_gateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway.apis import audio_routes
-from swarmllm.gateway.engine.room import Room
-from swarmllm.gateway.engine.sounds import read_sound, unpacked_bytes
-from swarmllm.gateway.requests.uploads import IN_MEMORY_BYTES
+from swarmllm.gateway.apis import audio
+from swarmllm.gateway.apis.audio import Audio
+from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
+from swarmllm.gateway.engine.vision import Room
 
 SPANS = [(0, 3), (3, 5), (5, 7)]
 MODEL = "whisper"
@@ -46,7 +46,7 @@ SHORT, LONG = chirp(0.6), chirp(2.4, seed=2)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_hearing_model(tmp_path_factory.mktemp("hearing") / MODEL)
+    return save_audio_model(tmp_path_factory.mktemp("hearing") / MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def test_files_and_forms_that_are_refused(hearing: RunningGateway) -> None:
 
 def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway) -> None:
     (listed,) = hearing.http.get("/v1/models").json()["data"]
-    assert (listed["id"], listed["hears"], listed["translates"], listed["chat"]) == (MODEL, True, True, False)
+    assert (listed["id"], listed["audio"], listed["translates"], listed["chat"]) == (MODEL, True, True, False)
     assert listed["max_model_len"] == 64
     for ask in (
         lambda: hearing.openai.completions.create(model=MODEL, prompt="Tom"),
@@ -338,7 +338,7 @@ def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway
             ask()
     words = "embedded writes text and takes no sound: ask /v1/chat/completions, or start the gateway with --model of"
     response = asked(gateway, SHORT)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_hearing")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_audio")
     assert words in response.json()["error"]["message"]
     shown = hearing.http.post("/api/show", json={"model": MODEL}).json()
     assert shown["capabilities"] == []
@@ -367,29 +367,29 @@ def form_of(file: bytes, **fields: str) -> bytes:
 
 def test_uploads_that_never_end_take_places_and_give_them_back(hearing: RunningGateway) -> None:
     """A file that is under way lies on the disk, and only so many are."""
-    routes = hearing.gateway.audio
+    routes = hearing.gateway.dialects[Audio]
     half = form_of(bytes(IN_MEMORY_BYTES * 4))[: IN_MEMORY_BYTES * 3]
     with upload_under_way(hearing, half, 1 << 20) as first:
-        wait_until(lambda: routes._num_files == 1, "the upload began")
+        wait_until(lambda: routes.num_files == 1, "the upload began")
         assert told(hearing, SHORT)["text"]  # others are answered
-        routes._num_files += 7
+        routes.num_files += 7
         try:
             response = asked(hearing, SHORT)
         finally:
-            routes._num_files -= 7
+            routes.num_files -= 7
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
         first.close()
-        wait_until(lambda: routes._num_files == 0, "its place was given back")
+        wait_until(lambda: routes.num_files == 0, "its place was given back")
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_hanging_up_frees_everything(hearing: RunningGateway, hearers: LocalSwarm, stream: str) -> None:
-    engine, routes = hearing.gateway.engine, hearing.gateway.audio
+    engine, routes = hearing.gateway.engine, hearing.gateway.dialects[Audio]
     data = form_of(wav(chirp(19.0)), stream=stream)
     with upload_under_way(hearing, data, len(data)):
         wait_until(lambda: engine.num_under_way == 1, "it was begun")
         wait_until(lambda: any(_sessions(server) for server in hearers.servers), "a session was opened")
-    wait_until(lambda: engine.num_under_way == 0 and routes._num_files == 0, "it was given up")
+    wait_until(lambda: engine.num_under_way == 0 and routes.num_files == 0, "it was given up")
     for server in hearers.servers:
         wait_until(lambda server=server: _sessions(server) == 0, "the session was freed")
 
@@ -523,7 +523,7 @@ def test_other_rates_and_channels(hearing: RunningGateway, listen: Callable[...,
 
 def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other is unpacked, if there is memory for one; what needs more than all is refused."""
-    responder = hearing.gateway.audio._responder
+    responder = hearing.gateway.responder
     data = wav(SHORT)
     needed = unpacked_bytes(io.BytesIO(data), RATE, 20)
     room = Room(needed * 3 // 2, most=16)
@@ -534,7 +534,7 @@ def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.Mon
         under_way.append(room.size - room._left)
         return read_sound(*given)
 
-    monkeypatch.setattr(audio_routes, "read_sound", read)
+    monkeypatch.setattr(audio, "read_sound", read)
 
     def heard(data: bytes) -> httpx.Response:
         return hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})

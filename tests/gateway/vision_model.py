@@ -21,7 +21,7 @@ TEMPLATE = (
 SIZE, PATCH = 32, 8
 
 
-def save_seeing_model(path: Path) -> LlavaForConditionalGeneration:
+def save_vision_model(path: Path) -> LlavaForConditionalGeneration:
     """Also its processor; returns the model itself."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})

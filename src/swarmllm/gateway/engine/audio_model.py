@@ -1,6 +1,6 @@
 """A model that hears: its client in the swarm, and transformers' own pipeline for speech around it.
 
-Made by `model_choice`, asked by `audio_routes`. What a Whisper says of itself beside the text, it says to `Listener`.
+Made by `model_choice`, asked by `apis/audio`. `TranscriptBuilder` collects what a Whisper tells beside the text.
 """
 
 import threading
@@ -9,17 +9,24 @@ from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from swarmllm.client.text_generation import SPEECH_FIELDS, open_model
-from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.gateway.engine.sounds import Samples
+from swarmllm.api import (
+    SPEECH_FIELDS,
+    ClientModelConfig,
+    ConfigurationError,
+    SwarmError,
+    decoder_stack,
+    max_positions,
+)
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, load_processor, opened, shortest
 from swarmllm.gateway.errors import ApiError
-from swarmllm.models.architecture import decoder_stack, max_positions
 
+Samples = NDArray[np.float32]
+"""`[samples]`, of one channel, mostly between -1 and 1."""
 FALLBACK = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "logprob_threshold": -1.0,
@@ -33,7 +40,7 @@ NEVER = {"logprob_threshold": float("-inf"), "no_speech_threshold": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SpeechOptions:
     """How a sound is to be written down."""
 
     translates: bool = False
@@ -57,7 +64,7 @@ class Segment:
     tokens: tuple[int, ...]
     """Times included."""
     seek: int
-    """Where the piece of sound begins in which it was heard, in hundredths of a second."""
+    """Where the piece of sound begins in which it was transcript, in hundredths of a second."""
     temperature: float
     avg_logprob: float | None
     no_speech_prob: float | None
@@ -65,7 +72,7 @@ class Segment:
 
 @dataclass
 class Transcript:
-    """What was heard."""
+    """What was transcript."""
 
     text: str = ""
     segments: list[Segment] = field(default_factory=list)
@@ -84,15 +91,15 @@ class _Piece:
     no_speech_prob: float | None
 
 
-class Listener:
+class TranscriptBuilder:
     """Is told what one `generate()` of a Whisper finds, piece by piece, in its thread."""
 
-    def __init__(self, model: "HearingModel", on_text: Callable[[str], None]) -> None:
+    def __init__(self, model: "AudioModel", on_text: Callable[[str], None]) -> None:
         self._model, self._on_text = model, on_text
         self._piece: _Piece | None = None
         self._tokens: list[int] = []
         self._num_told = 0
-        self.heard = Transcript()
+        self.transcript = Transcript()
 
     def piece(self, given: dict[str, Any], found: Any) -> None:
         """What `generate_with_fallback` was given and has found."""
@@ -110,8 +117,8 @@ class Listener:
         silence = next((one for one in processors if isinstance(one, WhisperNoSpeechDetection)), None)
         silent = None if silence is None else float(silence.no_speech_prob[0])
         self._piece = _Piece(int(given["seek"][0]), temperature, probable, silent)
-        if self.heard.language is None:
-            self.heard.language = self._model.language_in(given["decoder_input_ids"][0].tolist())
+        if self.transcript.language is None:
+            self.transcript.language = self._model.language_in(given["decoder_input_ids"][0].tolist())
 
     def segments(self, found: list[dict[str, Any]]) -> None:
         """What the last piece is made of."""
@@ -119,7 +126,7 @@ class Listener:
         for one in found:
             tokens = one["tokens"].tolist()
             self._tokens += tokens
-            self.heard.segments.append(
+            self.transcript.segments.append(
                 Segment(
                     start_s=float(one["start"]),
                     end_s=float(one["end"]),
@@ -134,7 +141,7 @@ class Listener:
         self.tell(self._model.text_of(self._tokens).rstrip("\ufffd"))  # a character may be in two pieces
 
     def tell(self, text: str) -> None:
-        """That this is what was heard up to now."""
+        """That this is what was transcript up to now."""
         if len(text) > self._num_told:
             self._on_text(text[self._num_told :])
             self._num_told = len(text)
@@ -144,10 +151,12 @@ class Listener:
         return len(self._tokens)
 
 
-class HearingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+class AudioModel(OfferedModel):
+    """A model that writes down what is said in a sound."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str, max_length: int | None) -> None:
+    use = Use("an audio model", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_audio")
+
+    def __init__(self, swarm: Any, tokenizer: Any, extractor: Any, *, name: str | None, max_length: int | None) -> None:
         from transformers import AutomaticSpeechRecognitionPipeline
 
         known = getattr(swarm.config, "max_target_positions", None) or max_positions(decoder_stack(swarm))
@@ -155,7 +164,7 @@ class HearingModel(OfferedModel):
         self.rate: int = extractor.sampling_rate
         """Samples per second."""
         self._pipeline = AutomaticSpeechRecognitionPipeline(swarm, feature_extractor=extractor, tokenizer=tokenizer)
-        self._listening = threading.local()
+        self._building = threading.local()
         self._settings = swarm.generation_config
         self.is_whisper = self._pipeline.type == "seq2seq_whisper"
         self.has_times = self.is_whisper and hasattr(self._settings, "no_timestamps_token_id")
@@ -164,27 +173,12 @@ class HearingModel(OfferedModel):
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
         from transformers import AutoFeatureExtractor
 
-        swarm, tokenizer = open_model(config, taken_over=SPEECH_FIELDS)
-        try:
-            where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-            try:
-                extractor = AutoFeatureExtractor.from_pretrained(config.model, trust_remote_code=False, **where)
-            except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-                reason = str(error).strip().split("\n")[0]
-                raise ConfigurationError(
-                    f"{config.model} has no feature extractor that can be used: {reason}"
-                ) from None
-            return cls(swarm, tokenizer, extractor, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        with opened(config, taken_over=SPEECH_FIELDS) as (swarm, tokenizer):
+            extractor = load_processor(AutoFeatureExtractor, config.model, config.revision, "feature extractor")
+            return cls(swarm, tokenizer, extractor, name=name, max_length=max_length)
 
     @property
     def languages(self) -> dict[str, str]:
@@ -215,7 +209,7 @@ class HearingModel(OfferedModel):
     def write(
         self,
         samples: Samples,
-        wanted: Wanted,
+        wanted: SpeechOptions,
         go_on: Callable[[], None] = lambda: None,
         on_text: Callable[[str], None] = lambda _: None,
     ) -> Transcript:
@@ -225,7 +219,7 @@ class HearingModel(OfferedModel):
             ApiError: the model can't do that.
             SwarmError: the swarm fails.
         """
-        options = self.options(wanted)
+        arguments = self.generate_arguments(wanted)
 
         def still_wanted(ids: Tensor, _scores: Any, **_: Any) -> Tensor:
             go_on()
@@ -235,12 +229,12 @@ class HearingModel(OfferedModel):
         if is_long and not self.has_times:
             raise _refused("file", f"{self.name} knows no times, which a sound of more than one piece needs")
         times = {"return_timestamps": True} if wanted.timestamps or is_long else {}
-        listener = self._listening.to = Listener(self, on_text)
+        builder = self._building.to = TranscriptBuilder(self, on_text)
         try:
             go_on()
             sound = {"raw": samples, "sampling_rate": self.rate}
             found: Any = self._pipeline(
-                sound, generate_kwargs={**options, "stopping_criteria": [still_wanted]}, **times
+                sound, generate_kwargs={**arguments, "stopping_criteria": [still_wanted]}, **times
             )
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sessions, which servers keep until somebody looks for garbage
@@ -249,38 +243,38 @@ class HearingModel(OfferedModel):
             reason = str(error).strip().split("\n")[0]
             raise ConfigurationError(f"{self.name} can't take this sound: {reason}") from None
         finally:
-            self._listening.to = None
-        heard, heard.text = listener.heard, found["text"]
-        heard.num_tokens = listener.num_tokens or len(self.encode(heard.text, special_tokens=False))
-        listener.tell(heard.text)
-        return heard
+            self._building.to = None
+        transcript, transcript.text = builder.transcript, found["text"]
+        transcript.num_tokens = builder.num_tokens or len(self.encode(transcript.text, special_tokens=False))
+        builder.tell(transcript.text)
+        return transcript
 
-    def options(self, wanted: Wanted) -> dict[str, Any]:
+    def generate_arguments(self, options: SpeechOptions) -> dict[str, Any]:
         """Arguments of `generate()`.
 
         Raises:
             ApiError: the model can't do that.
         """
-        found: dict[str, Any] = self._language_and_task(wanted)
-        if wanted.timestamps and not self.has_times:
+        found: dict[str, Any] = self._language_and_task(options)
+        if options.timestamps and not self.has_times:
             raise _refused("response_format", f"{self.name} knows no times: choose json or text")
-        if wanted.prompt:
-            found["prompt_ids"] = self._prompt_ids(wanted.prompt)
-        temperature = wanted.temperature
+        if options.prompt:
+            found["prompt_ids"] = self._prompt_ids(options.prompt)
+        temperature = options.temperature
         if temperature is not None and self.is_whisper:
             found |= FALLBACK if temperature == 0 else {"temperature": temperature}
         elif temperature is not None:
             drawn = {"do_sample": True, "temperature": temperature, "num_beams": 1}
             found |= drawn if temperature else {"do_sample": False}
-        if wanted.details:
+        if options.details:
             missing = (name for name in NEVER if getattr(self._settings, name, None) is None and name not in found)
             found = {"temperature": 0.0} | found | {name: NEVER[name] for name in missing}
         return found
 
-    def _language_and_task(self, wanted: Wanted) -> dict[str, Any]:
+    def _language_and_task(self, options: SpeechOptions) -> dict[str, Any]:
         """Raises: ApiError: the model can't do that."""
-        known, language = self.languages, (wanted.language or "").lower()
-        if wanted.translates and not self.translates:
+        known, language = self.languages, (options.language or "").lower()
+        if options.translates and not self.translates:
             raise _refused("model", f"{self.name} can't translate: ask /v1/audio/transcriptions")
         if not known:
             if language and not (self.is_whisper and language in ("en", "english")):
@@ -289,7 +283,7 @@ class HearingModel(OfferedModel):
         if language and language not in (*known, *known.values()):
             raise _refused("language", f"{language[:32]!r} is no language of {self.name}: {', '.join(sorted(known))}")
         chosen = {"language": language} if language else {}
-        return {**chosen, "task": "translate" if wanted.translates else "transcribe"}
+        return {**chosen, "task": "translate" if options.translates else "transcribe"}
 
     def _prompt_ids(self, prompt: str) -> Tensor:
         """Raises: ApiError: the model takes none, or not this one."""
@@ -306,19 +300,19 @@ class HearingModel(OfferedModel):
 
     def _have_it_tell(self) -> None:
         """What transformers' loop over pieces finds is told to whoever listens in that thread."""
-        swarm, listening = self.swarm, self._listening
+        swarm, building = self.swarm, self._building
         with_fallback, retrieve = swarm.generate_with_fallback, swarm._retrieve_segment
 
         def piece(**given: Any) -> Any:
             found = with_fallback(**given)
-            if listener := getattr(listening, "to", None):
-                listener.piece(given, found)
+            if builder := getattr(building, "to", None):
+                builder.piece(given, found)
             return found
 
         def segments(**given: Any) -> Any:
             found = retrieve(**given)
-            if listener := getattr(listening, "to", None):
-                listener.segments(found[0])
+            if builder := getattr(building, "to", None):
+                builder.segments(found[0])
             return found
 
         swarm.generate_with_fallback, swarm._retrieve_segment = piece, segments

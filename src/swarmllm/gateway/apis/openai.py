@@ -1,7 +1,7 @@
-"""OpenAI's routes: models, completions and chats, and the shapes of their answers; vLLM's /tokenize and /detokenize.
+"""OpenAI's API: models, completions and chats, and the shapes of their answers; vLLM's /tokenize and /detokenize.
 
-Part of `app`. `websocket` and `audio_routes` write their answers with the same functions. Facts about the swarm are in
-one field, `swarm`, and only on request.
+`websocket` and `audio` write their answers with the same functions. Facts about the swarm are in one field, `swarm`,
+and only on request.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer, CallInAnswer, LargeAnswer, Responder
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Harmless, TokenId
+from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, LargeAnswer, Responder
+from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.generation import GenerationOptions
-from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Harmless, TokenId
+from swarmllm.gateway.routes import JSON, get, post
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.text import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
 
@@ -245,49 +245,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-class OpenAIRoutes:
-    """The handlers; made once per gateway."""
-
-    def __init__(self, responder: Responder, started_at: int) -> None:
-        self._responder = responder
-        self._started_at = started_at
-
-    async def models(self, _: Request) -> Response:
-        """`GET /v1/models`"""
-        return JSONResponse({"object": "list", "data": list(map(self._described, self._responder.models))})
-
-    async def model(self, request: Request) -> Response:
-        """`GET /v1/models/{name}`"""
-        return JSONResponse(self._described(self._responder.models.any(request.path_params["name"])))
-
-    async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`"""
-        return await self._answer(request, CompletionRequest)
-
-    async def chat_completions(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`"""
-        return await self._answer(request, ChatRequest)
-
-    async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        body, num_bytes = await self._responder.read(request, kind)
-        wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
-        shape = partial(OpenAIAnswer, trace=wants_trace)
-        return await self._responder.answer(request, body, num_bytes, shape, stream=bool(body.stream))
-
-    def _described(self, model: OfferedModel) -> dict[str, Any]:
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._started_at,
-            "owned_by": "swarm",
-            "max_model_len": model.max_length,
-            "chat": isinstance(model, LanguageModel) and bool(model.tokenizer.chat_template),
-            "sees": isinstance(model, LanguageModel) and model.eyes is not None,
-            **({"embeddings": True, "dimensions": model.size} if isinstance(model, EmbeddingModel) else {}),
-            **({"hears": True, "translates": model.translates} if isinstance(model, HearingModel) else {}),
-        }
-
-
 class TokenizeRequest(Body):
     """`POST /tokenize`."""
 
@@ -318,14 +275,51 @@ class DetokenizeRequest(Body):
     tokens: list[TokenId]
 
 
-class TokenRoutes:
-    """The handlers; made once per gateway."""
+class OpenAI(Dialect):
+    """The handlers."""
 
     def __init__(self, responder: Responder) -> None:
-        self._responder = responder
+        super().__init__(responder)
+        self._models = responder.models
+        self._started_at = int(time.time())
 
+    @post("/v1/chat/completions", "Answer a conversation.", ChatRequest)
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    @post("/v1/completions", "Go on with a text.", CompletionRequest)
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        body, num_bytes = await self._responder.read(request, kind)
+        wants_trace = request.headers.get("x-swarm-trace", "").lower() in ("1", "true")
+        shape = partial(OpenAIAnswer, trace=wants_trace)
+        return await self._responder.answer(request, body, num_bytes, shape, stream=bool(body.stream))
+
+    @get("/v1/models", "List the models.")
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(map(self._described, self._models))})
+
+    @get("/v1/models/{name:path}", "Describe a model.", errors=(401, 403, 404))
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._described(self._models.any(request.path_params["name"])))
+
+    def _described(self, model: OfferedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "swarm",
+            "max_model_len": model.max_length,
+            "chat": isinstance(model, LanguageModel) and bool(model.tokenizer.chat_template),
+            "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
+            **({"embeddings": True, "dimensions": model.size} if isinstance(model, EmbeddingModel) else {}),
+            **({"audio": True, "translates": model.translates} if isinstance(model, AudioModel) else {}),
+        }
+
+    @post("/tokenize", "Split a text or a conversation into tokens.", TokenizeRequest, answer_types=(JSON,))
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`"""
         body, _ = await self._responder.read(request, TokenizeRequest)
         if body.messages is None:
             return await asyncio.to_thread(self._tokenize, body)
@@ -337,14 +331,10 @@ class TokenRoutes:
             memory.free()
         return found
 
+    @post("/detokenize", "Join tokens to a text.", DetokenizeRequest, answer_types=(JSON,))
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`"""
         body, _ = await self._responder.read(request, DetokenizeRequest)
         return await asyncio.to_thread(self._detokenize, body)
-
-    @property
-    def _models(self) -> ModelChoice:
-        return self._responder.models
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
         if body.messages is not None:

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, Ollama's `/api/embed` and `/api/embeddings` over it, and `/v1/rerank`. Part of `app`.
+"""`/v1/embeddings`, Ollama's `/api/embed` and `/api/embeddings` over it, and `/v1/rerank`.
 
 `/v1/rerank` (also `/rerank`) sorts texts by how well they fit a query, as Jina, Cohere and vLLM have it: by a model
 that was made for it, or by the likeness of embeddings.
@@ -16,11 +16,12 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from swarmllm.gateway.apis.ollama import TAG, Options
-from swarmllm.gateway.apis.responder import LargeAnswer, Responder, cancelled_when_gone
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, TokenId
+from swarmllm.gateway.apis.responder import Dialect, LargeAnswer, cancelled_when_gone
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel
 from swarmllm.gateway.engine.engine import Waiter
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, TokenId
+from swarmllm.gateway.routes import JSON, post
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI allows."""
@@ -80,14 +81,37 @@ class OllamaEmbeddings(Body):
     options: EmbedOptions | None = None
 
 
-class EmbeddingRoutes:
-    """The handlers; made once per gateway."""
+class Document(Body):
+    """A text, as Cohere's clients give it."""
 
-    def __init__(self, responder: Responder) -> None:
-        self._responder = responder
+    text: str
 
+
+class RerankRequest(Body):
+    """`POST /v1/rerank`."""
+
+    harmless: ClassVar[Harmless] = {
+        **dict.fromkeys(("user", "request_id"), ANYTHING),
+        **dict.fromkeys(("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields", "instruction"), ()),
+        **dict.fromkeys(("truncate_prompt_tokens", "mm_processor_kwargs", "cache_salt", "return_embeddings"), ()),
+        "priority": (0,),
+        "truncation": (False,),
+    }
+    model: str | None = Field(None, description="Left out: the first model that ranks, or gives embeddings.")
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only the best so many.")
+    return_documents: bool | None = Field(None, description="false: their places alone.")
+
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class Embeddings(Dialect):
+    """The handlers."""
+
+    @post("/v1/embeddings", "Embed texts.", EmbeddingsRequest, answer_types=(JSON,))
     async def embeddings(self, request: Request) -> Response:
-        """`POST /v1/embeddings`"""
         body, _ = await self._responder.read(request, EmbeddingsRequest)
         model = self._responder.models.embedder(body.model)
         given: Any = body.input
@@ -102,10 +126,10 @@ class EmbeddingRoutes:
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
             return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
-        return await self._answer(request, Wanted(model, texts, body.dimensions), answer)
+        return await self._answer(request, EmbeddingInputs(model, texts, body.dimensions), answer)
 
+    @post("/api/embed", "Embed texts, as Ollama does.", OllamaEmbed, answer_types=(JSON,))
     async def embed(self, request: Request) -> Response:
-        """`POST /api/embed`"""
         body, _ = await self._responder.read(request, OllamaEmbed)
         model, began_at = self._of_ollama(body.model), time.perf_counter()
         texts = [body.input] if isinstance(body.input, str) else body.input
@@ -116,37 +140,60 @@ class EmbeddingRoutes:
             found = {"model": body.model, "embeddings": [one.tolist() for one in vectors]}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
-        wanted = Wanted(model, texts, body.dimensions, length, cuts=body.truncate is not False)
-        return await self._answer(request, wanted, answer)
+        inputs = EmbeddingInputs(model, texts, body.dimensions, length, cuts=body.truncate is not False)
+        return await self._answer(request, inputs, answer)
 
+    @post("/api/embeddings", "Embed a text, as Ollama did before.", OllamaEmbeddings, answer_types=(JSON,))
     async def one_embedding(self, request: Request) -> Response:
-        """`POST /api/embeddings`"""
         body, _ = await self._responder.read(request, OllamaEmbeddings)
         model = self._of_ollama(body.model)
-        wanted = Wanted(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
-        return await self._answer(request, wanted, lambda vectors, _: {"embedding": vectors[0].tolist()})
+        inputs = EmbeddingInputs(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
+        return await self._answer(request, inputs, lambda vectors, _: {"embedding": vectors[0].tolist()})
 
     def _of_ollama(self, name: str) -> EmbeddingModel:
         models = self._responder.models
         return models.embedder(name if name in models else name.removesuffix(TAG))
 
-    async def _answer(self, request: Request, wanted: "Wanted", answer: Any) -> Response:
+    async def _answer(self, request: Request, inputs: "EmbeddingInputs", answer: Any) -> Response:
         """Compute, and answer with what `answer` makes of the vectors and the number of tokens; in a worker thread."""
         engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
         def compute() -> Response:
-            rows = wanted.rows()
+            rows = inputs.rows()
             num_tokens = sum(map(len, rows))
-            vectors = wanted.model.embed(rows, wanted.dimensions, waiter.go_on)
+            vectors = inputs.model.embed(rows, inputs.dimensions, waiter.go_on)
             engine.count_prompt(num_tokens)
             return LargeAnswer(answer(vectors, num_tokens))
 
         async with cancelled_when_gone(request.receive, waiter):
             return await engine.compute(compute)
 
+    @post("/v1/rerank", "Sort texts by how well they fit a query.", RerankRequest, answer_types=(JSON,))
+    @post("/rerank", "The same.", RerankRequest, answer_types=(JSON,))
+    async def rerank(self, request: Request) -> Response:
+        body, _ = await self._responder.read(request, RerankRequest)
+        model = self._responder.models.ranker(body.model)
+        engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
-class Wanted:
-    """The texts of a request, and what is wanted of them."""
+        def compute() -> tuple[list[float], int]:
+            scores, num_tokens = _scores(model, body.query, body.texts(), waiter.go_on)
+            engine.count_prompt(num_tokens)
+            return scores, num_tokens
+
+        async with cancelled_when_gone(request.receive, waiter):
+            scores, num_tokens = await engine.compute(compute)
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
+        if body.return_documents is not False:
+            texts = body.texts()
+            results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        name = f"rerank-{secrets.token_hex(12)}"
+        return JSONResponse({"id": name, "object": "rerank", "model": model.name, "usage": usage, "results": results})
+
+
+class EmbeddingInputs:
+    """The texts of a request as token ids, checked."""
 
     def __init__(
         self,
@@ -196,67 +243,12 @@ class Wanted:
 
 def _num_ctx(options: EmbedOptions | None, model: EmbeddingModel) -> int:
     """Ollama's clients may bound the length of texts."""
-    wanted = None if options is None else options.num_ctx
-    return model.max_length if wanted is None else min(wanted, model.max_length)
+    longest = None if options is None else options.num_ctx
+    return model.max_length if longest is None else min(longest, model.max_length)
 
 
 def _base64(vector: Tensor) -> str:
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-
-
-class Document(Body):
-    """A text, as Cohere's clients give it."""
-
-    text: str
-
-
-class RerankRequest(Body):
-    """`POST /v1/rerank`."""
-
-    harmless: ClassVar[Harmless] = {
-        **dict.fromkeys(("user", "request_id"), ANYTHING),
-        **dict.fromkeys(("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields", "instruction"), ()),
-        **dict.fromkeys(("truncate_prompt_tokens", "mm_processor_kwargs", "cache_salt", "return_embeddings"), ()),
-        "priority": (0,),
-        "truncation": (False,),
-    }
-    model: str | None = Field(None, description="Left out: the first model that ranks, or gives embeddings.")
-    query: str
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only the best so many.")
-    return_documents: bool | None = Field(None, description="false: their places alone.")
-
-    def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
-
-
-class RerankRoutes:
-    """The handler; made once per gateway."""
-
-    def __init__(self, responder: Responder) -> None:
-        self._responder = responder
-
-    async def rerank(self, request: Request) -> Response:
-        """`POST /v1/rerank` and `POST /rerank`"""
-        body, _ = await self._responder.read(request, RerankRequest)
-        model = self._responder.models.ranker(body.model)
-        engine, waiter = self._responder.engine, Waiter(self._responder.engine)
-
-        def compute() -> tuple[list[float], int]:
-            scores, num_tokens = _scores(model, body.query, body.texts(), waiter.go_on)
-            engine.count_prompt(num_tokens)
-            return scores, num_tokens
-
-        async with cancelled_when_gone(request.receive, waiter):
-            scores, num_tokens = await engine.compute(compute)
-        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
-        if body.return_documents is not False:
-            texts = body.texts()
-            results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        name = f"rerank-{secrets.token_hex(12)}"
-        return JSONResponse({"id": name, "object": "rerank", "model": model.name, "usage": usage, "results": results})
 
 
 def _scores(
@@ -268,7 +260,7 @@ def _scores(
         ApiError: a text is too long.
     """
     if isinstance(model, EmbeddingModel):
-        rows = Wanted(model, [query, *texts], None).rows()
+        rows = EmbeddingInputs(model, [query, *texts], None).rows()
         vectors = model.embed(rows, None, go_on)
         vectors = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
         return (vectors[1:] @ vectors[0]).tolist(), sum(map(len, rows))

@@ -25,9 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from swarmllm.client.text_generation import COLDEST
-from swarmllm.command_line import docstrings
-from swarmllm.decoding.options import DEFAULTS, MAX_BREAKER_CHARS, MAX_BREAKERS, DecodingOptions
+from swarmllm.api import COLDEST, MAX_BREAKER_CHARS, MAX_BREAKERS, DecodingOptions, docstrings
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
@@ -44,6 +42,7 @@ CONSTRAINING = {"response_format", "structured_outputs", "tool_choice"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
 MAX_TOKEN_DIGITS = 10
+DECODING_NAMES = tuple(one.name for one in fields(DecodingOptions))
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -301,9 +300,9 @@ class Sampling(DecodingFields):
 
     def _sampling(self, model: LanguageModel) -> SamplingOptions:
         preferred = model.preferred_sampling()
-        given = {name: getattr(self, name) for name in (*SAMPLING_NAMES, *DEFAULTS)}
+        given = {name: getattr(self, name) for name in (*SAMPLING_NAMES, *DECODING_NAMES)}
         chosen = {**preferred, **{name: value for name, value in given.items() if value is not None}}
-        decoding = DecodingOptions(**{name: chosen.pop(name) for name in DEFAULTS if name in chosen})
+        decoding = DecodingOptions(**{name: chosen.pop(name) for name in DECODING_NAMES if name in chosen})
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         if chosen.get("temperature", 1.0) < COLDEST:
             chosen["temperature"] = 0.0

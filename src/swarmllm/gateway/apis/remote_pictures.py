@@ -17,11 +17,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import quote, urljoin, urlsplit
 
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, bad_picture
-from swarmllm.gateway.engine.room import Room
-from swarmllm.gateway.requests.chat_request import ChatMessage, ImageUrl
+from swarmllm.api import __version__
+from swarmllm.gateway.apis.chat_request import ChatMessage, ImageUrl
+from swarmllm.gateway.engine.vision import MAX_PICTURES, Room, bad_picture
 from swarmllm.gateway.settings import host_and_port
-from swarmllm.version import __version__
 
 ANY_HOST = "*"
 MAX_BYTES = 20 << 20

@@ -1,14 +1,17 @@
-"""Pictures in a chat: from data URLs to what the model's own processor makes of them.
+"""Pictures in chats: from data URLs to what the model's own processor makes of them, and memory for that.
 
-`chat_request` finds them in a request and has them read here, and `generation` gives the model what came
-of them. Pictures come from anybody: they are bounded before memory is spent on them.
+`chat_request` finds pictures in a request and has them read here; `generation` gives the model what came of them.
+Strangers send them: they are bounded before memory is spent on them. A `Room` bounds what all requests take together;
+who finds too little waits in line, callers in turn. Files with sound take their memory from the same room.
 """
 
+import asyncio
 import base64
 import binascii
 import io
 import re
 import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,13 +19,112 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.config import default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.room import Taken
-from swarmllm.gateway.errors import ApiError
+from swarmllm.api import ConfigurationError, total_memory_bytes
+from swarmllm.gateway.engine.offered_model import load_processor
+from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MEMORY_SHARE = 1 / 4
+"""Of the memory that this process may use, for all pictures and sounds. Assumed: answers need the rest."""
+
+
+def default_bytes() -> int:
+    """Memory for pictures and sounds if nothing else is said."""
+    return int(total_memory_bytes() * MEMORY_SHARE)
+
+
+class Taken:
+    """Some of a room; `free` gives it back, from the event loop."""
+
+    def __init__(self, room: "Room", caller: str, amount: int) -> None:
+        self._room, self._caller = room, caller
+        self.amount = amount
+
+    def keep(self, amount: int) -> None:
+        """It turned out to be that much; nobody waits for more, since it is there already."""
+        self._room.change(self._caller, amount - self.amount)
+        self.amount = amount
+
+    def shrink(self, amount: int) -> None:
+        """No more than that is needed any more."""
+        self.keep(min(self.amount, amount))
+
+    def free(self) -> None:
+        """Harmless if it has been freed."""
+        self.keep(0)
+
+
+class Room:
+    """Of `size` in all, and `of_one` for one caller at a time; `most` may wait."""
+
+    def __init__(self, size: int, *, most: int, of_one: int | None = None) -> None:
+        self.size = size
+        self._of_one = size if of_one is None else of_one
+        self._most = most
+        self._left = size
+        self._of: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        """By caller; the one whose turn is next comes first."""
+
+    async def take(self, amount: int, caller: str) -> Taken:
+        """That much for `caller`, when there is room; `amount` is not larger than `size`.
+
+        Raises:
+            ApiError: too many wait already.
+        """
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append((amount, turn))
+        self._admit()
+        if not turn.done() and sum(map(len, self._waiting.values())) > self._most:
+            self._forget(caller, (amount, turn))
+            raise ApiError(
+                429,
+                "too many requests with pictures or sounds wait already: try again later",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn came at the same time
+                self.change(caller, -amount)
+            else:
+                self._forget(caller, (amount, turn))
+            raise
+        return Taken(self, caller, amount)
+
+    def change(self, caller: str, amount: int) -> None:
+        """`caller` has so much more, or less."""
+        self._left -= amount
+        self._of[caller] += amount
+        if not self._of[caller]:
+            del self._of[caller]
+        self._admit()
+
+    def _admit(self) -> None:
+        """All whose turn it is. Who has as much as one may have is passed over; who finds too little is not."""
+        for caller in list(self._waiting):
+            amount, turn = self._waiting[caller][0]
+            if self._of[caller] and self._of[caller] + amount > self._of_one:
+                continue
+            if amount > self._left:
+                return
+            self._forget(caller, (amount, turn))
+            if caller in self._waiting:
+                self._waiting.move_to_end(caller)
+            turn.set_result(None)
+            self.change(caller, amount)  # looks for the next one
+            return
+
+    def _forget(self, caller: str, one: tuple[int, "asyncio.Future[None]"]) -> None:
+        line = self._waiting.get(caller)
+        if line is not None and one in line:
+            line.remove(one)
+            if not line:
+                del self._waiting[caller]
+
 
 Result = TypeVar("Result")
 MAX_PICTURES = 16
@@ -42,34 +144,34 @@ _SPACES = b" \t\r\n\f\v"
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
 
-class SeenPrompt(list[int]):
+class PicturePrompt(list[int]):
     """The tokens of a prompt with pictures, and what the model is given besides."""
 
-    def __init__(self, ids: Sequence[int], seen: dict[str, Tensor]) -> None:
+    def __init__(self, ids: Sequence[int], inputs: dict[str, Tensor]) -> None:
         super().__init__(ids)
-        self.seen = seen
+        self.inputs = inputs
         self.memory: Taken | None = None
         """What it takes of the room for pictures, until its request has ended."""
 
     @property
     def num_bytes(self) -> int:
         """Of what the model is given besides."""
-        return sum(tensor.nbytes for tensor in self.seen.values())
+        return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def rows(self, count: int) -> dict[str, Tensor]:
         """The same for that many rows with this prompt: pictures and patches of all of them lie one after the other."""
-        return {name: torch.cat([tensor] * count) for name, tensor in self.seen.items()}
+        return {name: torch.cat([tensor] * count) for name, tensor in self.inputs.items()}
 
 
-def seen_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
+def picture_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
     """What the model is given besides the tokens of `count` rows of that prompt; mostly nothing."""
-    return prompt.rows(count) if isinstance(prompt, SeenPrompt) else {}
+    return prompt.rows(count) if isinstance(prompt, PicturePrompt) else {}
 
 
 def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> None:
     """What was taken for the pictures of these prompts, and is needed for as many rows, belongs to them now."""
     for prompt in prompts:
-        if isinstance(prompt, SeenPrompt):
+        if isinstance(prompt, PicturePrompt):
             prompt.memory = memory
             memory.keep(rows * prompt.num_bytes)
 
@@ -77,7 +179,7 @@ def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> N
 def free_memory(prompts: Sequence[Sequence[int]]) -> None:
     """Nobody needs the pictures of these prompts any more; in the event loop."""
     for prompt in prompts:
-        if isinstance(prompt, SeenPrompt) and prompt.memory is not None:
+        if isinstance(prompt, PicturePrompt) and prompt.memory is not None:
             prompt.memory.free()
 
 
@@ -145,7 +247,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-class Eyes:
+class PictureProcessor:
     """The processor of one model that sees; made when the first picture comes."""
 
     def __init__(self, model: str, revision: str | None) -> None:
@@ -157,14 +259,7 @@ class Eyes:
     def _loaded(self) -> Any:
         from transformers import AutoProcessor
 
-        options = {"revision": self._revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-        try:
-            return AutoProcessor.from_pretrained(self._model, trust_remote_code=False, **options)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ConfigurationError(
-                f"{self._model} has no processor for pictures that can be used: {reason}"
-            ) from None
+        return load_processor(AutoProcessor, self._model, self._revision, "processor for pictures")
 
     @property
     def template(self) -> str:
@@ -181,7 +276,7 @@ class Eyes:
             raise ConfigurationError(f"{self._model} has no chat template for pictures: send text alone")
         return str(found)
 
-    def encode(self, text: str, urls: Sequence[str]) -> SeenPrompt:
+    def encode(self, text: str, urls: Sequence[str]) -> PicturePrompt:
         """Tokens and pictures of a conversation's text, which has a place for each of the pictures at `urls`.
 
         Raises:
@@ -197,10 +292,10 @@ class Eyes:
             raise bad_picture("the pictures need more memory than there is: send smaller or fewer ones") from None
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigurationError(f"the model's processor can't take these messages: {error}") from None
-        seen = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
-        ids = seen.pop("input_ids")[0].tolist()
-        seen.pop("attention_mask", None)
-        return SeenPrompt(ids, seen)
+        inputs = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
+        ids = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        return PicturePrompt(ids, inputs)
 
 
 def bad_picture(message: str) -> ApiError:

@@ -1,6 +1,6 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound. Part of `app`.
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound.
 
-In this order: the fields of a request beside the file (`uploads` reads the form), the handlers, the formats of
+In this order: the fields of a request beside the file (`audio_files` reads the form), the handlers, the formats of
 transcripts.
 """
 
@@ -18,16 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmllm.gateway.apis.openai_routes import DONE, sse
-from swarmllm.gateway.apis.responder import KEEPALIVE_S, Responder, cancelled_when_gone
+from swarmllm.gateway.apis.audio_files import Form, checked_bytes, kept_bytes, read_form, read_sound, unpacked_bytes
+from swarmllm.gateway.apis.openai import DONE, sse
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, unused_fields
+from swarmllm.gateway.apis.responder import KEEPALIVE_S, Dialect, Responder, cancelled_when_gone
+from swarmllm.gateway.engine.audio_model import AudioModel, Segment, SpeechOptions, Transcript
 from swarmllm.gateway.engine.engine import Waiter, queue_full
-from swarmllm.gateway.engine.hearing_model import HearingModel, Segment, Transcript, Wanted
-from swarmllm.gateway.engine.room import Taken
-from swarmllm.gateway.engine.sounds import checked_bytes, kept_bytes, read_sound, unpacked_bytes
+from swarmllm.gateway.engine.vision import Taken
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, unused_fields
-from swarmllm.gateway.requests.uploads import Form, read_form
+from swarmllm.gateway.routes import EVENTS, FORM, JSON, post
 
 MAX_PROMPT_CHARS = 1 << 14
 TIMED = ("srt", "vtt", "verbose_json")
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FILE = "file"
 """The field that is one."""
 SIGN_OF_LIFE = b": still listening\n\n"
+_FORM: Any = {"body_type": FORM, "answer_types": (JSON, EVENTS, "text/plain")}
 
 
 def _as_list(value: Any) -> Any:
@@ -100,9 +101,9 @@ class TranscriptionRequest(Body):
             raise ValueError("goes with response_format json")
         return value
 
-    def wanted(self) -> Wanted:
+    def speech_options(self) -> SpeechOptions:
         """How the sound is to be written down."""
-        return Wanted(
+        return SpeechOptions(
             translates=self.translates,
             language=self.language,
             prompt=self.prompt,
@@ -118,59 +119,59 @@ class TranslationRequest(TranscriptionRequest):
     translates: ClassVar[bool] = True
 
 
-class AudioRoutes:
-    """The handlers; made once per gateway."""
+class Audio(Dialect):
+    """The handlers."""
 
     def __init__(self, responder: Responder) -> None:
-        self._responder = responder
-        self._num_files = 0
-        """That come or wait or are heard."""
+        super().__init__(responder)
+        self.num_files = 0
+        """Files that arrive, wait or are transcribed."""
 
+    @post("/v1/audio/transcriptions", "Write down speech.", TranscriptionRequest, **_FORM)
     async def transcriptions(self, request: Request) -> Response:
-        """`POST /v1/audio/transcriptions`"""
         return await self._answer(request, TranscriptionRequest)
 
+    @post("/v1/audio/translations", "Write down speech in English.", TranslationRequest, **_FORM)
     async def translations(self, request: Request) -> Response:
-        """`POST /v1/audio/translations`"""
         return await self._answer(request, TranslationRequest)
 
     async def _answer(self, request: Request, kind: type[TranscriptionRequest]) -> Response:
         config = self._responder.config
-        if self._num_files >= config.max_concurrent + config.max_waiting:
+        if self.num_files >= config.max_concurrent + config.max_waiting:
             raise queue_full(config.max_concurrent)
-        self._num_files += 1
+        self.num_files += 1
         try:
             form = await read_form(request, FILE, config.max_audio_bytes)
         except BaseException:
-            self._num_files -= 1
+            self.num_files -= 1
             raise
         try:
             body = self._responder.parse(kind, form.fields)
             request.scope[UNUSED] = unused_fields(body)
-            model = self._responder.models.hearer(body.model)
-            model.options(body.wanted())  # refused now, not when its turn comes
+            model = self._responder.models.transcriber(body.model)
+            model.generate_arguments(body.speech_options())  # refused now, not when its turn comes
         except BaseException:
             self._free(form)
             raise
-        hearing = _Hearing(self._responder, model, body, form, request.scope[CALLER])
-        hearing.task.add_done_callback(lambda _: self._free(form))
+        transcription = _Transcription(self._responder, model, body, form, request.scope[CALLER])
+        transcription.task.add_done_callback(lambda _: self._free(form))
         if body.stream:
-            return _StreamedTranscript(hearing)
-        async with cancelled_when_gone(request.receive, hearing.waiter):
-            heard, seconds = await hearing.task
-        text, media_type = written(body, heard, seconds)
+            return _StreamedTranscript(transcription)
+        async with cancelled_when_gone(request.receive, transcription.waiter):
+            transcript, seconds = await transcription.task
+        text, media_type = written(body, transcript, seconds)
         return Response(text, media_type=media_type)
 
     def _free(self, form: Form) -> None:
         form.close()
-        self._num_files -= 1
+        self.num_files -= 1
 
 
-class _Hearing:
+class _Transcription:
     """A file under way: a worker thread hears it, and the event loop is told of the text by and by."""
 
     def __init__(
-        self, responder: Responder, model: HearingModel, body: TranscriptionRequest, form: Form, caller: str
+        self, responder: Responder, model: AudioModel, body: TranscriptionRequest, form: Form, caller: str
     ) -> None:
         self._engine, self._room = responder.engine, responder.memory
         self._model, self._body, self._form, self._caller = model, body, form, caller
@@ -179,11 +180,11 @@ class _Hearing:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         """Of the text; None: it is going to begin, or has ended."""
-        self.task = asyncio.create_task(self._hear_in_turn(), name="hear a file")
+        self.task = asyncio.create_task(self._transcribe_in_turn(), name="transcribe a file")
         self.task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
     async def begun(self) -> None:
-        """Return when the file has been read. Raises: what keeps it from being heard."""
+        """Return when the file has been read. Raises: what keeps it from being transcript."""
         await self._pieces.get()
         if self.task.done():
             await self.task
@@ -203,11 +204,11 @@ class _Hearing:
     def _tell(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    async def _hear_in_turn(self) -> tuple[Transcript, float]:
-        """What was heard, and the sound's length in seconds, once there is memory for it.
+    async def _transcribe_in_turn(self) -> tuple[Transcript, float]:
+        """What was transcript, and the sound's length in seconds, once there is memory for it.
 
         Raises:
-            ApiError: it needs more than all; and what hearing raises.
+            ApiError: it needs more than all; and what transcription raises.
         """
         needed = await asyncio.to_thread(unpacked_bytes, self._form.file, self._model.rate, self._longest_s)
         if needed > self._room.size:
@@ -220,11 +221,11 @@ class _Hearing:
             )
         memory = await self._room.take(needed, self._caller)
         try:
-            return await self._engine.compute(partial(self._hear, memory))
+            return await self._engine.compute(partial(self._transcribe, memory))
         finally:
             memory.free()
 
-    def _hear(self, memory: Taken) -> tuple[Transcript, float]:
+    def _transcribe(self, memory: Taken) -> tuple[Transcript, float]:
         """In a worker thread."""
         self.waiter.go_on()
         samples = read_sound(self._form.file, self._model.rate, self._longest_s)
@@ -239,46 +240,46 @@ class _Hearing:
                 self._loop.call_soon_threadsafe(memory.shrink, kept_bytes(samples))
             self._tell(piece)
 
-        heard = self._model.write(samples, self._body.wanted(), self.waiter.go_on, tell)
-        self._engine.count_written(heard.num_tokens)
-        return heard, len(samples) / self._model.rate
+        transcript = self._model.write(samples, self._body.speech_options(), self.waiter.go_on, tell)
+        self._engine.count_written(transcript.num_tokens)
+        return transcript, len(samples) / self._model.rate
 
 
 class _StreamedTranscript(Response):
-    """The text as server-sent events; when whoever reads them has gone, the hearing ends."""
+    """The text as server-sent events; when whoever reads them has gone, the transcription ends."""
 
-    def __init__(self, hearing: _Hearing) -> None:
+    def __init__(self, transcription: _Transcription) -> None:
         super().__init__(
             headers={"cache-control": "no-store", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )
-        self._hearing = hearing
+        self._transcription = transcription
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
-        async with cancelled_when_gone(receive, self._hearing.waiter):
-            await self._hearing.begun()
+        async with cancelled_when_gone(receive, self._transcription.waiter):
+            await self._transcription.begun()
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for data in _events(self._hearing):
+            async for data in _events(self._transcription):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(hearing: _Hearing) -> AsyncIterator[bytes]:
-    while not hearing.has_ended:
-        piece = await hearing.piece(KEEPALIVE_S)
+async def _events(transcription: _Transcription) -> AsyncIterator[bytes]:
+    while not transcription.has_ended:
+        piece = await transcription.piece(KEEPALIVE_S)
         if piece is not None:
             yield sse({"type": "transcript.text.delta", "delta": piece})
-        elif not hearing.task.done():
+        elif not transcription.task.done():
             yield SIGN_OF_LIFE
-    error = hearing.task.exception()
+    error = transcription.task.exception()
     if error is not None:
         known = ApiError.of(error if isinstance(error, Exception) else Exception(error))
         if known.status == 500:
-            logger.error("hearing a file failed", exc_info=error)
+            logger.error("transcribing a file failed", exc_info=error)
         yield sse(known.body()) + DONE
         return
-    heard, seconds = hearing.task.result()
-    yield sse({"type": "transcript.text.done", "text": heard.text, "usage": usage(seconds)}) + DONE
+    transcript, seconds = transcription.task.result()
+    yield sse({"type": "transcript.text.done", "text": transcript.text, "usage": usage(seconds)}) + DONE
 
 
 def usage(seconds: float) -> dict[str, Any]:
@@ -286,21 +287,21 @@ def usage(seconds: float) -> dict[str, Any]:
     return {"type": "duration", "seconds": math.ceil(seconds)}
 
 
-def written(body: TranscriptionRequest, heard: Transcript, seconds: float) -> tuple[str, str]:
+def written(body: TranscriptionRequest, transcript: Transcript, seconds: float) -> tuple[str, str]:
     """The answer as it was asked for, and its media type; `seconds` is how long the sound is."""
     if body.response_format == "text":
-        return heard.text + "\n", "text/plain"
+        return transcript.text + "\n", "text/plain"
     if body.response_format == "srt":
-        return _subtitles(heard, ","), "text/plain"
+        return _subtitles(transcript, ","), "text/plain"
     if body.response_format == "vtt":
-        return "WEBVTT\n\n" + _subtitles(heard, "."), "text/plain"
-    found: dict[str, Any] = {"text": heard.text, "usage": usage(seconds)}
+        return "WEBVTT\n\n" + _subtitles(transcript, "."), "text/plain"
+    found: dict[str, Any] = {"text": transcript.text, "usage": usage(seconds)}
     if body.response_format == "verbose_json":
         found |= {
             "task": "translate" if body.translates else "transcribe",
-            "language": "english" if body.translates else heard.language,
+            "language": "english" if body.translates else transcript.language,
             "duration": seconds,
-            "segments": [_segment(number, one) for number, one in enumerate(heard.segments)],
+            "segments": [_segment(number, one) for number, one in enumerate(transcript.segments)],
         }
     return json.dumps(found, ensure_ascii=False), "application/json"
 
@@ -321,9 +322,9 @@ def _segment(number: int, one: Segment) -> dict[str, Any]:
     }
 
 
-def _subtitles(heard: Transcript, point: str) -> str:
+def _subtitles(transcript: Transcript, point: str) -> str:
     """The segments with something in them; with numbers, as SRT wants them and WebVTT allows."""
-    spoken = [one for one in heard.segments if one.text.strip()]
+    spoken = [one for one in transcript.segments if one.text.strip()]
     return "".join(
         f"{number}\n{_time(one.start_s, point)} --> {_time(one.end_s, point)}\n{_cue(one.text)}\n\n"
         for number, one in enumerate(spoken, start=1)

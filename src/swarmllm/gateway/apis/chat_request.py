@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from swarmllm.gateway.apis.request_bodies import ANYTHING, MAX_SCHEMA_CHARS, Body, Harmless, Sampling
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import HARMONY_FINAL, CallForm, CallReader, HarmonyReader, PlainReader, Reader
-from swarmllm.gateway.requests.request_bodies import ANYTHING, MAX_SCHEMA_CHARS, Body, Harmless, Sampling
 from swarmllm.gateway.sampling import ANY_OBJECT, Constraint
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]

@@ -21,7 +21,7 @@ def chirp(seconds: float, seed: int = 1, rate: int = RATE) -> NDArray[np.float32
 
 
 @torch.no_grad()
-def save_hearing_model(path: Path) -> Path:
+def save_audio_model(path: Path) -> Path:
     """With all that its pipeline reads. The decoder attends to what is different in sounds, and little is written."""
     save_speaking_whisper(path)
     model, extractor = AutoModelForSpeechSeq2Seq.from_pretrained(path), AutoFeatureExtractor.from_pretrained(path)

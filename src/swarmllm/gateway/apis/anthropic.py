@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's request as a chat, and the answer in Anthropic's shape. Used by `translated_routes`."""
+"""Anthropic's API, `/v1/messages`: the request as a chat, and the answer in Anthropic's shape."""
 
 import json
 import secrets
@@ -6,14 +6,21 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer, Choice
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, StopString
+from swarmllm.gateway.apis.responder import Answer, Choice, Dialect, translated
 from swarmllm.gateway.engine.language_model import LanguageModel
+from swarmllm.gateway.engine.vision import free_memory
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless, StopString
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.routes import JSON, post
 from swarmllm.gateway.text import Event, TextPiece
 
+ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+"""Anthropic's names of errors, where OpenAI has others."""
 CACHING: Harmless = {"cache_control": ANYTHING}
 
 
@@ -71,13 +78,13 @@ class AnthropicMessage(Body):
         )
         for block in blocks:
             if block.type == "tool_result":
-                found = _seen_and_said(block.content)
+                found = _content(block.content)
                 if block.is_error:
                     found = (
                         f"Error: {found}" if isinstance(found, str) else [{"type": "text", "text": "Error: "}, *found]
                     )
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": found}
-        said: dict[str, Any] = {"role": self.role, "content": _seen_and_said(blocks)}
+        said: dict[str, Any] = {"role": self.role, "content": _content(blocks)}
         if calls := [block for block in blocks if block.type == "tool_use"]:
             said["tool_calls"] = [
                 {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}} for call in calls
@@ -207,7 +214,7 @@ class MessagesRequest(CountRequest):
         return {"stop": self.stop_sequences, **{name: getattr(self, name) for name in names}}
 
 
-def _seen_and_said(blocks: Content) -> str | list[dict[str, Any]]:
+def _content(blocks: Content) -> str | list[dict[str, Any]]:
     """As OpenAI's clients have it: parts, if there are pictures."""
     if isinstance(blocks, str) or all(block.source is None for block in blocks):
         return text_of(blocks)
@@ -262,7 +269,7 @@ class AnthropicAnswer(Answer):
         return self._close() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
-        return f"event: error\ndata: {json.dumps(error.body('/v1/messages'))}\n\n".encode()
+        return f"event: error\ndata: {json.dumps(error_body(error))}\n\n".encode()
 
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -295,6 +302,32 @@ class AnthropicAnswer(Answer):
         self._open = None
         self._num_blocks += 1
         return _event("content_block_stop", index=self._num_blocks - 1)
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, as Anthropic has it."""
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, error.type), "message": str(error)}}
+
+
+class Anthropic(Dialect):
+    """The handlers."""
+
+    error_paths = ("/v1/messages",)
+    error_body = staticmethod(error_body)
+
+    @post("/v1/messages", "Answer a conversation, as Anthropic's API does.", MessagesRequest)
+    async def messages(self, request: Request) -> Response:
+        body, num_bytes = await self._responder.read(request, MessagesRequest)
+        chat = await translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
+        return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
+
+    @post("/v1/messages/count_tokens", "Count the tokens of a conversation.", CountRequest, answer_types=(JSON,))
+    async def count_tokens(self, request: Request) -> Response:
+        body, num_bytes = await self._responder.read(request, CountRequest)
+        chat = await translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
+        _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
+        free_memory([prompt])
+        return JSONResponse({"input_tokens": len(prompt)})
 
 
 def _tool_use(call_id: str, name: str, given: Any) -> dict[str, Any]:

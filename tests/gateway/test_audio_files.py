@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import FLOAT, MULAW, RATE, noise, wav
 
-from swarmllm.gateway.engine.sounds import FORMATS, read_sound
+from swarmllm.gateway.apis.audio_files import FORMATS, read_sound
 from swarmllm.gateway.errors import ApiError
 
 LONGEST_S = 20.0
