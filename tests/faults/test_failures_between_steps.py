@@ -18,9 +18,8 @@ from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire import liveness
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
-from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
 from swarmllm.server.sessions.session import Session
-from swarmllm.server.sessions.shared_prefix import SharedPrefix
 
 STEP_TIMEOUT_S = 60.0
 

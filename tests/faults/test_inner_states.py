@@ -250,7 +250,7 @@ def test_unasked_for_is_refused(blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("kind", ["batch", "session"])
 def test_a_server_answers_no_more_than_it_can(blocks: Blocks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmllm.server.sessions.inner_requests.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("swarmllm.server.sessions.step_runner.MAX_ANSWER_BYTES", 1000)
     with (
         InProcessSwarm(blocks, [(0, 6)], announced=[KNOWING]) as swarm,
         pytest.raises(ConfigurationError, match="short"),

@@ -23,13 +23,13 @@ from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import Group
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.span_cache import RollbackUnsupportedError
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 
 Route = list[tuple[BlockSpan, Span]]
 

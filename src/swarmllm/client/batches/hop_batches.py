@@ -18,9 +18,8 @@ from swarmllm.client.view.connection import Connection, Result, new_request_id, 
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo, Span
 from swarmllm.errors import ConfigurationError, CorruptActivationsError, SwarmError
-from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
-from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs, decisive_rows
+from swarmllm.models.boundary.inner_states import MAX_ABS, checked
 from swarmllm.network.wire.messages import BatchHeader, Predecessor, Target
 from swarmllm.network.wire.protocol import MessageType
 

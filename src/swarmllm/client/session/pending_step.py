@@ -13,8 +13,8 @@ from swarmllm.client.session.hop import Hop
 from swarmllm.client.view.connection import Result, take_inner
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.models.boundary.activation_checks import checked
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.inner_states import checked
 
 
 @dataclass(eq=False)
