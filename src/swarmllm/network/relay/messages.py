@@ -234,7 +234,7 @@ def circuit_through(relay_addr: str, relay_id: str) -> str:
 
 
 def is_circuit(addr: str) -> bool:
-    """Whether an address, as text, leads through a relay."""
+    """True if an address, as text, leads through a relay."""
     return "/p2p-circuit" in addr
 
 

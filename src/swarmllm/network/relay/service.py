@@ -83,7 +83,7 @@ class Places:
         return self._taken["all", ""]
 
     def take(self, caller: Caller) -> bool:
-        """Whether there is one for this caller; if so, it is taken until `leave`."""
+        """True if there is one for this caller; if so, it is taken until `leave`."""
         keys = self._keys(caller)
         if any(self._taken[key] >= most for key, most in zip(keys, self._limits(), strict=True)):
             return False

@@ -145,7 +145,7 @@ Outgoing = dict[str, Tensor | CompressedTensor]
 
 
 def pays(setting: str, num_bytes: int, mbps: float | None) -> bool:
-    """Whether to compress a message of `num_bytes` on a link of `mbps` (None: not measured).
+    """True: compress a message of `num_bytes` on a link of `mbps` (None: not measured).
 
     Unknown settings (of newer peers) compress nothing.
     """

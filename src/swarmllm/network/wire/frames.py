@@ -190,7 +190,7 @@ class FrameDecoder:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the bytes so far end within a frame or a message."""
+        """True if the bytes so far end within a frame or a message."""
         return bool(self._partial) or self._frame is not None or self._message is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the peer of a stream still lives: when to look, when to ping it, when to give it up.
+"""True if the peer of a stream still lives: when to look, when to ping it, when to give it up.
 
 Pure: `wire/stream` says what happens and when, and asks what to do. Nothing here reads a clock or waits.
 
@@ -157,7 +157,7 @@ class Liveness:
 
 
 class Progress:
-    """Whether the message that has begun on a stream goes on."""
+    """True if the message that has begun on a stream goes on."""
 
     def __init__(self, now: float) -> None:
         self._num_messages = self._num_bytes = 0
@@ -169,7 +169,7 @@ class Progress:
         self._since = now
 
     def goes_on(self, num_messages: int, num_bytes: int) -> bool:
-        """Whether anything has come since `stalled_s` was asked last."""
+        """True if anything has come since `stalled_s` was asked last."""
         return (num_messages, num_bytes) != self._last
 
     def stalled_s(self, num_messages: int, num_bytes: int, now: float) -> float:

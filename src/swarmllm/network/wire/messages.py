@@ -77,7 +77,7 @@ class WantedInner(PeerModel):
     outputs: Annotated[tuple[BlockIndex, ...], Field(max_length=MAX_BLOCKS, fail_fast=True)] = ()
     """Blocks whose outputs are wanted, of this server or of others."""
     attentions: bool = False
-    """Whether the attention weights of all blocks are wanted."""
+    """True if the attention weights of all blocks are wanted."""
 
 
 class Target(PeerModel):
@@ -121,7 +121,7 @@ class OpenHeader(PeerModel):
     source_length: Position = 0
     """Positions of an encoder's outputs that come with the first step, for blocks of a decoder."""
     record_past: bool = False
-    """Whether rollbacks are to be expected, for caches that must keep more for them."""
+    """True if rollbacks are to be expected, for caches that must keep more for them."""
 
 
 class LinkHeader(PeerModel):
@@ -200,7 +200,7 @@ class BatchHeader(PeerModel):
     target: Target | None = None
     """The server to which the outputs (BACKWARD: the hidden states' gradient) are pushed."""
     without_pushed: Annotated[bool, Field(alias="lean")] = False
-    """Whether outputs that were pushed need not be answered as well."""
+    """True if outputs that were pushed need not be answered as well."""
     compression: Compression = "auto"
     inner: WantedInner | None = None
     """FORWARD: answered with the result."""

@@ -74,7 +74,7 @@ class HelloHeader(PeerModel):
     encodings: Encodings = ()
     contribution: Contribution | None = None
     same_identity: bool = False
-    """Whether the client is going to serve by the very key that `contribution` proves to be known to it."""
+    """True if the client is going to serve by the very key that `contribution` proves to be known to it."""
 
 
 class WelcomeHeader(PeerModel):

@@ -88,7 +88,7 @@ class FrameStream(asyncio.Protocol):
     """Messages to and from one peer. One task may wait in `receive()`, any number in `send()`."""
 
     through_relay = False
-    """Whether another peer passes the bytes on. Set by whoever makes the stream."""
+    """True if another peer passes the bytes on. Set by whoever makes the stream."""
     on_silence: Callable[[], None] | None = None
     """Called when the stream ends since nothing came any more."""
 
@@ -142,7 +142,7 @@ class FrameStream(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has ended, for whatever reason."""
+        """True if the stream has ended, for whatever reason."""
         return self._ended is not None
 
     # Sending
