@@ -115,8 +115,8 @@ def test_the_readme_counts_them(repo_root: Path) -> None:
     """A type is exact if one of its variants is."""
     exact, types = ({BASE.get(name, name) for name in some} for some in (EXACT, names()))
     text = " ".join((repo_root / "README.md").read_text().split())
-    assert f"{len(exact)} of the {len(types)} model types that transformers has with an encoder" in text
-    assert f"the other {len(types - exact)} are refused with the reason (a sweep over all of them through" in text
+    assert f"{len(types)} model types with an encoder and a decoder for text. {len(exact)} of them work" in text
+    assert f"The other {len(types - exact)} are refused with the reason (tiny random models of all types," in text
 
 
 def test_an_encoder_that_pads_the_text(tmp_path: Path) -> None:

@@ -103,8 +103,9 @@ def test_the_readme_counts_them(repo_root: Path) -> None:
     assert len(EXACT) >= 50
     refused = len({*REFUSED, *ENCODER_DECODERS} - {"t5gemma2"})
     text = " ".join((repo_root / "README.md").read_text().split())
-    assert f"Of the {len(names())} model types that transformers has for text from pictures, {len(EXACT)} were" in text
-    assert f"{refused} are refused with the reason, T5Gemma 2 runs for text, and {len(NO_TINY_MODEL)}, of which" in text
+    assert f"has {len(names())} model types that write text about pictures. {len(EXACT)} of them are exact" in text
+    assert f"{refused} are refused with the reason. T5Gemma 2 runs for text only, and {len(NO_TINY_MODEL)}, whose" in text
+    assert "attempted (tiny random models of all types," in text
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *sorted(ENCODER_DECODERS - {"t5gemma2"})])
