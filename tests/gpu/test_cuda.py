@@ -28,7 +28,7 @@ from gguf_writer import BLOCKS
 from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
 from test_published_weights import KEPT_BITS, kept
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
 SPAN = Span(0, 4)
