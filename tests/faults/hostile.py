@@ -27,7 +27,7 @@ from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.kv_cache import CacheBudget
@@ -70,7 +70,7 @@ class Server:
     ) -> None:
         self.blocks = blocks
         self._stream_type = stream_type
-        self.executor = Executor(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
+        self.device_thread = DeviceThread(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
         self.links = Links(self._dial, tasks)
         self.access = Access(allowed_clients)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
@@ -78,10 +78,12 @@ class Server:
         self.budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens)
         self.packer = packer_of(blocks)
         limits = self.access.limits
-        self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)
+        self.sessions = SessionTable(
+            self.packer, inputs.hidden_bytes, self.device_thread, self.budget, pages, limits=limits
+        )
         self.serving = self.access.serving = Serving(
             parts=StackParts((StackPart(blocks, inputs),)),
-            executor=self.executor,
+            device_thread=self.device_thread,
             sessions=self.sessions,
             limits=limits,
             max_batch_tokens=MAX_BATCH_TOKENS,
@@ -144,7 +146,7 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()  # its thread waited for the device thread
 
 

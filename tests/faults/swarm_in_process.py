@@ -27,7 +27,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.kv_cache import CacheBudget
@@ -50,10 +50,10 @@ class Blocks:
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
         self.loop = EventLoop("swarm-in-process")
-        self.executor: Executor = self.loop.run(self._new_executor())
+        self.device_thread: DeviceThread = self.loop.run(self._new_device_thread())
 
-    async def _new_executor(self) -> Executor:
-        return Executor(Budget(pause_s=0.0))
+    async def _new_device_thread(self) -> DeviceThread:
+        return DeviceThread(Budget(pause_s=0.0))
 
     def of(self, span: Span) -> BlockSpan:
         if span not in self._loaded:
@@ -69,7 +69,7 @@ class Blocks:
         self.loop.close()
 
     async def _close(self) -> None:
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
@@ -92,11 +92,11 @@ class Server:
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
         budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
-        executor, limits = swarm.blocks.executor, self.access.limits
-        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
+        device_thread, limits = swarm.blocks.device_thread, self.access.limits
+        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, device_thread, budget, limits=limits)
         self.serving = self.access.serving = Serving(
             parts=StackParts((StackPart(blocks, inputs),)),
-            executor=executor,
+            device_thread=device_thread,
             sessions=self.sessions,
             limits=limits,
             max_batch_tokens=self.info.max_batch_tokens,

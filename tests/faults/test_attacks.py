@@ -246,10 +246,10 @@ async def test_steps_that_wait_take_no_more_than_the_session_is_worth(blocks: Bl
         stream = await opened(server)
         (session,) = server.sessions
         proceed = threading.Event()
-        busy = asyncio.create_task(server.executor.run(proceed.wait, Priority.DECODE))
+        busy = asyncio.create_task(server.device_thread.run_call(proceed.wait, Priority.DECODE))
         prompt = hidden_states(32)
         await send(stream, MessageType.STEP, step_header(SESSION, 0, prompt), hidden_states=prompt)
-        await until(lambda: server.executor.num_calls == 2)  # the first one has its turn next
+        await until(lambda: server.device_thread.num_calls == 2)  # the first one has its turn next
         for _ in range(5):
             await send(stream, MessageType.STEP, step_header(SESSION, 0, prompt), hidden_states=prompt)
         codes = [error_code(await answer(stream)) for _ in range(2)]
@@ -447,7 +447,7 @@ async def test_a_chain_in_a_circle(blocks: BlockSpan) -> None:
         refused = await ask(stream, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs)
         assert error_code(refused) == "remote_protocol"
         assert "circles" in refused.header["message"]
-        assert server.executor.num_calls == 0
+        assert server.device_thread.num_calls == 0
         await hang_up(stream)
 
 

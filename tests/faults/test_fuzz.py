@@ -65,7 +65,7 @@ async def fuzz_handler(blocks: BlockSpan, count: int, seed: int) -> None:
         assert used_memory() < memory + MEMORY_SLACK_BYTES
         assert [session.id for session in server.sessions] == stolen
         assert server.budget.leased_bytes == leased
-        assert server.executor.num_calls == 0
+        assert server.device_thread.num_calls == 0
         assert len(asyncio.all_tasks()) <= tasks + 2, "more than the link to itself and its reader"
         assert server.access.limits.num_streams() == 2
         assert len(server.links) == 1

@@ -24,7 +24,7 @@ from swarmllm.network.wire.protocol import MessageType, hello, raise_error
 from swarmllm.network.wire.stream import FrameStream
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.kv_cache import CacheBudget
@@ -42,16 +42,20 @@ class InProcessServer:
 
     def __init__(self, swarm: "InProcessServers", blocks: BlockSpan, peer_id: str) -> None:
         self.peer_id = peer_id
-        self.executor = Executor(Budget(decoding_s=0.0), name=peer_id)  # no small pieces beside those that have ended
+        self.device_thread = DeviceThread(
+            Budget(decoding_s=0.0), name=peer_id
+        )  # no small pieces beside those that have ended
         self.budget, self.pages = CacheBudget(1 << 34), PrefixCache(1 << 30)
         self.links = Links(lambda target: swarm.dial(target.peer_id, caller=peer_id), swarm.tasks)
         access = Access(None)
         self.handler = StreamHandler(access, self.links, fingerprint="")
         self.packer = Packer(blocks, right_ways(blocks))
-        self.table = SessionTable(self.packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
+        self.table = SessionTable(
+            self.packer, 1 << 10, self.device_thread, self.budget, self.pages, limits=access.limits
+        )
         access.serving = Serving(
             parts=StackParts((StackPart(blocks, InputChecks(blocks)),)),
-            executor=self.executor,
+            device_thread=self.device_thread,
             sessions=self.table,
             limits=access.limits,
             max_batch_tokens=1 << 20,
@@ -143,7 +147,7 @@ class InProcessServers:
             stream.abort()
         await asyncio.gather(*(stream.gone for stream in self._streams))
         for server in self.servers.values():
-            await server.executor.close()
+            await server.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 

@@ -69,10 +69,8 @@ def announced(
         dtype=resolve_dtype(checkpoint, config.dtype),
         quantization=resolve_quantization(config.quant_type),
         adapters=SimpleNamespace(names=()),
-        executor=SimpleNamespace(
-            thread=SimpleNamespace(
-                load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5, pace=2.0
-            )
+        device_thread=SimpleNamespace(
+            load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5, pace=2.0
         ),
     )
     links: Any = SimpleNamespace(mbps=lambda _: mbps)

@@ -107,7 +107,7 @@ class OwnRecord:
         self.loaded = None
 
     def _with_figures(self, info: ServerInfo, loaded: Loaded) -> ServerInfo:
-        thread = self.loader.executor.thread
+        thread = self.loader.device_thread
         throughput, mbps = loaded.throughput, self.links.mbps(self.peer.peer_id)
         network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / loaded.inputs.hidden_bytes
         return info.model_copy(

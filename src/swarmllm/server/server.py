@@ -28,7 +28,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.announcer import Announcer, OwnRecord
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.niceness import Niceness, give_way
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.downloads import in_background
@@ -142,7 +142,7 @@ class Server:
             twins=twins,
         )
         self._niceness = Niceness()
-        self._executor = Executor(Budget(max_sessions=config.max_batch_sessions), self._niceness)
+        self._device_thread = DeviceThread(Budget(max_sessions=config.max_batch_sessions), self._niceness)
         standing = Standing(config.priority_clients, self._others.verified.__contains__)
         self._access = Access(config.allowed_clients, PeerLimits(standing))
 
@@ -150,7 +150,7 @@ class Server:
         """Return when the server has left."""
         self._peer.prefer_records(self._others.verified.__contains__)
         try:
-            loader = SpanLoader(self._config, self._checkpoint, self._executor)
+            loader = SpanLoader(self._config, self._checkpoint, self._device_thread)
             indices = self._config.block_indices
             if (
                 indices is None or self._peer.is_hidden
@@ -163,7 +163,7 @@ class Server:
             raise first_error(group) from None
         finally:
             await self._others.verified.close()
-            await self._executor.close()
+            await self._device_thread.close()
 
     async def _run(self, tasks: asyncio.TaskGroup, loader: SpanLoader, span: Span, stop: asyncio.Event) -> None:
         config, peer, others, checkpoint = self._config, self._peer, self._others, self._checkpoint
@@ -202,10 +202,10 @@ class Server:
     def _background(self, tasks: asyncio.TaskGroup, record: OwnRecord, announcer: Announcer) -> Iterator[None]:
         """What goes on all the time, within; if any of it fails, so does the server."""
         config, peer = self._config, self._peer
-        metrics = ServerMetrics(self._access, self._executor, record)
+        metrics = ServerMetrics(self._access, self._device_thread, record)
         running = [
             tasks.create_task(self._watch_daemon(), name="watch the daemon"),
-            tasks.create_task(self._executor.watch(), name="watch the device thread"),
+            tasks.create_task(self._device_thread.watch(), name="watch the device thread"),
             tasks.create_task(announcer.run(), name="announce"),
             tasks.create_task(record.successors.run(peer.peer_id, lambda: record.span), name="ping successors"),
             tasks.create_task(serve_metrics(config.metrics_host, config.metrics_port, metrics), name="serve metrics"),

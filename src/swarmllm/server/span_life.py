@@ -249,7 +249,7 @@ class SpanLife:
             await asyncio.Event().wait()
         while True:
             left_s = self._access.used_at + self._idle_s - time.monotonic()
-            if left_s <= 0 and not len(serving.sessions) and not serving.executor.num_calls:
+            if left_s <= 0 and not len(serving.sessions) and not serving.device_thread.num_calls:
                 return
             await asyncio.sleep(max(left_s, LOOK_S))
 
@@ -259,7 +259,7 @@ class SpanLife:
         sessions = self._record.sessions = SessionTable(
             loaded.packer,
             loaded.inputs.hidden_bytes,
-            loader.executor,
+            loader.device_thread,
             loaded.budget,
             pages,
             compression=config.compression,
@@ -268,7 +268,7 @@ class SpanLife:
         )
         return Serving(
             parts=loaded.parts,
-            executor=loader.executor,
+            device_thread=loader.device_thread,
             sessions=sessions,
             limits=limits,
             max_batch_tokens=config.max_batch_tokens,

@@ -39,11 +39,10 @@ from swarmllm.server.device.device import (
     resolve_device,
     usable_bytes,
 )
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.device.throughput import (
     Throughput,
-    decode_times,
     doubling_tokens,
     measure_throughput,
     prefill_tokens_beside_decode,
@@ -106,12 +105,12 @@ class _Measured:
 class SpanLoader:
     """Knows how this server keeps blocks: on which device, in which format, with which adapters."""
 
-    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, executor: Executor) -> None:
+    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, device_thread: DeviceThread) -> None:
         self._config, self._checkpoint = config, checkpoint
-        self.executor = executor
+        self.device_thread = device_thread
         self._last: _Measured | None = None
         self.device = resolve_device(config.device[0])
-        executor.thread.accelerator = accelerator_of(self.device)
+        device_thread.accelerator = accelerator_of(self.device)
         self._num_threads = config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
         """CPU threads of each process, if there are several."""
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
@@ -166,7 +165,7 @@ class SpanLoader:
         Raises:
             SwarmError, OSError, MemoryError, RuntimeError: they can't be loaded.
         """
-        return (await self.executor.run(lambda: self._load(span), Priority.BATCH)).value
+        return (await self.device_thread.run_call(lambda: self._load(span), Priority.BATCH)).value
 
     def changed_files(self) -> list[str]:
         """Files of weights that aren't any more what they were when this server opened the checkpoint."""
@@ -212,8 +211,11 @@ class SpanLoader:
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
         logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
-        self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
-        self.executor.thread.expect(decode_times(throughput))
+        self.device_thread.adopt(
+            doubling_tokens=doubling_tokens(throughput, len(span)),
+            beside_decode=beside_decode,
+            step_ms=throughput.step_ms,
+        )
         return Loaded(packer, inputs, throughput, room, before)
 
     def _group(self) -> Group | None:
@@ -286,7 +288,7 @@ class SpanLoader:
             await in_background(self._check_files)
             for part in parts_of(self._checkpoint.config, span):
                 look = partial(span_tensor_names, self._checkpoint, part)
-                names = await self.executor.run(look, Priority.BATCH)
+                names = await self.device_thread.run_call(look, Priority.BATCH)
                 await in_background(partial(self._checkpoint.tensors, names.value))
         except LOADING_FAILURES as error:
             logger.warning("blocks %s can't be loaded: %s", span, str(error) or repr(error))

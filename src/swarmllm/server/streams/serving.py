@@ -17,7 +17,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.server.adapters import AdapterStore, ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.forward_backward import KeptBatches
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.pushes import Pushes
@@ -86,7 +86,7 @@ class Serving:
     """One span of blocks, and what clients have on it."""
 
     parts: StackParts
-    executor: Executor
+    device_thread: DeviceThread
     sessions: SessionTable
     limits: PeerLimits
     max_batch_tokens: int
@@ -101,7 +101,7 @@ class Serving:
     def __post_init__(self) -> None:
         self.batches = KeptBatches(self.max_batch_tokens)
         self.pushes = Pushes(self.limits)
-        self.executor.thread.on_out_of_memory = self.sessions.make_room
+        self.device_thread.on_out_of_memory = self.sessions.make_room
 
     def check_stays(self) -> None:
         """Refuse what is new when this server is about to leave these blocks.
@@ -141,11 +141,11 @@ class Serving:
         await self.sessions.hand_over(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.executor.wait_until_idle()
+                await self.device_thread.wait_until_idle()
         except TimeoutError:
-            logger.warning("left %d calls unfinished after %.0f s", self.executor.num_calls, timeout_s)
+            logger.warning("left %d calls unfinished after %.0f s", self.device_thread.num_calls, timeout_s)
         self.batches.clear()
-        self.executor.thread.on_out_of_memory = None  # nor its pages of prompts
+        self.device_thread.on_out_of_memory = None  # nor its pages of prompts
 
 
 @dataclass(eq=False)

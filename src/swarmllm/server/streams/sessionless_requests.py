@@ -113,7 +113,7 @@ class _BatchRequest:
         header, serving = self.header, self.serving
         turns = await self._turns(span, adapter, pushed, inner)
         account = serving.limits.standing.account(self.stream.peer_id)
-        timed = await serving.executor.run_in_turns(turns, Priority.BATCH, account)
+        timed = await serving.device_thread.run_in_turns(turns, Priority.BATCH, account)
         kept, result = timed.value
         if kept is not None:
             serving.batches.put(self.stream.peer_id, header.id, kept)
