@@ -27,14 +27,15 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.server.adapters import ServedAdapters
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
 from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 FINGERPRINT = "0123456789abcdef"
 CLIENT = "client".ljust(46, "x")
@@ -91,17 +92,18 @@ class Server:
         self.access = Access(None)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
-        device_thread, limits = swarm.blocks.device_thread, self.access.limits
-        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, device_thread, budget, limits=limits)
+        cache_bytes = (blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS
         self.serving = self.access.serving = Serving(
-            parts=StackParts((StackPart(blocks, inputs),)),
-            device_thread=device_thread,
-            sessions=self.sessions,
-            limits=limits,
-            max_batch_tokens=self.info.max_batch_tokens,
-            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
+            packer_of(blocks),
+            [StackBlocks(blocks, inputs)],
+            swarm.blocks.device_thread,
+            CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
+            limits=self.access.limits,
+            settings=ServerLimits(max_batch_tokens=self.info.max_batch_tokens, compression="none"),
+            offered=ServedAdapters((), None, token=None, cache_dir=None),
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.sessions = self.serving.sessions
 
     @property
     def span(self) -> Span:

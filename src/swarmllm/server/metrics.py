@@ -16,10 +16,9 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.network.relay.service import RelayService
 from swarmllm.network.wire.stream import traffic
 from swarmllm.server.announcer import OwnRecord
-from swarmllm.server.device.device_thread import DeviceThread
+from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.streams.serving import Access
 from swarmllm.swarm.block_map import state_name
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,8 @@ logger = logging.getLogger(__name__)
 class ServerMetrics(Collector):
     """Reads a running server."""
 
-    def __init__(self, access: Access, device_thread: DeviceThread, record: OwnRecord) -> None:
-        self._access, self._device_thread, self._record = access, device_thread, record
+    def __init__(self, record: OwnRecord) -> None:
+        self._record, self._access, self._device_thread = record, record.access, record.loader.device_thread
 
     def collect(self) -> Iterator[Metric]:
         """Called in a thread of its own; reads plain numbers only."""
@@ -52,7 +51,8 @@ class ServerMetrics(Collector):
             yield from _of_relay(self._record.peer.relay)
 
     def _now(self, info: ServerInfo) -> Iterator[tuple[str, str, float]]:
-        budget, load, sessions, pages = self._record.budget, self._device_thread.load, self._sessions, self._pages
+        load, sessions, pages = self._device_thread.load, self._sessions, self._pages
+        budget = CacheBudget(0) if sessions is None else sessions.budget
         yield "blocks", "Blocks served.", info.end - info.start
         yield "throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput
         yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()

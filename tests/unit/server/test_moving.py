@@ -18,7 +18,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.server import span_life
 from swarmllm.server.announcer import OwnRecord
 from swarmllm.server.device.device_thread import DeviceThread
-from swarmllm.server.device.niceness import Niceness
+from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_life import Rebalancer, SpanLife
 from swarmllm.server.span_loader import SpanLoader
@@ -52,14 +52,14 @@ async def thread() -> AsyncIterator[DeviceThread]:
 
 
 def loader_of(model: Path | str, thread: DeviceThread) -> SpanLoader:
-    return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), thread)
+    return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), thread, PeerLimits())
 
 
 def life_of(loader: SpanLoader) -> SpanLife:
     nothing: Any = SimpleNamespace()
     config = ServerConfig(model="m", new_swarm=True)
-    record = OwnRecord(config, Peer(), loader, Niceness(), nothing, nothing, OLD)  # type: ignore[arg-type]
-    return SpanLife(record, Access(None), AsyncMock(), nothing, lambda: None)
+    record = OwnRecord(config, Peer(), loader, Access(None), nothing, nothing, OLD)  # type: ignore[arg-type]
+    return SpanLife(record, AsyncMock(), nothing, lambda: None)
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
@@ -76,10 +76,9 @@ async def test_it_goes_back_to_its_blocks(
 
     monkeypatch.setattr(SpanLoader, "_load", load)
     life = life_of(loader_of(embedded_model_path(), thread))
-    loaded = await life._move(NEW, asyncio.Event())
-    assert loaded is not None
+    assert await life._move(NEW, asyncio.Event())
     assert asked == [NEW, OLD]
-    assert life._record.span == loaded.blocks.span == OLD
+    assert life._record.span == life._access.served().blocks.span == OLD
     assert life._rebalancer.failed_moves == 1
     assert [record.message for record in caplog.records if "going back to blocks 0:2" in record.message]
 

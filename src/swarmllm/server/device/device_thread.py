@@ -255,7 +255,7 @@ class DeviceThread:
         self._idle.set()
         self._death: asyncio.Future[BaseException] = self._loop.create_future()
         """The mistake that ended the thread."""
-        self._niceness = niceness or Niceness()
+        self.niceness = niceness or Niceness()
         self._burst_wait = BurstWait()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Functions that change the scheduler, for the thread to call."""
@@ -415,7 +415,7 @@ class DeviceThread:
         if not len(self._scheduler):
             return None
         now = time.perf_counter()
-        if pause_s := self._niceness.pause_s(now):
+        if pause_s := self.niceness.pause_s(now):
             return pause_s
         if hold_s := self._scheduler.hold_s(now):
             return hold_s
@@ -440,9 +440,9 @@ class DeviceThread:
             self._burst_wait.took(ended_at - now)
         if pieces[0][0].run is None:
             # Without the pauses that are made for other programs: the announced speed has them already.
-            self._meter.count(pieces, now, self._niceness.resumes_at, ended_at)
+            self._meter.count(pieces, now, self.niceness.resumes_at, ended_at)
         self._scheduler.ran(ended_at)
-        self._niceness.ran(time.thread_time() - cpu_before, ended_at - now, ended_at)
+        self.niceness.ran(time.thread_time() - cpu_before, ended_at - now, ended_at)
         for call, _ in pieces:
             call.compute_s += ended_at - now
         for outcome in outcomes:
