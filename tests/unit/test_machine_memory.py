@@ -9,7 +9,7 @@ import torch
 from swarmllm import machine_memory
 from swarmllm.client.view.swarm_view import decode_ms
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
-from swarmllm.network.wire.intake import Intake
+from swarmllm.network.wire.stream import Intake
 from swarmllm.server.device import device as server_device
 
 MIB = 1 << 20

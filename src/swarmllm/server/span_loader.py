@@ -15,16 +15,15 @@ from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
 from swarmllm.models.architecture import parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes
-from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.loading import load_block_span, span_tensor_names
+from swarmllm.models.span.loading import load_block_span, span_tensor_names, stage
 from swarmllm.models.span.packed_forward import Packing
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_access import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
-from swarmllm.models.startup_progress import stage
 from swarmllm.server.adapters import ServedAdapters
 from swarmllm.server.device.device import (
     COUNTED_TOKENS,

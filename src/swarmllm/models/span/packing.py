@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError
-from swarmllm.models.boundary.cutting import arithmetic
+from swarmllm.models.boundary.block_inputs import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall

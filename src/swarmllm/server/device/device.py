@@ -22,8 +22,7 @@ from transformers import PreTrainedConfig
 from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
 from swarmllm.machine_memory import available_memory_bytes, total_memory_bytes
 from swarmllm.models.architecture import as_config_says, is_encoder, text_config
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.host_copies import queued_copy
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, queued_copy
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes, require_device

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, decisive_rows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.device.device import block_errors_translated, on_device
 

@@ -30,8 +30,8 @@ from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.identity import Identity, contribution, is_genuine
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
-from swarmllm.network.relay.guest import RelayPeer
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, hello
 from swarmllm.swarm.claims import plausible
 from swarmllm.swarm.round_trips import RoundTrips

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import arithmetic
+from swarmllm.models.boundary.block_inputs import BlockInputs, arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.page_pool import SharedPage
 from swarmllm.models.span.span_cache import SpanCache

@@ -25,11 +25,9 @@ from swarmllm.errors import (
 )
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.architecture import text_config
-from swarmllm.models.boundary.activation_checks import plausible
 from swarmllm.models.boundary.activation_log import ActivationLog
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import uncut
-from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates
+from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
+from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates, plausible
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer

@@ -20,7 +20,6 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.network.wire.compression import Outgoing
-from swarmllm.network.wire.intake import Intake
 from swarmllm.network.wire.messages import (
     SESSION_ID_LENGTH,
     AdapterHeader,
@@ -33,6 +32,7 @@ from swarmllm.network.wire.messages import (
     parse,
 )
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
+from swarmllm.network.wire.stream import Intake
 from swarmllm.network.wire.tensor_codec import decompressed_bytes, encode_tensors
 from swarmllm.server.device.device import memory_errors_translated
 from swarmllm.server.peers.links import Links

@@ -10,8 +10,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, ServerOverloadedError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.boundary.activation_checks import plausible
-from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.boundary.inner_states import InnerStates, plausible
 from swarmllm.network.wire.compression import Outgoing, compressed
 from swarmllm.network.wire.messages import BatchHeader, ResultHeader, parse
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
