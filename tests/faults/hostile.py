@@ -29,15 +29,16 @@ from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
@@ -77,23 +78,25 @@ class Server:
     ) -> None:
         self.blocks = blocks
         self._stream_type = stream_type
-        self.executor = Executor(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
+        self.device_thread = DeviceThread(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
         self.links = Links(self._dial, tasks)
         self.access = Access(allowed_clients)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        self.budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens)
+        cache_bytes = (blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens
         self.packer = packer_of(blocks)
-        limits = self.access.limits
-        self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)
         self.serving = self.access.serving = Serving(
-            parts=StackParts((StackPart(blocks, inputs),)),
-            executor=self.executor,
-            sessions=self.sessions,
-            limits=limits,
-            max_batch_tokens=max_batch_tokens,
-            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
+            self.packer,
+            [StackBlocks(blocks, inputs)],
+            self.device_thread,
+            CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
+            limits=self.access.limits,
+            settings=ServerLimits(max_batch_tokens=max_batch_tokens, compression="none"),
+            offered=ServedAdapters((), None, token=None, cache_dir=None),
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.sessions = self.serving.sessions
+        self.sessions.pages, self.budget = pages, self.sessions.budget
         self.ends: set[FrameStream] = set()
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}
@@ -151,7 +154,7 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()  # its thread waited for the device thread
 
 

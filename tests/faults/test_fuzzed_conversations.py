@@ -209,7 +209,10 @@ async def check_nothing_left(server: Server, leased: int) -> None:
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
-            limits._bytes or server.handler._intake.num_bytes or limits.num_streams() > 2 or server.executor.num_calls
+            limits._bytes
+            or server.handler._intake.num_bytes
+            or limits.num_streams() > 2
+            or server.device_thread.num_calls
         ):
             await asyncio.sleep(0.001)
     assert [session.id for session in server.sessions] == [HONEST_SESSION]

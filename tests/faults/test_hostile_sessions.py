@@ -331,12 +331,12 @@ async def test_queued_steps(blocks: BlockSpan, name: str) -> None:
         assert not server.access.limits._bytes
         # What there is room for may wait, and counts as long as it does.
         proceed = threading.Event()
-        busy = asyncio.create_task(server.executor.run(proceed.wait, Priority.DECODE))
+        busy = asyncio.create_task(server.device_thread.run_call(proceed.wait, Priority.DECODE))
         small = {name: torch.ones(1, 2048, 1, 1, dtype=torch.int64)}
         header = step_header(SESSION, 0, inputs, ones_mask=name == "surprise")
         await send(stream, MessageType.STEP, header, hidden_states=inputs, **small)
         async with asyncio.timeout(120):
-            while server.executor.num_calls < 2:  # noqa: ASYNC110 - nobody tells
+            while server.device_thread.num_calls < 2:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.001)
         assert server.budget.leased_bytes > leased + 8 * 2048 - 1024
         assert server.access.limits._bytes[MALLORY] > 8 * 2048
@@ -355,7 +355,7 @@ async def test_queued_steps_are_the_peers_share(blocks: BlockSpan, monkeypatch: 
     monkeypatch.setattr(peer_limits, "MAX_BYTES_PER_PEER", 3 * inputs.nbytes)
     async with serving(blocks) as server:
         proceed = threading.Event()
-        busy = asyncio.create_task(server.executor.run(proceed.wait, Priority.DECODE))
+        busy = asyncio.create_task(server.device_thread.run_call(proceed.wait, Priority.DECODE))
         streams = [await opened(server, f"{number:032x}") for number in range(4)]
         for number, stream in enumerate(streams):
             await send(stream, MessageType.STEP, step_header(f"{number:032x}", 0, inputs), hidden_states=inputs)
@@ -380,10 +380,10 @@ async def test_steps_that_wait_take_no_more_than_the_session_is_worth(blocks: Bl
         stream = await opened(server)
         (session,) = server.sessions
         proceed = threading.Event()
-        busy = asyncio.create_task(server.executor.run(proceed.wait, Priority.DECODE))
+        busy = asyncio.create_task(server.device_thread.run_call(proceed.wait, Priority.DECODE))
         prompt = hidden_states(blocks, 32)
         await send(stream, MessageType.STEP, step_header(SESSION, 0, prompt), hidden_states=prompt)
-        await until(lambda: server.executor.num_calls == 2)  # the first one has its turn next
+        await until(lambda: server.device_thread.num_calls == 2)  # the first one has its turn next
         for _ in range(5):
             await send(stream, MessageType.STEP, step_header(SESSION, 0, prompt), hidden_states=prompt)
         codes = [error_code(await answer(stream)) for _ in range(2)]
@@ -569,7 +569,7 @@ async def test_a_chain_in_a_circle(blocks: BlockSpan) -> None:
         refused = await ask(stream, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs)
         assert error_code(refused) == "remote_protocol"
         assert "circles" in refused.header["message"]
-        assert server.executor.num_calls == 0
+        assert server.device_thread.num_calls == 0
         await hang_up(stream)
 
 
