@@ -14,10 +14,8 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight, cuda
-from swarmllm.models.quantization.bfloat16 import Whole
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS
-from swarmllm.models.quantization.loading import pack
+from swarmllm.models.quantization.decoded import FORMS, KINDS
+from swarmllm.models.quantization.loading import Whole, check_matrix, pack
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import swarmllm
 from swarmllm.models.quantization import cuda
-from swarmllm.models.quantization.codes import E2M1, FP4, INT4, NF4, UINT4, nibbles
+from swarmllm.models.quantization.decoded import E2M1, FP4, INT4, NF4, UINT4, nibbles
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, Packed
 

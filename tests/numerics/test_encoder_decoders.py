@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import blocks_class, check_supported, parts_of, stacks
+from swarmllm.models.architecture import REFUSED_ARCHITECTURES, blocks_class, check_supported, parts_of, stacks
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import REFUSED_ARCHITECTURES
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.span.loading import load_block_span
 

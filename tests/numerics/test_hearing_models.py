@@ -14,8 +14,7 @@ from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, SPECIFIC, names
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import Task, task_class, task_of
-from swarmllm.models.refused_architectures import HEARING
+from swarmllm.models.architecture import HEARING, Task, task_class, task_of
 
 EXACT = sorted(SPECIFIC)
 

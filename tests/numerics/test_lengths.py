@@ -9,8 +9,7 @@ from tests.numerics.test_kept_state import LENGTHS, Client
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows, pieces, uncut
+from swarmllm.models.boundary.block_inputs import BlockInputs, decisive_rows, pieces, uncut
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 

@@ -14,15 +14,14 @@ from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
 from tests.numerics.tiny_hearing_models import save_tiny_model as save_hearing_model
 from tests.selection import sampled
 
-from swarmllm.models.architecture import stacks
+from swarmllm.models.architecture import HEARING, stacks
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
-from swarmllm.models.refused_architectures import HEARING
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.server.measuring.packing_speed import measure_packing
+from swarmllm.server.device.throughput import measure_packing
 
 PADDED = {
     "longt5",  # looks up keys in its cache by a way of its own

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
-from swarmllm.models.architecture import Task
+from swarmllm.models.architecture import ENCODERS, Task
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import ENCODERS
 from swarmllm.models.span.loading import load_block_span
 
 LENGTHS = (5, 24, 9, 1, 17, 24)

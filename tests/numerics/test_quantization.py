@@ -20,7 +20,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import FULL_PRECISION, QUANT_TYPES, Quantization, QuantizedWeight
-from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.decoded import KBit
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8
 from swarmllm.models.quantization.rules import BITS

@@ -17,9 +17,8 @@ from transformers.models.auto.modeling_auto import (
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import check_supported
+from swarmllm.models.architecture import ENCODERS, REFUSED_ARCHITECTURES, check_supported
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
 from swarmllm.models.span import probes
 from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.loading import load_block_span

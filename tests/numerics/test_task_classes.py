@@ -22,9 +22,16 @@ from transformers.models.auto.modeling_auto import (
 
 from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import Task, check_supported, find_blocks, task_class, task_of
+from swarmllm.models.architecture import (
+    ENCODERS,
+    REFUSED_ARCHITECTURES,
+    Task,
+    check_supported,
+    find_blocks,
+    task_class,
+    task_of,
+)
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
 
 ENCODER_DECODERS = frozenset({"bart", "bigbird_pegasus", "mbart", "mvp", "plbart", "t5gemma2"})
 CLASSIFY = {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES} - ENCODER_DECODERS - REFUSED_ARCHITECTURES.keys()

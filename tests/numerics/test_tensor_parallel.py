@@ -18,8 +18,7 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import GroupLostError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.parallel.exchange import Plain
-from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.shared import SharedWeight, spread
+from swarmllm.models.parallel.shared import Group, SharedWeight, spread
 from swarmllm.models.quantization import Quantization
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.random_inputs import random_inputs

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import Task, check_supported, sees
+from swarmllm.models.architecture import REFUSED_ARCHITECTURES, Task, check_supported, sees
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names
-from swarmllm.models.refused_architectures import REFUSED_ARCHITECTURES
 from swarmllm.models.span.loading import span_tensor_names
 
 ENCODER_DECODERS = frozenset(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"))

@@ -215,7 +215,7 @@ class _Transcription:
             raise ApiError(
                 400,
                 f"the sound takes {needed >> 20} MiB of memory when it is unpacked, and this gateway has "
-                f"{self._room.size >> 20} for all: send it in parts, as WAV, or raise --max_input_bytes",
+                f"{self._room.size >> 20} for all: send it in parts, as WAV, or raise max_input_bytes",
                 param=FILE,
                 code="audio_too_long",
             )

@@ -431,7 +431,7 @@ def _answer_of_ffmpeg(program: str, protocol: str, given: dict[str, Any], rate: 
 
 
 def _too_long(longest_s: float) -> ApiError:
-    return _bad(f"the sound is longer than {longest_s:g} s: send it in parts, or raise --max_audio_s", "audio_too_long")
+    return _bad(f"the sound is longer than {longest_s:g} s: send it in parts, or raise max_audio_s", "audio_too_long")
 
 
 def _bad(message: str, code: str = "invalid_audio") -> ApiError:

@@ -246,7 +246,7 @@ class Responder:
             if needed > self.memory.size:
                 raise bad_picture(
                     f"the pictures take {needed >> 20} MiB of memory when they are unpacked, and this gateway has "
-                    f"{self.memory.size >> 20} for all: send smaller or fewer ones, or raise --max_input_bytes"
+                    f"{self.memory.size >> 20} for all: send smaller or fewer ones, or raise max_input_bytes"
                 )
             memory = await self.memory.take(needed, caller)
             try:

@@ -1,30 +1,43 @@
-"""How fast this server's blocks are, measured once after loading, for the announcement.
+"""Measure how fast this server's blocks are, once after loading, for the announcement.
 
-Called by `span_loader` in the device thread, at each start: the same blocks on another machine, or beside other
-programs, are another matter. A rough estimate: routing and placement only need the ratios between servers. What matters
-most is measured first; when time is up, the rest is left out.
+Called by `span_loader` in the device thread, at each start: the same blocks are faster or slower on another machine,
+or beside other programs. A rough estimate is enough: routing and placement only need the ratios between servers. The
+figures that matter most are measured first; when time is up, the rest is left out. Measured as well: the fastest of
+the right ways to compute steps of several sessions (`span/packing` lists them), on decode steps of some of the blocks.
 """
 
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
 
+from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_forward import Packing, SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.random_inputs import random_inputs
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.server.device.load_meter import DecodeTimes
-from swarmllm.server.measuring.packing_speed import measure_packing
-from swarmllm.server.measuring.timing import first_blocks, seconds
+from swarmllm.server.device.device_thread import DecodeTimes
 
 logger = logging.getLogger(__name__)
+
+PACKING_CONTEXTS = (20, 120, 8, 60)
+"""Tokens in the caches of this many sessions."""
+PACKING_STEPS_S = 0.05
+"""Time of a step of each, one by one: as many blocks take part, one at least. Assumed."""
+PACKING_BUDGET_S = 0.3
+"""Seconds after which no round begins."""
+PACKING_ROUNDS = 3
+"""Rounds, of which the fastest counts: what disturbs a measurement only ever makes it slower."""
+WORTH_A_CHANGE = 0.9
+"""Share of the time: a way that usually is slower must be this much faster."""
 
 FORWARD_TOKENS = 128
 REPEATS = 3
@@ -54,6 +67,59 @@ PIECES = (64, 256, 1024)
 COMPUTING = 2.0
 """A forward of four times as many tokens takes at least so many times as long, if it isn't the asking that takes the
 time. Assumed: halfway between 1 and 4."""
+
+
+def first_blocks(blocks: BlockSpan, num_blocks: int) -> Span:
+    """The first of the blocks, at least one; some more than `num_blocks` where the model can't be cut there."""
+    end = min(blocks.span.start + max(1, num_blocks), blocks.span.end)
+    while end in blocks.traits.forbidden_cuts:
+        end += 1
+    return Span(blocks.span.start, end)
+
+
+def seconds(blocks: BlockSpan, run: Callable[[], object]) -> float:
+    """Seconds until the device of `blocks` has done what `run` asks of it."""
+    started = time.perf_counter()
+    run()
+    if blocks.device.type != "cpu":
+        torch.accelerator.synchronize(blocks.device)  # until here it has only been asked
+    return time.perf_counter() - started
+
+
+def choose_packing(
+    ways: Sequence[Packing], measure: Callable[[Packing], float], now: Callable[[], float] = time.perf_counter
+) -> Packing:
+    """The fastest of `ways`, the usually best first, by what `measure` gives for each of them, in seconds."""
+    deadline = now() + PACKING_BUDGET_S
+    least = dict.fromkeys(ways, float("inf"))
+    for _ in range(PACKING_ROUNDS):
+        least = {way: min(before, measure(way)) for way, before in least.items()}
+        if now() > deadline:
+            break
+    best = ways[0]
+    for way in ways[1:]:
+        if least[way] < WORTH_A_CHANGE * least[best]:
+            best = way
+    return best
+
+
+@torch.inference_mode()
+def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
+    """The fastest of the ways that are right for the packer's blocks."""
+    blocks, ways = packer.blocks, packer.ways
+    most_steps = PACKING_ROUNDS * len(ways)  # of one session
+    longest = (
+        int(min(blocks.max_positions or max(PACKING_CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
+    )
+    if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # whose steps are recorded for all blocks only
+        return ways[0]
+    part = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
+    calls = []
+    for context in PACKING_CONTEXTS:
+        cache = blocks.new_cache(part)
+        blocks.forward(random_inputs(blocks, min(context, longest)), part, cache)
+        calls.append(SessionCall(random_inputs(blocks, 1), part, cache))
+    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run, calls, way)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,17 @@
-"""What servers pass on to each other for batches: taken in for the request that names it, and sent to the next one.
+"""Tensors that servers pass on to each other for requests without a session.
 
-The client sends every server of a route its own request at once, and names, by secrets, who gets what from whom
-(`batches/pushed_batches`). Called by `streams/dispatcher` and `streams/batch_request`; knows nothing about blocks.
+The client sends every server of a route its own request at once, and names, by secrets, which server sends what to
+which (`client/batches/hop_batches`). A PUSH is taken in here for the request that names it, and sent to the next
+server. Called by the code that handles streams and requests; knows nothing about blocks.
 
     a PUSH comes                                    what happens
-    from the source that a waiting request names    the request goes on
+    from the server that a waiting request names    the request goes on
     before its request                              it is kept for a while, within bounds
-    from a stranger, or with another secret         it looks as if it had come early, and nobody ever takes it
+    from a stranger, or with another secret         it looks as if it had come early, and no request ever takes it
     without tensors, from the client                the request ends with SessionLostError
     none                                            the same after `WAIT_S`
 
-What has been taken counts as the request's client's bytes, as if the client had sent it (`peers/peer_limits`).
+What has been taken counts as the request's client's bytes, as if the client had sent it (`peer_limits`).
 """
 
 import asyncio

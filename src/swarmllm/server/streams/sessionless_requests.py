@@ -1,4 +1,4 @@
-"""FORWARD and BACKWARD: what clients ask of blocks without a session. Called by `dispatcher`."""
+"""FORWARD and BACKWARD: requests of clients without a session. Called by `connection`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,19 +10,17 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, ServerOverloadedError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.boundary.activation_checks import plausible
-from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.boundary.inner_states import InnerStates, plausible
 from swarmllm.network.wire.compression import Outgoing, compressed
 from swarmllm.network.wire.messages import BatchHeader, ResultHeader, parse
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
-from swarmllm.server.batches.batches import Batch, Turns, forward, gradients, record
-from swarmllm.server.batches.pushes import push
+from swarmllm.server.device.forward_backward import Batch, Turns, forward, gradients, record
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
+from swarmllm.server.peers.pushes import push
+from swarmllm.server.sessions.step_runner import INNER_FACTOR, wanted_inner
 from swarmllm.server.streams.input_checks import NOTHING, off_loop
-from swarmllm.server.streams.serving import Serving
-from swarmllm.server.streams.stack_parts import StackPart
+from swarmllm.server.streams.serving import Serving, StackPart
 
 
 async def run_batch(

@@ -1,12 +1,12 @@
-"""Batches without a KV cache: their outputs, and the gradients of their inputs.
+"""Forward and backward without a session: outputs, and gradients of the inputs.
 
 A backward needs what its forward has computed. If the client says that a backward will come, the forward's graph is
-kept for it; if it isn't there (any more), the graph is made anew from the inputs. So a server may forget it at any
-moment, and any other server can take over.
+kept for it. If the graph isn't there (any more), it is made again from the inputs. So a server may forget a graph at
+any moment, and any other server can take over.
 
-Both run in short turns, between which the device serves those who wait for their next token (`device/scheduler`): one
-block after the other, on a GPU some at a time, backward from the last to the first; while there are sessions, some rows
-at a time. A forward for which a backward will come is always cut so: somebody may have opened a session by then.
+Both run in short turns, between which the device serves decode steps (`scheduler`): one block after the other, on a
+GPU some at a time, backward from the last to the first; while there are sessions, some rows at a time. A forward for
+which a backward will come is always cut so: a session may be opened before the backward comes.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, decisive_rows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.device.device import block_errors_translated, on_device
 

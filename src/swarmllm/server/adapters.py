@@ -1,10 +1,13 @@
-"""The adapters that a server offers to everybody (`--adapters`): read, checked against its blocks, kept up to date.
+"""Adapters that requests may name: those that this server offers to all clients, and those that clients have sent.
 
-Called by `span_loader` and `own_record`, which announces their names, and by requests, which name them. A request
-that has begun keeps its adapter, whatever happens to the file meanwhile.
+`ServedAdapters` (`--adapters`) are read, checked against the blocks, and kept up to date. A request that has begun
+keeps its adapter, whatever happens to the file. `AdapterStore` holds uploaded adapters by peer and handle; it is
+bounded, and drops the least recently used ones. A client sends one again when it is told that it isn't here (any
+more).
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +15,7 @@ from swarmllm.errors import (
     BlocksNotServedError,
     ConfigurationError,
     RemoteProtocolError,
+    ServerOverloadedError,
     SwarmError,
     WeightsMismatchError,
 )
@@ -20,9 +24,13 @@ from swarmllm.models.adapters.adapter_files import CONFIG, PICKLE, WEIGHTS, open
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.server.device.device import ADAPTERS_BYTES
 from swarmllm.server.downloads import in_background
 
 logger = logging.getLogger(__name__)
+
+MAX_BYTES_PER_PEER = 256 << 20
+"""At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
 
 MAX_ADAPTERS = 32
 """Adapters of one server; their names have to fit into its record."""
@@ -33,6 +41,53 @@ MAX_NAMES_BYTES = 3 << 10
 
 Stamp = tuple[tuple[int, int], ...]
 """When a directory's files were changed, and how large they are."""
+
+
+class AdapterStore:
+    """What was uploaded for the blocks that are served now."""
+
+    def __init__(self, max_bytes: int = ADAPTERS_BYTES) -> None:
+        """`max_bytes` of all peers together: a share of the memory (`CacheRoom`)."""
+        self._max_bytes = max_bytes
+        self._max_bytes_per_peer = min(MAX_BYTES_PER_PEER, self._max_bytes // 2)
+        self._adapters: OrderedDict[tuple[str, int], tuple[BlockAdapter, int]] = OrderedDict()
+
+    def put(self, peer_id: str, handle: int, adapter: BlockAdapter) -> None:
+        """Keep it, in place of older ones if need be.
+
+        Raises:
+            ServerOverloadedError: it alone is larger than one peer may have.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in adapter.tensors())
+        most = self._max_bytes_per_peer
+        if num_bytes > most:
+            raise ServerOverloadedError(f"one client's adapters may take {most} bytes on this server")
+        self._adapters.pop((peer_id, handle), None)
+        self._make_room(num_bytes, most, peer_id)
+        self._make_room(num_bytes, self._max_bytes, None)
+        self._adapters[peer_id, handle] = adapter, num_bytes
+
+    def get(self, peer_id: str, handle: int | None) -> BlockAdapter | None:
+        """The adapter that a request names.
+
+        Raises:
+            BlocksNotServedError: it isn't here.
+        """
+        if handle is None:
+            return None
+        if (peer_id, handle) not in self._adapters:
+            raise BlocksNotServedError("this server doesn't have that adapter (any more): send it again")
+        self._adapters.move_to_end((peer_id, handle))
+        return self._adapters[peer_id, handle][0]
+
+    def _make_room(self, num_bytes: int, limit: int, peer_id: str | None) -> None:
+        known = [(key, size) for key, (_, size) in self._adapters.items() if peer_id in (None, key[0])]
+        total = num_bytes + sum(size for _, size in known)
+        for key, size in known:
+            if total <= limit:
+                return
+            del self._adapters[key]
+            total -= size
 
 
 @dataclass(frozen=True)
