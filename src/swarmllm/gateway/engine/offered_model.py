@@ -30,7 +30,7 @@ class Use:
     negation: str
     route: str
     code: str
-    """Of the error if a model of another kind is asked for it."""
+    """Code of the error if a model of another kind is asked for this use."""
 
 
 def shortest(*lengths: int | None) -> int:
