@@ -555,4 +555,4 @@ def test_a_wav_that_says_two_things_is_refused(hearing: RunningGateway) -> None:
     short = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 2, 192_000, 768_000, 4, 16)
     refused = hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data[:12] + short + data[12:])})
     assert refused.status_code == 400
-    assert "it says two things about its samples" in refused.text
+    assert "it contradicts itself about its samples" in refused.text

@@ -100,7 +100,7 @@ def test_a_closed_one_leaves_nothing() -> None:
     (process,) = templates._all
     templates.close()
     assert process.poll() is not None
-    with pytest.raises(ConfigurationError, match="going away"):
+    with pytest.raises(ConfigurationError, match="shutting down"):
         rendered(templates, "")
 
 

@@ -143,10 +143,10 @@ def test_what_is_there_takes_the_place_of_the_address(web: Any, path: str) -> No
 REFUSED = {
     "round": f"redirected more than {MAX_REDIRECTS} times",
     "nowhere": "answers 302 instead of the picture",
-    "badly": "redirects to what is no address",
+    "badly": "redirects to a place that is no address",
     "away/red.png": "fetches no pictures from 127.0.0.1:9: see --picture_hosts",
     "to//127.0.0.1:9/": "fetches no pictures from 127.0.0.1:9",
-    "page": "answers what is no picture: 'text/html'",
+    "page": "answers with something that is no picture: 'text/html'",
     "packed": "in an encoding that was not asked for",
     "nothing": "answers 404 instead of the picture",
     "broken": "answers no HTTP, or breaks off",

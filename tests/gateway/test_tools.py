@@ -279,7 +279,10 @@ def test_a_text_with_tools_is_a_text(tooled: RunningGateway) -> None:
             "which is none of the tools",
         ),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "both say what the answer must look like"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+            "both constrain the answer: give one of them",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a tool_call_id"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "a"}}]}]},

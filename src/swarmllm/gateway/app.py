@@ -147,7 +147,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     messages = {
         404: f"there is nothing at {json.dumps(request.url.path)}",
-        405: f"{request.method} is not what {json.dumps(request.url.path)} takes",
+        405: f"{json.dumps(request.url.path)} takes no {request.method}",
     }
     return TABLE.answer(ApiError(status, messages.get(status, "the request can't be answered")), request.url.path)
 

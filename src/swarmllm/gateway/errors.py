@@ -74,7 +74,7 @@ class ApiError(Exception):
         If a field may have several types, an error within the type that fits is more useful than "no other type fits".
         """
         if error.error_count() > MAX_ERRORS:
-            return cls(400, f"{error.error_count()} fields can't be as they are: /docs says how", code="invalid_value")
+            return cls(400, f"{error.error_count()} fields are wrong: see /docs", code="invalid_value")
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)

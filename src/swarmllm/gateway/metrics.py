@@ -52,7 +52,7 @@ class _OfSwarm:
         self.failovers = counter("swarmllm_failovers", "Routes repaired in the middle of an answer.")
         self.fallbacks = counter("swarmllm_fallback_to_local", "Answers finished by the local model.")
         self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
-        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", ["model"])
+        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks without a server.", ["model"])
 
 
 class GatewayMetrics:
@@ -68,7 +68,7 @@ class GatewayMetrics:
         self.requests = counter("swarmllm_gateway_requests", "Requests answered.", ["route", "status"])
         self.running = gauge("swarmllm_gateway_generations_running", "Prompts being answered.")
         self.waiting = gauge("swarmllm_gateway_generations_waiting", "Prompts waiting for their turn.")
-        self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts given up because nobody listened any more.")
+        self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts cancelled because the client had gone.")
         self.prompt_tokens = counter("swarmllm_gateway_prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("swarmllm_gateway_tokens", "Tokens written.")
         self.speed, self.swarm = _Speed(self.registry), _OfSwarm(self.registry)
@@ -89,9 +89,7 @@ class _ClientCounts(Collector):
     def collect(self) -> list[CounterMetricFamily]:
         counts = dict(self._counts())
         corrupt = counts.get("corrupt_activations", 0)
-        detected = CounterMetricFamily(
-            "swarmllm_shard_corruption_detected", "Answers of servers that can't be right.", value=corrupt
-        )
+        detected = CounterMetricFamily("swarmllm_shard_corruption_detected", "Wrong answers of servers.", value=corrupt)
         errors = CounterMetricFamily("swarmllm_swarm_errors", "Failures of the swarm, by code.", labels=["code"])
         for code, count in sorted(counts.items()):
             errors.add_metric([code], count)

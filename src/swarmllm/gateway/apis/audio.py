@@ -68,19 +68,19 @@ class TranscriptionRequest(Body):
     }
     file: Annotated[str, Field(description="WAV, or what ffmpeg reads.", json_schema_extra={"format": "binary"})]
     model: Annotated[str | None, BeforeValidator(_or_none)] = Field(
-        None, description="Left out: the first model that hears."
+        None, description="Left out: the first audio model."
     )
     language: Annotated[Annotated[str, Field(max_length=64)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="ISO-639-1, of models that know several; left out: the model finds out."
+        None, description="ISO-639-1, for models of several languages; left out: the model detects it."
     )
     prompt: Annotated[Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="What was said before, or how words are written."
+        None, description="Text before this sound, or the spelling of words."
     )
     response_format: Annotated[
         Literal["json", "text", "srt", "verbose_json", "vtt"], BeforeValidator(lambda value: value or "json")
     ] = "json"
     temperature: Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="0: higher where what is written is improbable."
+        None, description="0: raised where the text is improbable."
     )
     timestamp_granularities: Annotated[list[Literal["word", "segment"]] | None, BeforeValidator(_as_list)] = None
     stream: Annotated[bool | None, BeforeValidator(_or_none)] = None

@@ -123,9 +123,9 @@ def _name(headers: dict[bytes, bytes]) -> str:
     """The name of a form field. Raises: MalformedError: its headers have none."""
     kind, options = parse_options_header(headers.get(b"content-disposition"))
     if kind != b"form-data" or not options.get(b"name"):
-        raise MalformedError("a part of a form has a Content-Disposition: form-data with a name")
+        raise MalformedError("each form field needs a Content-Disposition: form-data with a name")
     if headers.get(b"content-transfer-encoding", b"binary").lower() not in (b"binary", b"7bit", b"8bit"):
-        raise MalformedError("the parts of a form come as they are, without a Content-Transfer-Encoding")
+        raise MalformedError("form fields can't have a Content-Transfer-Encoding")
     return options[b"name"].decode("utf-8", "replace")
 
 
@@ -240,7 +240,7 @@ async def patiently(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             async with asyncio.timeout_at(deadline):
                 chunk = await anext(chunks, None)
         except TimeoutError:
-            raise ApiError(408, "the file did not come fast enough", code="timeout") from None
+            raise ApiError(408, "the file came too slowly", code="timeout") from None
         if chunk is None:
             return
         size += len(chunk)
@@ -288,7 +288,7 @@ def checked_bytes(samples: Samples, taken: int) -> int:
     """
     needed = BYTES_PER_SAMPLE * len(samples)
     if needed > taken:
-        raise _bad("the WAV file is damaged: it says two things about its samples")
+        raise _bad("the WAV file is damaged: it contradicts itself about its samples")
     return needed
 
 
@@ -322,14 +322,14 @@ def read_sound(file: IO[bytes], rate: int, longest_s: float) -> Samples:
     known_wav = head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE"
     samples = _read_wav(file, rate, longest_s) if known_wav else None
     if samples is None:
-        samples = _read_by_ffmpeg(file, rate, longest_s, "a WAV of this kind" if known_wav else "what is no WAV")
+        samples = _read_by_ffmpeg(file, rate, longest_s, "a WAV of this kind" if known_wav else "a file that is no WAV")
     if not len(samples):
         raise _bad("the file holds no sound: it has 0 samples")
     if len(samples) > longest_s * rate:
         raise _too_long(longest_s)
     if not np.abs(samples).max() <= LOUDEST:
         raise _bad(
-            f"the file has samples that are no numbers, or beyond {LOUDEST:g}, where those of a sound are below 1"
+            f"the file has samples that are no numbers, or beyond {LOUDEST:g}, but the samples of a sound are below 1"
         )
     return samples
 
@@ -394,7 +394,9 @@ def _resampled(samples: Samples, found_rate: int, rate: int) -> Samples:
 def _read_by_ffmpeg(file: IO[bytes], rate: int, longest_s: float, what: str) -> Samples:
     program = shutil.which("ffmpeg")
     if program is None:
-        raise _bad(f"this gateway can't read {what}: send a WAV (PCM or float), or have ffmpeg installed beside it")
+        raise _bad(
+            f"this gateway can't read {what}: send a WAV (PCM or float), or install ffmpeg on the gateway's machine"
+        )
     file.seek(0)
     # First through a pipe, as in transformers' `ffmpeg_read`, for equal samples. Then as a file, for an index
     # at the end, as in most m4a.
@@ -426,7 +428,7 @@ def _answer_of_ffmpeg(program: str, protocol: str, given: dict[str, Any], rate: 
     except subprocess.TimeoutExpired:
         raise _bad(f"ffmpeg has not read the file within {FFMPEG_TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise _bad(f"ffmpeg can't be run beside this gateway: {error.strerror}") from None
+        raise _bad(f"ffmpeg can't be run here: {error.strerror}") from None
     return done.stdout
 
 

@@ -32,7 +32,7 @@ class ContentPart(Body):
     harmless: ClassVar[Harmless] = {"cache_control": ANYTHING, "annotations": ([],)}
     type: str
     text: str = ""
-    image_url: ImageUrl | None = Field(None, description="For models that see.")
+    image_url: ImageUrl | None = Field(None, description="For models with vision.")
 
     @model_validator(mode="after")
     def _is_text_or_picture(self) -> "ContentPart":
@@ -116,9 +116,11 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=128)] | None = Field(None, description="Of what a tool has found.")
+    tool_call_id: Annotated[str, Field(max_length=128)] | None = Field(None, description="For the result of a tool.")
     name: str | None = Field(None, description="For templates that know it.")
-    reasoning_content: str | None = Field(None, description="Of an earlier answer, for templates that know it.")
+    reasoning_content: str | None = Field(
+        None, description="Thoughts of an earlier answer, for templates that know them."
+    )
 
     @model_validator(mode="after")
     def _of_its_role(self) -> "ChatMessage":
@@ -179,13 +181,13 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="What the model's chat template knows besides messages, like enable_thinking."
+        None, description="Variables of the chat template, like enable_thinking."
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
     reasoning_effort: Effort | None = Field(None, description="How much to think, for templates that know it.")
-    continue_final_message: bool | None = Field(False, description="Go on with the last message itself.")
+    continue_final_message: bool | None = Field(False, description="Continue the last message.")
     add_generation_prompt: bool | None = Field(None, description="false goes with continue_final_message.")
     functions: list[Any] | None = None
 

@@ -48,7 +48,7 @@ class EmbeddingsRequest(Body):
     input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of little-endian float32.")
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The first so many numbers alone, brought to length 1."
+        None, description="Keep this many first numbers, brought to length 1."
     )
 
 
@@ -67,7 +67,7 @@ class OllamaEmbed(Body):
     harmless: ClassVar[Harmless] = {"keep_alive": ANYTHING}
     model: Annotated[str, Field(min_length=1)]
     input: Texts
-    truncate: bool | None = Field(True, description="Embed the begin of a text that is too long.")
+    truncate: bool | None = Field(True, description="Embed the beginning of a text that is too long.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: EmbedOptions | None = None
 
@@ -100,8 +100,8 @@ class RerankRequest(Body):
     model: str | None = Field(None, description="Left out: the first model that ranks, or gives embeddings.")
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only the best so many.")
-    return_documents: bool | None = Field(None, description="false: their places alone.")
+    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Return this many best ones.")
+    return_documents: bool | None = Field(None, description="false: return their places only.")
 
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]

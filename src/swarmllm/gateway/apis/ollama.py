@@ -36,7 +36,7 @@ class Options(Body):
         "num_ctx": ANYTHING,  # the whole context of the model is always available
         "penalize_newline": (True,),
     }
-    repeat_last_n: int | None = Field(None, description="-1: all; another one goes without repeat_penalty.")
+    repeat_last_n: int | None = Field(None, description="-1: all; other values go without repeat_penalty.")
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(None, description="-1 or -2: as long as there is room.")
     temperature: float | None = None
     top_p: float | None = None
@@ -131,7 +131,7 @@ class OllamaCall(Body):
 class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -184,10 +184,10 @@ class OllamaGenerate(OllamaRequest):
         "template": ("",),
     }
     prompt: str = ""
-    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
+    suffix: str | None = Field(None, description="For models that write the text between two others.")
     system: str | None = None
     raw: bool | None = False
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
 
     @model_validator(mode="after")
     def _raw_is_raw(self) -> "OllamaGenerate":

@@ -257,7 +257,7 @@ class TokenizeRequest(Body):
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = Field(None, description="Of a prompt; a chat's template says it itself.")
+    add_special_tokens: bool | None = Field(None, description="For a prompt; a chat's template decides itself.")
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")
@@ -290,7 +290,7 @@ class OpenAI(Dialect):
     async def chat_completions(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)
 
-    @post("/v1/completions", "Go on with a text.", CompletionRequest)
+    @post("/v1/completions", "Continue a text.", CompletionRequest)
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest)
 

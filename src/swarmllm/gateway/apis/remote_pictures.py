@@ -135,13 +135,13 @@ class RemotePictures:
                 try:
                     url = urljoin(url, location)
                 except ValueError:
-                    raise bad_picture(f"{target.authority} redirects to what is no address") from None
+                    raise bad_picture(f"{target.authority} redirects to a place that is no address") from None
                 continue
             if answer.status != 200:
                 raise bad_picture(f"{target.authority} answers {answer.status} instead of the picture")
             kind = answer.getheader("content-type", "").partition(";")[0].strip().lower()
             if not re.fullmatch(r"image/[a-z0-9.+-]{1,32}", kind):
-                raise bad_picture(f"{target.authority} answers what is no picture: {kind[:64]!r}")
+                raise bad_picture(f"{target.authority} answers with something that is no picture: {kind[:64]!r}")
             if answer.getheader("content-encoding", "identity").lower() != "identity":
                 raise bad_picture(f"{target.authority} answers in an encoding that was not asked for")
             return kind, data

@@ -212,7 +212,7 @@ class Sampling(DecodingFields):
         "id": ANYTHING,
     }
 
-    model: str | None = Field(None, description="The name that /v1/models gives; left out: the first of them.")
+    model: str | None = Field(None, description="A name from /v1/models; left out: the first one.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -227,10 +227,12 @@ class Sampling(DecodingFields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None, description="Of tokens in the prompt or the answer; 1: none."
+        None, description="Penalty of tokens in the prompt or the answer; 1: none."
     )
-    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="Before which no end of text comes.")
-    ignore_eos: bool | None = Field(None, description="Go on behind the end of text.")
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="No end of text comes before this many tokens."
+    )
+    ignore_eos: bool | None = Field(None, description="Continue after the end of text.")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -238,8 +240,8 @@ class Sampling(DecodingFields):
     guided_choice: Choices | None = None
     guided_grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    return_tokens_as_token_ids: bool | None = Field(None, description="Log probabilities are of token_id:N.")
-    swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens as token_id:N in log probabilities.")
+    swarm_events: bool | None = Field(None, description="Also report the route and failed servers.")
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:
         """The options of the generation, for prompts of up to this many tokens.
@@ -279,7 +281,7 @@ class Sampling(DecodingFields):
             if constraint is not None and getattr(self, name):
                 raise ApiError(
                     400,
-                    f"{name} can't be used with {constraint.field}, which says where the text ends",
+                    f"{name} can't be used with {constraint.field}, which decides where the text ends",
                     param=name,
                     code="invalid_value",
                 )
@@ -357,7 +359,7 @@ class Sampling(DecodingFields):
         found = self._constraints(model)
         if len(found) > 1:
             first, second = (one.field for one in found[:2])
-            raise ApiError(400, f"{first} and {second} both say what the answer must look like", param=second)
+            raise ApiError(400, f"{first} and {second} both constrain the answer: give one of them", param=second)
         return found[0] if found else None
 
     def _constraints(self, model: LanguageModel) -> list[Constraint]:
@@ -414,7 +416,7 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: int | None = None
-    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
+    suffix: str | None = Field(None, description="For models that write the text between two others.")
 
     @model_validator(mode="after")
     def _echoes_no_suffix(self) -> "CompletionRequest":
@@ -453,7 +455,7 @@ class CompletionRequest(Sampling):
 
     def _around(self, model: LanguageModel, prefix: str | list[int]) -> list[int]:
         if model.middle_form is None:
-            message = f"{model.name} has no tokens for what stands between two texts: leave suffix out"
+            message = f"{model.name} has no tokens for the text between two others: leave suffix out"
             raise ApiError(400, message, param="suffix", code="unsupported_parameter")
         before = model.encode(prefix, special_tokens=False) if isinstance(prefix, str) else list(prefix)
         after = model.encode(self.suffix or "", special_tokens=False)

@@ -29,7 +29,7 @@ class ItemPart(Body):
     harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],), "detail": ANYTHING}
     type: str
     text: str = ""
-    image_url: str | None = Field(None, description="data:image/…;base64,…, for models that see.")
+    image_url: str | None = Field(None, description="data:image/…;base64,…, for models with vision.")
 
     @model_validator(mode="after")
     def _is_text_or_picture(self) -> "ItemPart":
@@ -61,7 +61,7 @@ class Item(Body):
         written = self.content if self.role == "assistant" or self.type == "reasoning" else None
         parts = [part for some in (written, self.summary) if isinstance(some, list) for part in some]
         if any(part.image_url is not None for part in parts):
-            raise ValueError("what the assistant has written is text: put pictures into a message of the user")
+            raise ValueError("messages of the assistant are text: put pictures into a message of the user")
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:

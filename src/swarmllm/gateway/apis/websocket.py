@@ -83,7 +83,7 @@ class OverWebSocket(Dialect):
 async def _dismiss(socket: WebSocket) -> None:
     """Close a socket. Run it as a task: its client may take a minute to agree."""
     with suppress(WebSocketDisconnect, RuntimeError):
-        await socket.close(TRY_AGAIN_LATER, "others want a socket")
+        await socket.close(TRY_AGAIN_LATER, "other clients need a socket")
 
 
 class _Conversation:

@@ -228,7 +228,7 @@ class AudioModel(OfferedModel):
 
         is_long = self.is_whisper and len(samples) > self._pipeline.feature_extractor.n_samples
         if is_long and not self.has_times:
-            raise _refused("file", f"{self.name} knows no times, which a sound of more than one piece needs")
+            raise _refused("file", f"{self.name} writes no times, and a long sound needs them")
         times = {"return_timestamps": True} if wanted.timestamps or is_long else {}
         builder = self._building.to = TranscriptBuilder(self, on_text)
         try:
@@ -258,7 +258,7 @@ class AudioModel(OfferedModel):
         """
         found: dict[str, Any] = self._language_and_task(options)
         if options.timestamps and not self.has_times:
-            raise _refused("response_format", f"{self.name} knows no times: choose json or text")
+            raise _refused("response_format", f"{self.name} writes no times: choose json or text")
         if options.prompt:
             found["prompt_ids"] = self._prompt_ids(options.prompt)
         temperature = options.temperature

@@ -101,7 +101,7 @@ class ChatTemplates:
                 if process.poll() is None:
                     return process
             if self._closed:
-                raise ConfigurationError("the gateway is going away")
+                raise ConfigurationError("the gateway is shutting down")
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(self._limit_s)],
                 stdin=subprocess.PIPE,

@@ -151,7 +151,7 @@ def queue_full(max_concurrent: int) -> ApiError:
 
 
 def _going_away() -> ApiError:
-    return ApiError(503, "the gateway is going away", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, "the gateway is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 
 
 class Waiter:
@@ -170,7 +170,7 @@ class Waiter:
         """Raises: ApiError: the client has gone, or the gateway shuts down."""
         self._engine.check_open()
         if self._gone.is_set():
-            raise ApiError(499, "nobody waits for this any more")
+            raise ApiError(499, "the client has gone")
 
 
 class _Bell:

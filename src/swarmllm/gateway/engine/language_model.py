@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 class LanguageModel(OfferedModel):
     """A model that writes text."""
 
-    use = Use("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text")
+    use = Use("a model that writes text", "writes text", "writes no text", "/v1/chat/completions", "no_text")
 
     def __init__(
         self,

@@ -152,6 +152,6 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -
     if task in WRITES:
         return LanguageModel.open(config, name=name, max_length=max_length)
     raise ConfigurationError(
-        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings, rank "
-        "texts or hear: use it from Python"
+        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings, rank texts "
+        "or write down speech: use it from Python"
     )
