@@ -380,7 +380,7 @@ def _bottleneck(snapshot: SwarmSnapshot) -> dict[str, Any] | None:
 
 
 @dataclass
-class _Minute:
+class Minute:
     """The figures of one minute."""
 
     number: int
@@ -407,7 +407,7 @@ class SwarmHistory:
     def __init__(self, needed: Sequence[Span]) -> None:
         """`needed`: the blocks that servers have to run."""
         self._needed = [block for span in needed for block in span]
-        self._minutes: deque[_Minute] = deque(maxlen=NUM_MINUTES)
+        self.minutes: deque[Minute] = deque(maxlen=NUM_MINUTES)
         self._counts: dict[str, _Count] = {}
         self._now: float | None = None
 
@@ -424,21 +424,21 @@ class SwarmHistory:
             _add(by_block, server.span, self._counts[server.peer_id].per_s or 0.0)
         self._now = self._through_all(by_block)
 
-    def _minute(self, at: float, served: int) -> _Minute:
+    def _minute(self, at: float, served: int) -> Minute:
         number = int(at // MINUTE_S)
-        if not self._minutes or self._minutes[-1].number < number:
-            first = self._minutes[-1].number + 1 if self._minutes else number
+        if not self.minutes or self.minutes[-1].number < number:
+            first = self.minutes[-1].number + 1 if self.minutes else number
             for one in range(max(first, number - NUM_MINUTES + 1), number + 1):
-                self._minutes.append(_Minute(one, served))
-        self._minutes[-1].blocks = min(self._minutes[-1].blocks, served)
-        return self._minutes[-1]
+                self.minutes.append(Minute(one, served))
+        self.minutes[-1].blocks = min(self.minutes[-1].blocks, served)
+        return self.minutes[-1]
 
     def _counted(self, server: ServerInfo, known: _Count | None, at: float) -> _Count:
         if known is None or server.tokens_served < known.tokens:  # a new server, or one that was restarted
             return _Count(server.tokens_served, at)
         if server.tokens_served > known.tokens and at > known.at:
             per_s = (server.tokens_served - known.tokens) / (at - known.at)
-            for minute in self._minutes:
+            for minute in self.minutes:
                 begin = MINUTE_S * minute.number
                 within_s = min(at, begin + MINUTE_S) - max(known.at, begin)
                 if within_s > 0:
@@ -473,7 +473,7 @@ class SwarmHistory:
                 "tokens_per_s": round(self._through_all(minute.tokens) / MINUTE_S, 1),
                 **{kind: minute.events[kind] for kind in ("joined", "left", "lost")},
             }
-            for minute in self._minutes
+            for minute in self.minutes
         ]
         if shown:
             shown[-1]["tokens_per_s"] = self.tokens_per_s_now or 0.0

@@ -90,7 +90,7 @@ class RemotePictures:
         """`num_bytes`: memory for all fetches."""
         self._hosts = frozenset(map(host_and_port, hosts))
         places = max(1, min(MAX_FETCHES, num_bytes // BYTES_OF_FETCH))
-        self._room = Room(places, of_one=max(1, places // SHARE_OF_ONE), most=max_waiting)
+        self.room = Room(places, of_one=max(1, places // SHARE_OF_ONE), most=max_waiting)
 
     @asynccontextmanager
     async def fetched(self, messages: Sequence[ChatMessage], caller: str) -> AsyncIterator[None]:
@@ -106,7 +106,7 @@ class RemotePictures:
         if len(places) > MAX_PICTURES:
             raise bad_picture(f"{len(places)} pictures are too many: {MAX_PICTURES} at most")
         urls = [place.url for place in places]
-        taken = await self._room.take(1, caller)
+        taken = await self.room.take(1, caller)
         try:
             await self._fetch(places)
             yield

@@ -39,7 +39,7 @@ class ChatTemplates:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
         self.threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="prepare chats")
-        self._all: set[subprocess.Popen[bytes]] = set()
+        self.processes: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -88,7 +88,7 @@ class ChatTemplates:
         """End all processes and threads."""
         with self._lock:
             self._closed = True
-            left = list(self._all)
+            left = list(self.processes)
         for process in left:
             self._end(process)
         self.threads.shutdown()
@@ -107,7 +107,7 @@ class ChatTemplates:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            self._all.add(process)
+            self.processes.add(process)
             return process
 
     def _give_back(self, process: subprocess.Popen[bytes]) -> None:
@@ -121,7 +121,7 @@ class ChatTemplates:
             with contextlib.suppress(OSError):  # the rest of the question stays unwritten
                 pipe.close()  # type: ignore[union-attr]
         with self._lock:
-            self._all.discard(process)
+            self.processes.discard(process)
 
 
 def _answer(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:

@@ -114,7 +114,8 @@ class Generation:
         self._session: InferenceSession | None = None
         self._failed: set[str] = set()
         """Peers that were reported as failed since the last route was found."""
-        self._route: list[RouteHop] = []
+        self.route: list[RouteHop] = []
+        """The route in use."""
         self._trace = Trace(metrics)
         self._writer: _Writer | None = None
         self.num_echoed_chars = 0
@@ -210,7 +211,7 @@ class Generation:
         try:
             if self._cancelled:
                 return
-            with_session.watch(on_failure=self._on_failure, on_route=self._on_route)
+            with_session.watch(on_failure=self.on_failure, on_route=self.on_route)
             cache = {self._model.cache_name: RemoteCache(model.config, with_session, options.n)}
             if options.score_prompt:
                 self._score_prompt(model, {**cache, "use_cache": True}, writer.ids, SCORED_TOKENS)
@@ -304,8 +305,8 @@ class Generation:
         """The place in the queue has changed; 0: it runs now."""
         self._tell("queue", place=place)
 
-    def _on_failure(self, error: SwarmError) -> None:
-        """Called in the client's event loop, as is `_on_route`. Each server is reported once until another route is
+    def on_failure(self, error: SwarmError) -> None:
+        """Called in the client's event loop, as is `on_route`. Each server is reported once until another route is
         found."""
         peer_id = error.peer_id if isinstance(error, PeerError) else None
         if (failed := peer_id or error.code) in self._failed:
@@ -313,8 +314,8 @@ class Generation:
         self._failed.add(failed)
         self._tell("shard_status", status="degraded", peer_id=peer_id, code=error.code, error=one_line(error))
 
-    def _on_route(self, route: list[RouteHop], seconds: float) -> None:
-        before, self._route = self._route, route
+    def on_route(self, route: list[RouteHop], seconds: float) -> None:
+        before, self.route = self.route, route
         self._failed.clear()
         repaired = self._trace.on_route(route, seconds)
         details = {"route": describe_route(route), "ms": round(1000 * seconds, 1)}

@@ -107,9 +107,9 @@ class LanguageModel(OfferedModel):
         """Most tokens of a prompt and its answer: the configured limit, or else the model's positions and the largest
         cache that servers have had free since the gateway started."""
         if self._is_given_length:
-            return self._longest
+            return self.longest
         self._most_room = max(self._most_room, self.swarm.swarm.look_ups.snapshot.cache_room())
-        return min(self._longest, self._most_room or self._longest)
+        return min(self.longest, self._most_room or self.longest)
 
     @cached_property
     def middle_form(self) -> "MiddleForm | None":

@@ -64,7 +64,8 @@ class Room:
         self.size = size
         self._of_one = size if of_one is None else of_one
         self._most = most
-        self._left = size
+        self.left = size
+        """Amount that nobody has."""
         self._of: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
         """Requests in line, by caller; the caller whose turn is next comes first."""
@@ -98,7 +99,7 @@ class Room:
 
     def change(self, caller: str, amount: int) -> None:
         """Count this much more (or less) as the caller's."""
-        self._left -= amount
+        self.left -= amount
         self._of[caller] += amount
         if not self._of[caller]:
             del self._of[caller]
@@ -111,7 +112,7 @@ class Room:
             amount, turn = self._waiting[caller][0]
             if self._of[caller] and self._of[caller] + amount > self._of_one:
                 continue
-            if amount > self._left:
+            if amount > self.left:
                 return
             self._forget(caller, (amount, turn))
             if caller in self._waiting:
