@@ -14,10 +14,8 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight, cuda
-from swarmllm.models.quantization.bfloat16 import Whole
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS
-from swarmllm.models.quantization.loading import pack
+from swarmllm.models.quantization.decoded import FORMS, KINDS
+from swarmllm.models.quantization.loading import Whole, check_matrix, pack
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
@@ -30,7 +28,7 @@ from gguf_writer import BLOCKS
 from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
 from test_published_weights import KEPT_BITS, kept
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
 SPAN = Span(0, 4)

@@ -26,7 +26,7 @@ from swarmllm.models.span.span_cache import SpanCache
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 DEVICE, HIDDEN, NUM_BLOCKS = "cuda", 256, 3
 SIZES = {

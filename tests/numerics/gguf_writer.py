@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.models.quantization.gguf_blocks import KINDS, WHOLE, dequantize
+from swarmllm.models.quantization.decoded import KINDS, WHOLE, dequantize
 
 BLOCKS = Path(__file__).parent / "data/gguf_blocks.safetensors"
 """Rows of each kind, made by `make_gguf.py`."""

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.numerics.rope_models import BORDER, KINDS, UNEVEN, load_rope
-from tests.numerics.test_kept_state import LENGTHS, Client
+from tests.numerics.server_properties import Client
+from tests.numerics.test_kept_state import LENGTHS
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows, pieces, uncut
+from swarmllm.models.boundary.block_inputs import BlockInputs, decisive_rows, pieces, uncut
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.llm_int8 import OUTLIER_THRESHOLD, LlmInt8
-from swarmllm.models.quantization.packed import Int8
+from swarmllm.models.quantization.loading import check_matrix
+from swarmllm.models.quantization.packed import OUTLIER_THRESHOLD, Int8, LlmInt8
 
 
 def inputs(num_inputs: int, columns: int, *, outliers: bool) -> Tensor:

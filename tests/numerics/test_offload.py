@@ -28,8 +28,8 @@ from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.server.batches.batches import Graph
-from swarmllm.server.device.memory import num_blocks_that_fit, num_to_offload
+from swarmllm.server.device.device import num_blocks_that_fit, num_to_offload
+from swarmllm.server.device.forward_backward import Graph
 
 NUM_BLOCKS, HIDDEN = 4, 64
 WHOLE = Span(0, NUM_BLOCKS)
@@ -143,6 +143,7 @@ def test_calls_in_any_order(
         assert_equal(gradients(second), gradients(first))
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("quant_type", sampled(list(QUANT_TYPES), 4))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_oss"])
 def test_formats(model_type: str, quant_type: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.published_formats.choice import stored_format
 from swarmllm.models.published_formats.stored_format import LogicalView
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.check import check_matrix
+from swarmllm.models.quantization.loading import check_matrix
 from swarmllm.models.quantization.packed import Packed
 
 FILE = Path(__file__).parent / "data/published_weights.safetensors"

@@ -20,7 +20,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import FULL_PRECISION, QUANT_TYPES, Quantization, QuantizedWeight
-from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.decoded import KBit
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8
 from swarmllm.models.quantization.rules import BITS
@@ -112,7 +112,7 @@ def _one_of_few_bits(model_type: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 8))
+@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 12))
 def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))

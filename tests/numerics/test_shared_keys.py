@@ -13,7 +13,7 @@ from torch.nn import functional
 from swarmllm import embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import FULL_PRECISION, Quantization, speeds
+from swarmllm.models.quantization import FULL_PRECISION, Quantization, kernels
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
@@ -108,7 +108,7 @@ def test_a_session_in_half_precision(model_type: str, tmp_path: Path, monkeypatc
 def test_where_servers_promise_to_be_exact_nothing_changes(
     dtype: torch.dtype, quant_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speeds, "float32_speedup", lambda: 1.3)  # or weights in bfloat16 are multiplied in float32
+    monkeypatch.setattr(kernels, "float32_speedup", lambda: 1.3)  # or weights in bfloat16 are multiplied in float32
     blocks = load(embedded_model_path(), dtype, quant_type)
     assert blocks.shares_keys == (dtype != torch.float32 and quant_type != "none")
     calls = []

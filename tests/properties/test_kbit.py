@@ -11,8 +11,8 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.kbit import PLANES, KBit, num_values, pack, unpack
+from swarmllm.models.quantization.decoded import PLANES, KBit, num_values, pack, unpack
+from swarmllm.models.quantization.loading import check_matrix
 from swarmllm.models.quantization.rules import GROUP
 
 BITS = list(PLANES)

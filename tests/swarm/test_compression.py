@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.network.wire.link_rate import LinkRate
+from swarmllm.network.wire.liveness import LinkRate
 from swarmllm.network.wire.stream import traffic
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 BATCH = (8, 128)
 

@@ -6,7 +6,7 @@
 It is an instance of the architecture's class and of `DistributedModel`, or, to generate,
 `DistributedModelForCausalLM`. `open_in_swarm` joins the swarm and loads the checkpoint without its blocks.
 
-Models that see have their towers here, and pictures are part of single texts (`models/shell/vision_inputs`). Models
+Models that see have their towers here, and pictures are part of single texts (`models/shell/stack_forward`). Models
 with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
 sessions, which are given the encoder's outputs once.
 
@@ -32,8 +32,7 @@ from swarmllm.client.generation import Submitted
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import LocalFallback, open_fallback
 from swarmllm.client.remote_blocks import RemoteBlocks
-from swarmllm.client.session.inference_session import InferenceSession, entered_session
-from swarmllm.client.session.user_inputs import note_position
+from swarmllm.client.session.inference_session import InferenceSession, entered_session, note_position
 from swarmllm.client.speculative_generation import Speculator, require_no_drafts
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView

@@ -33,7 +33,7 @@ from swarmllm.decoding.text_so_far import padding_lengths, tokens_with
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.vision_inputs import forget_offsets
+from swarmllm.models.shell.stack_forward import forget_offsets
 
 AT_ONCE = 16
 """Texts that are written at the same time. Assumed: as many as a few servers compute together without long waits."""

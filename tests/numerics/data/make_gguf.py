@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from swarmllm.models.quantization.gguf_blocks import KINDS
+from swarmllm.models.quantization.decoded import KINDS
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from swarmllm.client.view.usable_servers import BY_QUANT_TYPE
+from swarmllm.client.view.servers import BY_QUANT_TYPE
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.quantization import resolve_quantization
-from swarmllm.models.quantization.kbit import PLANES
+from swarmllm.models.quantization.decoded import PLANES
 from swarmllm.models.quantization.rules import BITS, QUANT_TYPES
 from swarmllm.server import settings
 

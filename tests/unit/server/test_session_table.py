@@ -12,8 +12,7 @@ from swarmllm.errors import CacheFullError, ServerOverloadedError
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.server.peers.peer_limits import PeerLimits
-from swarmllm.server.peers.standing import Standing
+from swarmllm.server.peers.peer_limits import PeerLimits, Standing
 from swarmllm.server.sessions import session_table
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.session import Session
@@ -103,7 +102,7 @@ def test_the_device_counts_no_more_on_a_session_that_was_closed() -> None:
     session = server.open("a", 8)
     session.close()
     session.close()
-    session.runner.executor.thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
+    session.runner.device_thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
 
 
 async def test_whoever_has_to_leave_is_told_once_and_keeps_no_memory() -> None:

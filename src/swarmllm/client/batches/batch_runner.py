@@ -21,17 +21,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.client.batches.hop_batches import BatchRequests, Gradients, HopBatches, Kept, added_up
+from swarmllm.client.batches.hop_batches import (
+    BatchRequests,
+    Gradients,
+    HopBatches,
+    Kept,
+    Part,
+    PushedBatches,
+    added_up,
+)
 from swarmllm.client.batches.padding import Excerpt, Layout, PaddingNotices
-from swarmllm.client.batches.pushed_batches import Part, PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.event_loop import Job, in_turns
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SessionLostError, SwarmError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.host_copies import in_host_memory
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, in_host_memory
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts

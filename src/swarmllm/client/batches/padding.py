@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BlockInputs, decisive_rows
 
 logger = logging.getLogger(__name__)
 _INSTEAD = "to have it computed, open the model with client_config=ClientConfig(compute_padding=True)"

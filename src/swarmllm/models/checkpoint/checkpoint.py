@@ -31,9 +31,8 @@ from transformers.configuration_utils import get_configuration_file
 from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
-from swarmllm.models.checkpoint.gguf_files import GgufFiles, locate
 from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
-from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
+from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, GgufFiles, OnRead, StoredFiles, locate
 from swarmllm.models.checkpoint.weight_files import StoredPlace
 from swarmllm.models.published_formats.choice import stored_format
 
@@ -186,7 +185,7 @@ class Checkpoint:
 def open_checkpoint(
     name_or_path: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`gguf_files`); reads its config only.
+    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`stored_files`); reads its config only.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or it can't be reached.
@@ -226,7 +225,7 @@ def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
     if source.is_local and source.path(ADAPTER_CONFIG, required=False) is not None:
         raise UnsupportedModelError(
             f"{source.name} holds an adapter ({ADAPTER_CONFIG}) that transformers would put on the model: move its "
-            "files to another directory, and name that by --adapters or merge it by `swarmllm merge_adapter`"
+            "files to another directory, and name that by --adapters or merge it by `swarmllm adapters merge`"
         )
     return raw, path
 

@@ -34,8 +34,7 @@ from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Re
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
 from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
-from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.shared import is_rounded
+from swarmllm.models.parallel.shared import Group, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span import shared_keys
 from swarmllm.models.span.inner_recording import InnerRecording

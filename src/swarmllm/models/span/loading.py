@@ -1,7 +1,10 @@
 """Blocks of a checkpoint: read, with no other large tensor. Called by the server, in its device thread."""
 
+import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,24 @@ from swarmllm.models.checkpoint.skeleton import (
     unused_before_blocks,
 )
 from swarmllm.models.free_memory import return_free_memory, separate_weights
-from swarmllm.models.parallel.group import Group
-from swarmllm.models.parallel.shared import share
+from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
-from swarmllm.models.quantization.bfloat16 import hold_whole
-from swarmllm.models.quantization.check import check_quantized
-from swarmllm.models.quantization.loading import LoadingConfig
+from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
-from swarmllm.models.startup_progress import stage
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stage(doing: str) -> Iterator[None]:
+    """Log a line when it begins, for whoever waits, and one when it has ended, with its time."""
+    logger.info("%s …", doing)
+    began_at = time.monotonic()
+    yield
+    logger.info("%s took %.1f s", doing, time.monotonic() - began_at)
 
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:

@@ -2,7 +2,7 @@
 
 `packed_forward` runs those that fit together, the others run one by one. Which ways give the right results for a span
 is found out when it is loaded (`packing_probe`). The first of them is used until somebody has measured which is fastest
-(`measuring/packing_speed`). Used by the server's device thread. Knows no queue and no clock: who runs with whom is
+(`device/throughput`). Used by the server's device thread. Knows no queue and no clock: who runs with whom is
 decided there.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import LocalProtocolError
-from swarmllm.models.boundary.cutting import arithmetic
+from swarmllm.models.boundary.block_inputs import arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall

@@ -35,7 +35,7 @@ from swarmllm.network.p2p._hivemind import (
 )
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.network.relay.wire import came_from
+from swarmllm.network.relay.messages import came_from
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def _max_connections() -> int:
 
 
 def _is_error(line: str) -> bool:
-    """Whether p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
+    """True if p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
     try:
         return bool(json.loads(line)["level"] == "error")
     except (ValueError, TypeError, KeyError):

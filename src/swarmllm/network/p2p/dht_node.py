@@ -30,7 +30,7 @@ from swarmllm.network.p2p.daemon import BACKOFF, FAILED_BEFORE, Daemon
 from swarmllm.network.p2p.dht_protocol import BoundedProtocol, bound, node_id_of
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
 from swarmllm.network.p2p.records import RecordValidator, nobody
-from swarmllm.network.relay.wire import is_circuit
+from swarmllm.network.relay.messages import is_circuit
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +151,12 @@ class Dht:
         return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
 
     def knows(self, peer_id: str) -> bool:
-        """Whether this is a node that has been met, and hasn't failed to answer since."""
+        """True if this is a node that has been met, and hasn't failed to answer since."""
         return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
 
     @property
     def is_alone(self) -> bool:
-        """Whether none of the nodes that were met answers any more."""
+        """True if none of the nodes that were met answers any more."""
         return self._node is None or not self._node.protocol.routing_table.uid_to_peer_id
 
     def known_peers(self) -> list[str]:

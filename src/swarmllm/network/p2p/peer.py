@@ -23,10 +23,9 @@ from swarmllm.network.p2p.addresses import check_addresses, is_loopback, pack_ad
 from swarmllm.network.p2p.daemon import Daemon, reason_of
 from swarmllm.network.p2p.dht_node import Dht
 from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
-from swarmllm.network.p2p.reachability import Reachability
-from swarmllm.network.relay.guest import RelayPeer
+from swarmllm.network.p2p.reachability import Reachability, RelayPeer
+from swarmllm.network.relay.messages import HOP, STOP, came_from, is_circuit
 from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, Caller, RelayRules, RelayService
-from swarmllm.network.relay.wire import HOP, STOP, came_from, is_circuit
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 from swarmllm.network.wire.stream import FrameStream
 
@@ -161,7 +160,7 @@ class Peer:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether others can't dial this peer, but only reach it through relays."""
+        """True if others can't dial this peer, but only reach it through relays."""
         return self._reachability is not None and self._reachability.hidden
 
     @property
@@ -307,12 +306,12 @@ class Peer:
         return texts
 
     def is_neighbour(self, peer_id: str) -> bool:
-        """Whether this is a node of the DHT that was met lately, which nobody can invent."""
+        """True if this is a node of the DHT that was met lately, which nobody can invent."""
         return self._dht is not None and self._dht.knows(peer_id)
 
     @property
     def is_alone(self) -> bool:
-        """Whether none of the swarm's nodes that were met answers any more."""
+        """True if none of the swarm's nodes that were met answers any more."""
         return self._dht is None or self._dht.is_alone
 
     def join_by(self, initial_peers: Sequence[str]) -> None:

@@ -1,22 +1,23 @@
-"""A stream of messages to one peer, with signs of life.
+"""A stream of messages to one peer, with signs of life. Clients and servers send and receive on it.
 
-`p2p/peer` makes the streams; client and server send and receive on them. What the messages say is not known here
-(`wire/messages`), nor how they look as bytes (`wire/frames`).
+`p2p/peer` makes the streams. This module knows neither the meaning of messages (`wire/messages`) nor their bytes
+(`wire/frames`).
 
-A stream reads by itself, whether or not somebody waits in `receive()`: it answers PINGs, and keeps messages until they
-are asked for (`wire/inbox`). With keepalive on, it sends PINGs, and ends when `wire/liveness` says so. Its life:
+A stream always reads, also if nobody waits in `receive()`. It answers PINGs and keeps messages in its `Inbox`. With
+keepalive on, it sends PINGs and ends when `wire/liveness` decides so. Its life:
 
     open ── close(), abort() ───────────────→ ended: SessionClosedError
          ── the peer or its daemon hangs up → ended: PeerUnreachableError
          ── silence, or a stalled message ──→ ended: PeerTimeoutError
          ── bytes that make no sense ───────→ ended: RemoteProtocolError, after telling the peer
 
-When a stream has ended, messages that were complete before can still be received; then everything raises its error.
+After the end, complete messages can still be received. Then everything raises the stream's error.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,32 +31,46 @@ from swarmllm.errors import (
     SessionClosedError,
     SwarmError,
 )
-from swarmllm.network.wire.adaptive_timeout import CONFIRMED_BYTES
+from swarmllm.machine_memory import total_memory_bytes
 from swarmllm.network.wire.frames import (
     CONTROL_TYPES,
     MAX_MESSAGE_BYTES,
     ByteChunk,
+    FrameDecoder,
     Message,
     MessageType,
     encode_message,
 )
-from swarmllm.network.wire.inbox import Inbox
-from swarmllm.network.wire.intake import Intake
-from swarmllm.network.wire.link_rate import LinkRate
-from swarmllm.network.wire.liveness import KEEPALIVE_INTERVAL_S, KEEPALIVE_MISSES, STALL_TIMEOUT_S, Liveness
+from swarmllm.network.wire.liveness import (
+    CONFIRMED_BYTES,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_MISSES,
+    STALL_TIMEOUT_S,
+    LinkRate,
+    Liveness,
+)
 from swarmllm.network.wire.messages import error_header
-from swarmllm.network.wire.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 LINGER_S = 0.5
-"""When we end a stream, we read (and drop) for this long before we hang up. Without it, whatever the peer was still
-sending (a PONG is enough) makes our daemon reset the stream, which can overtake our last words; tests/swarm/test_peer
-has a handler that would often not be heard. A half-close doesn't help: the daemon closes both ways."""
+"""After ending a stream, read and drop for this long before hanging up. Without it, anything that the peer still sends
+(a PONG is enough) makes our daemon reset the stream, which can overtake our last message. tests/swarm/test_peer has
+a handler that would often not be heard. A half-close doesn't help, because the daemon closes both ways."""
 WRITE_BUFFER_BYTES = 1 << 20
-"""`send` waits while more than this is unsent, for control messages twice as much: they may overtake, but not pile up
-for a peer that asks and never reads."""
+"""`send` waits while more than this is unsent. Control messages may overtake, so they wait at twice as much: they must
+not pile up for a peer that asks and never reads."""
+INBOX_BYTES = 64 << 20
+"""Reading pauses while more than this has arrived and wasn't received."""
+MESSAGE_OVERHEAD_BYTES = 512
+"""Counted per message, so that very many empty messages fill an inbox too."""
+HEADER_FACTOR = 64
+"""Counted per byte of a packed header, because one byte can unpack into an empty dict."""
+MAX_BYTES_PER_PEER = 4 * MAX_MESSAGE_BYTES
+"""Most bytes of one peer's streams. Assumed: twice the size of a client's requests to one server, all at once."""
+MEMORY_SHARE = 0.25
+"""Share of the machine's memory for all peers together. One message of the largest size always fits. Assumed."""
 
 
 @dataclass
@@ -73,18 +88,18 @@ class FrameStream(asyncio.Protocol):
     """Messages to and from one peer. One task may wait in `receive()`, any number in `send()`."""
 
     through_relay = False
-    """Whether another peer passes the bytes on. Set by whoever makes the stream."""
+    """True if a relay passes the bytes on. Set by the maker of the stream."""
     on_silence: Callable[[], None] | None = None
-    """Called when the stream ends since nothing came any more."""
+    """Called when the stream ends because of silence."""
 
     def __init__(
         self, peer_id: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, stall_timeout_s: float = STALL_TIMEOUT_S
     ) -> None:
         self.peer_id = peer_id
         self.encodings: frozenset[str] = frozenset()
-        """Ways to pack tensors that the peer understands, as it said in its greeting."""
+        """Encodings of tensors that the peer understands, from its greeting."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the connection under the stream is closed, too."""
+        """Done when the underlying connection is closed as well."""
         self.link_rate = LinkRate()
         self.liveness = Liveness(self._loop.time(), stall_timeout_s)
         self._transport: asyncio.Transport | None = None
@@ -98,16 +113,18 @@ class FrameStream(asyncio.Protocol):
     def over(
         cls, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, **options: Any
     ) -> "FrameStream":
-        """Take over a connection that began as an asyncio stream (hivemind opens them so)."""
+        """Take over a connection that began as an asyncio stream, as hivemind opens them."""
         stream = cls(peer_id, **options)
         early = bytes(reader._buffer)  # type: ignore[attr-defined]  # what came before we took over
         reader._buffer.clear()  # type: ignore[attr-defined]
         transport = cast(asyncio.Transport, writer.transport)
         previous = cast(asyncio.BaseProtocol | None, transport.get_protocol())
 
-        def release(_: object, kept: object = (reader, writer)) -> None:  # which close the connection when they go
+        def release(
+            _: object, kept: object = (reader, writer)
+        ) -> None:  # they close the connection when they are collected
             if isinstance(previous, asyncio.Protocol):
-                previous.connection_lost(None)  # until it hears this, it and its writer hold each other
+                previous.connection_lost(None)  # until it hears this, it and its writer keep each other alive
 
         stream.gone.add_done_callback(release)
         transport.set_protocol(stream)
@@ -127,7 +144,7 @@ class FrameStream(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has ended, for whatever reason."""
+        """True if the stream has ended, for any reason."""
         return self._ended is not None
 
     # Sending
@@ -135,14 +152,14 @@ class FrameStream(asyncio.Protocol):
     async def send(
         self, kind: MessageType, header: Mapping[str, Any], payload_chunks: Sequence[ByteChunk] = ()
     ) -> None:
-        """Send one message; returns when nearly all of it is with the operating system.
+        """Send one message. Returns when nearly all of it was handed to the operating system.
 
-        A message that has begun goes on to its end if this is cancelled: half of one would end the stream for all who
-        share it. Its chunks shouldn't be changed then.
+        If this is cancelled, a message that has begun is still sent to its end, because half of one would end the
+        stream for all who share it. So don't change its chunks then.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
-            LocalProtocolError: the message can't be sent, whatever the stream.
+            LocalProtocolError: the message is invalid.
         """
         if kind in CONTROL_TYPES:  # may overtake a long message
             self._write_control(kind, header)
@@ -172,7 +189,7 @@ class FrameStream(asyncio.Protocol):
     # Receiving
 
     async def receive(self) -> Message:
-        """The next message, control messages other than ERROR excepted.
+        """Wait for the next message. PINGs and PONGs are not returned, ERRORs are.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
@@ -200,16 +217,16 @@ class FrameStream(asyncio.Protocol):
             self._refuse(error)
 
     def expect(self, large_types: frozenset[MessageType]) -> None:
-        """Let messages of these types be large from now on, and no others: before the greeting all are small."""
+        """Allow large messages of these types from now on, and of no others. Before the greeting all are small."""
         self._inbox.decoder.large_types = large_types
 
-    def count_in(self, intake: Intake) -> None:
-        """Count what comes here and waits to be taken, together with other streams."""
+    def count_in(self, intake: "Intake") -> None:
+        """Count the bytes that wait here, together with those of other streams."""
         if self._ended is None:
             self._inbox.count(partial(intake.holds, self))
 
     def sent_too_much(self) -> None:
-        """End, and forget what has come."""
+        """End the stream and forget what has come."""
         self._inbox.clear()
         self._refuse(RemoteProtocolError("more was sent at once than there is room for: send less, or elsewhere"))
 
@@ -220,17 +237,17 @@ class FrameStream(asyncio.Protocol):
     # Signs of life
 
     def start_keepalive(self, interval_s: float = KEEPALIVE_INTERVAL_S, misses: int = KEEPALIVE_MISSES) -> None:
-        """Watch the peer from now on; again with other numbers to change them."""
+        """Watch the peer from now on. Call it again to change the numbers."""
         self.liveness.watch(self._loop.time(), interval_s, misses)
         self._look()
 
     def attend(self) -> None:
-        """Look more often, and give up a quick peer sooner: somebody waits for it until `liveness.relax()`."""
+        """Check the peer more often, because a caller waits for it, until `liveness.relax()`."""
         if self.liveness.attend() and self._timer is not None:
             self._look()
 
     async def ping(self) -> float:
-        """Seconds of one round trip, measured now.
+        """Measure the seconds of one round trip.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
@@ -263,7 +280,7 @@ class FrameStream(asyncio.Protocol):
         self._timer = self._loop.call_at(look.next_at, self._look)
 
     def _ping(self) -> None:
-        if not self._outbox.is_paused:  # else the peer doesn't read, and more bytes would only pile up
+        if not self._outbox.is_paused:  # else the peer doesn't read, and bytes would only pile up
             self._write_control(MessageType.PING, {"n": self.liveness.pinged(self._loop.time())})
 
     def _answer_ping(self, ping: Message) -> None:
@@ -284,7 +301,7 @@ class FrameStream(asyncio.Protocol):
     # The end
 
     async def close(self) -> None:
-        """Send what is unsent, for two seconds at most, and end the stream. Messages not yet received are dropped."""
+        """Send unsent bytes, for two seconds at most, and end the stream. Messages not yet received are dropped."""
         self._inbox.clear()
         self._end(SessionClosedError, "is closed")
         try:
@@ -295,7 +312,7 @@ class FrameStream(asyncio.Protocol):
             await self.gone
 
     def abort(self) -> None:
-        """End the stream now, whatever is unsent."""
+        """End the stream now. Unsent bytes are dropped."""
         self._inbox.clear()
         self._end(SessionClosedError, "is closed")
         if self._transport is not None:
@@ -310,7 +327,7 @@ class FrameStream(asyncio.Protocol):
         self._outbox.end()
         if self._pong_waiter is not None:
             self._pong_waiter.set_exception(self._error())
-            self._pong_waiter.exception()  # nobody may be waiting
+            self._pong_waiter.exception()  # perhaps nobody waits
         if self._transport is not None:
             if error is PeerTimeoutError:
                 self._transport.abort()
@@ -326,7 +343,7 @@ class FrameStream(asyncio.Protocol):
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.close()
-            # The peer may never read the rest; then the connection must go without.
+            # The peer may never read the rest. Then the connection is cut.
             self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def _error(self) -> SwarmError:
@@ -340,7 +357,7 @@ class FrameStream(asyncio.Protocol):
         return error(f"the stream to {self.peer_id} {reason}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none by isinstance()
+        # uvloop's transports fail isinstance()
         self._transport = self._inbox.transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
@@ -357,3 +374,205 @@ class FrameStream(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._outbox.resume()
+
+
+class Inbox:
+    """Received messages that wait, in order, and the one that is still arriving. One task may wait in `wait`."""
+
+    def __init__(self, peer_id: str, max_message_bytes: int) -> None:
+        self._peer_id, self.max_message_bytes = peer_id, max_message_bytes
+        self.waiting_bytes = 0
+        """Memory of the messages that wait."""
+        self.transport: asyncio.ReadTransport | None = None
+        """The transport that delivers the bytes. It pauses while the inbox is full."""
+        self.is_paused = False
+        self._receiver: asyncio.Future[None] | None = None
+        self._tell: Callable[[int], None] | None = None
+        self.clear()
+        self.decoder.large_types = frozenset()  # until the greeting
+
+    def clear(self) -> None:
+        """Forget what has come."""
+        self.decoder = FrameDecoder(max_message_bytes=self.max_message_bytes, peer_id=self._peer_id)
+        self._messages: deque[Message] = deque()
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def count(self, tell: Callable[[int], None]) -> None:
+        """Call `tell` with the number of bytes held here, now and at each change."""
+        self._tell = tell
+        self._counted()
+
+    def _counted(self) -> None:
+        if self._tell is not None:
+            self._tell(self.waiting_bytes + self.decoder.unfinished_bytes)
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Take bytes in; yield PINGs and PONGs, which nobody waits for.
+
+        Raises:
+            RemoteProtocolError: they break the protocol. Messages before the fault are kept.
+        """
+        for message in self.decoder.feed(data):
+            if message.type in (MessageType.PING, MessageType.PONG):
+                yield message
+            else:
+                self._messages.append(message)
+                self.waiting_bytes += memory_of(message)
+        if self.waiting_bytes > INBOX_BYTES and not self.is_paused and self.transport is not None:
+            self.is_paused = True
+            self.transport.pause_reading()
+        if self._messages:
+            self._wake()
+        self._counted()
+
+    def take(self) -> Message:
+        """Take the oldest message."""
+        message = self._messages.popleft()
+        self.waiting_bytes -= memory_of(message)
+        self._counted()
+        if self.waiting_bytes < INBOX_BYTES // 2:
+            self.read_on()
+        return message
+
+    def read_on(self) -> None:
+        """End a pause."""
+        if self.is_paused and self.transport is not None:
+            self.is_paused = False
+            self.transport.resume_reading()
+
+    async def wait(self) -> None:
+        """Return when there is a message, or there will be no more."""
+        if self._receiver is not None:
+            raise LocalProtocolError("two tasks receive on one stream")
+        self._receiver = asyncio.get_running_loop().create_future()
+        try:
+            await self._receiver
+        finally:
+            self._receiver = None
+
+    def end(self) -> None:
+        """Release everything except complete messages."""
+        if self._tell is not None:
+            self._tell(0)
+        self._tell = self.transport = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+
+def memory_of(message: Message) -> int:
+    """Memory of a message, at worst."""
+    return len(message.payload) + HEADER_FACTOR * message.header_bytes + MESSAGE_OVERHEAD_BYTES
+
+
+class Outbox:
+    """Messages on their way to the peer, each in one piece, no faster than the peer reads. `write` writes one frame or
+    raises; `error` is the reason for the stream's end."""
+
+    def __init__(self, write: Callable[[bytes], None], error: Callable[[], SwarmError]) -> None:
+        self._write, self._error = write, error
+        self._turn = asyncio.Lock()
+        """Senders take turns, one message each, in the order of their calls."""
+        self._rest: Iterator[bytes] | None = None
+        """The remaining frames of a message whose sender was cancelled. Then writing is paused, or the stream has
+        ended."""
+        self.is_paused = False
+        """True while too much is unsent: the peer doesn't read fast enough."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    async def send(self, frames: Iterator[bytes]) -> float:
+        """Write a message, even if the sender is cancelled meanwhile. Returns the time when it began.
+
+        Raises:
+            SwarmError: the one from `error`.
+        """
+        async with self._turn:
+            if self._rest is not None:
+                await self.drained()
+            began_at = asyncio.get_running_loop().time()
+            try:
+                for frame in frames:
+                    self._write(frame)
+                    if self.is_paused:
+                        await self.drained()
+            except asyncio.CancelledError:
+                self._rest = frames
+                self._write_rest()
+                raise
+            return began_at
+
+    async def drained(self) -> None:
+        """Return when the peer has read on. Raises as `send` does."""
+        while self.is_paused and not self._ended:
+            if self._waiter is None:
+                self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._waiter)
+        if self._ended:
+            raise self._error()
+
+    def resume(self) -> None:
+        """The peer has read on. The rest of a cancelled sender's message goes first."""
+        self.is_paused = False
+        self._write_rest()
+        if not self.is_paused:
+            self._wake()
+
+    def end(self) -> None:
+        """The stream has ended. Wake all who wait."""
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._waiter = None
+
+    def _write_rest(self) -> None:
+        while self._rest is not None and not self.is_paused and not self._ended:
+            frame = next(self._rest, None)
+            if frame is None:
+                self._rest = None
+            else:
+                self._write(frame)
+
+
+class Intake:
+    """Counts the bytes of several streams: unfinished messages, and messages that wait to be received.
+
+    A peer with too many bytes loses the stream on which they grew. If all together have too many, the peer with the
+    most loses its largest stream. So a peer that sends little is never in danger.
+    """
+
+    def __init__(self, max_bytes_per_peer: int = MAX_BYTES_PER_PEER, max_bytes: int | None = None) -> None:
+        machine = int(total_memory_bytes() * MEMORY_SHARE)
+        self._max_bytes_per_peer = max_bytes_per_peer
+        self._max_bytes = max(MAX_MESSAGE_BYTES, machine) if max_bytes is None else max_bytes
+        self._of_peers: Counter[str] = Counter()
+        self._of_streams: dict[FrameStream, int] = {}
+        self.num_bytes = 0
+
+    def holds(self, stream: FrameStream, num_bytes: int) -> None:
+        """Note how many bytes this stream holds now; 0 when it has ended."""
+        more = num_bytes - self._of_streams.get(stream, 0)
+        if not more:
+            return
+        self.num_bytes += more
+        self._of_peers[stream.peer_id] += more
+        if num_bytes:
+            self._of_streams[stream] = num_bytes
+        else:
+            del self._of_streams[stream]
+            if not self._of_peers[stream.peer_id]:
+                del self._of_peers[stream.peer_id]
+        if more > 0 and self._of_peers[stream.peer_id] > self._max_bytes_per_peer:
+            stream.sent_too_much()
+        elif more > 0 and self.num_bytes > self._max_bytes:
+            greediest = max(self._of_peers, key=lambda peer_id: self._of_peers[peer_id])
+            theirs = (held for held in self._of_streams if held.peer_id == greediest)
+            max(theirs, key=lambda held: self._of_streams[held]).sent_too_much()

@@ -1,6 +1,8 @@
-"""The steps of one session as blocks and cache see them: checked, run, and what they computed kept for others.
+"""The steps of one session as blocks and cache see them: checked, run, and their results kept for others.
 
-Used by `session`, which takes the steps in and passes the outputs on; knows neither streams nor links.
+Used by `session`, which takes steps in and passes outputs on; knows neither streams nor links. `wanted_inner` counts
+the hidden states and attention weights between blocks that clients want to see, for steps and for requests without a
+session.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
     CacheFullError,
+    ConfigurationError,
     CorruptActivationsError,
     RemoteProtocolError,
     ServerOutOfMemoryError,
@@ -21,29 +24,55 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.boundary.activation_checks import plausible
+from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.activation_log import ActivationLog
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import uncut
-from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
+from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates, plausible
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_forward import SessionCall
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
-from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
-from swarmllm.server.device.calls import Timed
+from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.fairness import HOUSE, Account
-from swarmllm.server.device.scheduler import Priority
-from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
-from swarmllm.server.sessions.kv_cache import CacheLease
-from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_size import SessionSize
-from swarmllm.server.sessions.shared_prefix import SharedPrefix
+from swarmllm.server.device.device_thread import DeviceThread, SessionStep, Timed
+from swarmllm.server.device.scheduler import HOUSE, Account, Priority
+from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
+from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
+
+INNER_FACTOR = 2
+"""What is wanted is there twice: as it was found, and as one tensor to be sent."""
 
 DECODE_TOKENS = 16
 """Steps of at most this many positions count as decoding: somebody waits for the next token (speculation sends a
 few)."""
+
+
+def wanted_inner(
+    header: StepHeader | BatchHeader, span: Span, blocks: BlockSpan, position_bytes: int
+) -> tuple[InnerStates | None, int]:
+    """What is wanted of these blocks, and the bytes that it takes; None and 0: nothing.
+
+    `position_bytes` are those of one position's hidden states.
+
+    Raises:
+        ConfigurationError: it is more than one answer may bring.
+    """
+    wanted = header.inner
+    if wanted is None:
+        return None, 0
+    num_heads = int(getattr(text_config(blocks.stack.config), "num_attention_heads", None) or 1)
+    inner = InnerStates(wanted.outputs, attentions=wanted.attentions, num_heads=num_heads)
+    if not inner.wants(span):
+        return None, 0
+    past = header.position if isinstance(header, StepHeader) else 0
+    num_bytes = inner.num_bytes(span, header.batch_size, header.seq_len, past, position_bytes)
+    if num_bytes > MAX_ANSWER_BYTES:
+        what = "attention weights" if wanted.attentions else "hidden states"
+        raise ConfigurationError(
+            f"{what} of {num_bytes >> 20} MB in blocks {span} are more than the {MAX_ANSWER_BYTES >> 20} MB that a "
+            "server answers at once: ask for a shorter text or fewer rows"
+        )
+    return inner, num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +93,7 @@ class StepRunner:
     def __init__(
         self,
         packer: Packer,
-        executor: Executor,
+        device_thread: DeviceThread,
         header: OpenHeader,
         size: SessionSize,
         lease: CacheLease,
@@ -78,7 +107,7 @@ class StepRunner:
         `account` says on whom the device's time is spent.
         """
         self.account = account
-        self.packer, self.executor = packer, executor
+        self.packer, self.device_thread = packer, device_thread
         self.size, self.lease = size, lease
         self.batch_size = header.batch_size
         self.num_choices = 0
@@ -150,7 +179,7 @@ class StepRunner:
         try:
             with memory_errors_translated():
                 keep = partial(self._prefix.keep, self.cache, outputs.hidden_states)
-                await self.executor.run(keep, Priority.PREFILL, self.account())
+                await self.device_thread.run_call(keep, Priority.PREFILL, self.account())
         except ServerOutOfMemoryError:
             self._prefix = None  # the step went well, only nobody can share what it computed
 
@@ -170,7 +199,7 @@ class StepRunner:
             num_rows = len(header.batch_index or ())
             self._lease_rows(max(self.batch_size, num_rows))
             try:
-                await self.executor.run(partial(self._select_batch, header), Priority.DECODE, self.account())
+                await self.device_thread.run_call(partial(self._select_batch, header), Priority.DECODE, self.account())
             except BaseException:
                 self.empty_cache()
                 raise
@@ -255,7 +284,7 @@ class StepRunner:
             with block_errors_translated():
                 if prefix is not None:
                     reuse = partial(self._reuse, prefix, header, inputs)
-                    known = await self.executor.run(reuse, Priority.PREFILL, self.account())
+                    known = await self.device_thread.run_call(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
                     if length == header.seq_len:
@@ -265,9 +294,9 @@ class StepRunner:
                     header = header.model_copy(update=later)
                 work = _StepInPieces(self, header, inputs, select)
                 try:
-                    timed = await self.executor.step(work)
+                    timed = await self.device_thread.run_step(work)
                 finally:
-                    begun = begun or work.begun
+                    begun = begun or work.has_run
                 work.join_inner()
         except SwarmError:
             if begun:
@@ -303,39 +332,40 @@ class StepRunner:
         return prefix.reuse(self.cache, header.position, inputs)
 
 
-class _StepInPieces:
-    """One step as `executor` runs it, whole or in pieces; the outputs of all pieces are those of the step."""
+class _StepInPieces(SessionStep):
+    """One step, which the device thread runs whole or in pieces; its outputs are those of all pieces together."""
 
     def __init__(self, runner: StepRunner, header: StepHeader, inputs: BlockInputs, select: bool) -> None:
-        self.session = header.session
-        self.account = runner.account()
-        self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
-        self.num_tokens = header.seq_len * header.batch_size
-        can_be_cut = self.priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
+        priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
+        num_tokens = header.seq_len * header.batch_size
+        can_be_cut = priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
         # Clients cut where a first piece has to be longer than others.
         can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
-        self.granule = header.batch_size if can_be_cut else self.num_tokens
-        self.num_blocks, self.context_tokens = len(runner.span), header.position * header.batch_size
-        self.begun = False
+        super().__init__(
+            session=header.session,
+            account=runner.account(),
+            priority=priority,
+            num_tokens=num_tokens,
+            granule=header.batch_size if can_be_cut else num_tokens,
+            packer=runner.packer,
+            num_blocks=len(runner.span),
+            context_tokens=header.position * header.batch_size,
+        )
+        self.has_run = False
         """Whether blocks may have seen some of it."""
         self._runner, self._header, self._inputs, self._select = runner, header, inputs, select
         self._num_columns = 0  # taken so far
         self._inner: list[InnerStates | None] = []  # of the pieces
-
-    @property
-    def packer(self) -> Packer:
-        """Where it may run together with others."""
-        return self._runner.packer
 
     def take(self, num_tokens: int) -> SessionCall:
         """The next piece. Raises SessionLostError: the cache can't be rolled back to where the step begins."""
         runner, header, blocks = self._runner, self._header, self.packer.blocks
         if not self._num_columns:
             runner.bring_cache_to(header, self._select)
-        self.begun = True
+        self.has_run = True
         inputs, start = self._inputs, self._num_columns
         self._num_columns += num_tokens // header.batch_size
-        if num_tokens < self.num_tokens:
+        if num_tokens < header.seq_len * header.batch_size:
             inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
         self._inner.append(inputs.inner)
         return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
