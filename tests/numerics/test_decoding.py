@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.data_structures import Span
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
-from swarmllm.decoding.mirostat import Mirostat
-from swarmllm.decoding.truncation import TopNSigma
+from swarmllm.decoding.methods import FrustratinglySimple, Mirostat, TopNSigma
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
