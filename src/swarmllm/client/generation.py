@@ -158,7 +158,7 @@ def _write(
         if method == "_sample" and model.speculator is not None:
             speculation = model.speculator.speculation_for(model, generation_config, model_kwargs)
         if speculation is not None:
-            return speculation.run(
+            return speculation.write_text(
                 input_ids, logits_processor, criteria, generation_config, streamer, model_kwargs
             )
         return getattr(model, method)(input_ids, stopping_criteria=criteria, **given, **model_kwargs)
