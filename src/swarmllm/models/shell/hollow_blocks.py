@@ -1,13 +1,12 @@
-"""The blocks of a client's model as others see them: modules with names and shapes, whose weights take no memory.
+"""The block list of a client's model, as others see it: the real block classes, whose weights are on servers.
 
-peft finds its targets by walking modules, so the client's block list registers the real block classes, hollowed out by
-`hollow_modules`; their weights are no parameters, so that no optimizer, state dict or `.to()` ever meets them. What
-peft puts into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that
-runs all blocks. Made by `loading`; what has to travel at a forward, `hollow_adapters` reads from them.
+peft finds its targets by walking modules, so the list registers the architecture's own blocks, made hollow by
+`hollow_modules`. Their weights are no parameters: no optimizer, state dict or `.to()` ever meets them. What peft puts
+into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that runs all
+blocks. `loading` makes it; `hollow_adapters` reads from it what has to travel at a forward.
 
-`BlockReader` reads one block of the checkpoint where somebody looks at the weights of a hollow one. Servers keep the
-blocks; their values are needed here only now and then: where training begins with them (a bias, a norm that is trained
-whole, the magnitudes of DoRA).
+`BlockReader` reads one block of the checkpoint, where values of a hollow weight are needed: training begins with them
+(a bias, a norm that is trained whole, the magnitudes of DoRA), or somebody looks at them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks, playbac
 
 
 class _Frozen(nn.Parameter):
-    """A parameter that stays frozen, whatever is done to all: it would count as trained, and get no gradient."""
+    """A parameter that stays frozen: it would count as trained, and get no gradient."""
 
     requires_grad = property(lambda self: False, lambda self, value: None)
 
@@ -81,8 +80,9 @@ class HollowBlocks(nn.ModuleList):
 
     @property
     def _shown(self) -> Sequence[nn.Module]:
-        """The proxy alone; to a forward of which somebody sees what passes between blocks, a stand-in for each; and to
-        all others the blocks, whose weights are elsewhere."""
+        """To a forward, the proxy alone, or a stand-in for each block if somebody sees what passes between them. To all
+        others the blocks.
+        """
         call = current_call()
         if call.inputs is None and call.instead is None:
             return self.blocks()
@@ -96,7 +96,7 @@ class HollowBlocks(nn.ModuleList):
         )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children that are shown: transformers looks for blocks to put its hooks on."""
+        """The children that are shown: transformers puts its hooks on them."""
         shown = self._shown
         return super().named_children() if len(shown) == 1 else zip(map(str, count()), shown)  # noqa: B905
 
