@@ -1,4 +1,4 @@
-"""One session's decode step in half precision after a long past: transformers' own attention, and `shared_keys`.
+"""One session's decode step in half precision after a long past: transformers' own attention, and `attention.attend_few`.
 
     python benchmarks/long_context.py [--shape 2048x4] [--contexts 128 512 2000] [--quant_type int8] [--steps 15]
 

@@ -8,9 +8,9 @@ import torch
 from tests.numerics.test_packing import load
 
 from swarmllm.models.span import page_access
-from swarmllm.models.span.packed_forward import PackedForward
 from swarmllm.models.span.page_access import Placed
 from swarmllm.models.span.page_pool import PageTable
+from swarmllm.models.span.paged_attention import PagedAttention
 
 LENGTHS, NEW = (0, 5, 63, 64, 300), (20, 1, 3, 40, 1)
 """Positions of each session before, and new ones: short calls and tiles, within pages and across their borders."""
@@ -72,8 +72,8 @@ def check_fused() -> None:
         with tempfile.TemporaryDirectory() as directory:
             blocks = load(model_type, Path(directory))
             blocks.pool = blocks.new_pool(16)
-            forward = PackedForward(blocks)
-            step = fused_step.find_fused(forward)
+            paged = PagedAttention(blocks)
+            step = fused_step.find_fused(paged)
             assert (step is not None) == fits, model_type
             if step is None:
                 continue
@@ -83,7 +83,7 @@ def check_fused() -> None:
                 hidden = torch.randn(1, size, 64)
                 pairs = [(table.rows[0], start + idx) for idx in range(size)]
                 placed = Placed.of(pairs, torch.device("cpu"))
-                expected = forward.step(hidden, placed, placed.positions[None]).clone()
+                expected = paged.step(hidden, placed, placed.positions[None]).clone()
                 got = step(hidden, placed, placed.positions[None])
                 difference = float((got - expected).norm() / expected.norm())
                 print(model_type, size, difference)

@@ -25,7 +25,7 @@ paged_kernels     the same by Triton, on CUDA
 decode_graphs     decode steps that are recorded once as CUDA graphs
 fused_step        decode steps of blocks of Llama's kind, in few kernels
 fused_kernels     these kernels
-shared_keys       attention of few positions, where PyTorch's is slow
+attention         switching a model to another attention function; attention of few positions to many keys
 padded_cache      sessions as rows of one batch, padded on the left
 packing_probe     which ways of packing give the right results
 """

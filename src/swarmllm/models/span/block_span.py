@@ -36,7 +36,7 @@ from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.parallel.shared import Group, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
-from swarmllm.models.span import shared_keys
+from swarmllm.models.span.attention import few_preferred
 from swarmllm.models.span.inner_recording import InnerRecording
 from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.offload import OffloadedBlocks
@@ -144,8 +144,11 @@ class BlockSpan:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """Whether sessions attend by `shared_keys`. With weights multiplied as they are stored, and in float32, they
-        compute what the local model computes: in half precision another order of adding up could change a token."""
+        """True if sessions attend by `attention.attend_few`.
+
+        In float32, and with weights that are multiplied as they are stored, blocks compute exactly what the local
+        model computes: in half precision, another order of adding up could change a token.
+        """
         differs = any(isinstance(weight, QuantizedWeight) for weight in self._weights())
         return differs and self.dtype != torch.float32 and self.device.type == "cpu"
 
@@ -366,7 +369,7 @@ class BlockSpan:
             kwargs["inputs_embeds"] = embeds
         self.kept_state.put_back()
         try:
-            with shared_keys.preferred() if cache is not None and self.shares_keys else nullcontext():
+            with few_preferred() if cache is not None and self.shares_keys else nullcontext():
                 self.stack(**kwargs)
         except ForwardStopped:
             pass

@@ -19,6 +19,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.block_slots import BlockSlots
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, fits_attention
+from swarmllm.models.span.attention import attending, attention_configs
 
 
 class InnerRecording:
@@ -39,22 +40,13 @@ class InnerRecording:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within, the blocks attend in a way that has weights, if those are wanted."""
-        found: dict[int, Any] = {}
-        for part in self._stack.modules() if self._inner.attentions else ():
-            config = getattr(part, "config", None)
-            if hasattr(config, "_attn_implementation_internal"):
-                found[id(config)] = config
-        usual = [(config, config._attn_implementation_internal) for config in found.values()]
-        for config, _ in usual:
-            config._attn_implementation_internal = "eager"
         if self._inner.attentions and self._slots.block_output == 1:  # the model looks for weights behind it now
             self._slots.extras = (None,) * MAX_PLACE
         try:
-            yield
+            with attending(attention_configs(self._stack) if self._inner.attentions else (), "eager"):
+                yield
         finally:
             self._slots.extras = None
-            for config, name in usual:
-                config._attn_implementation_internal = name
 
     def record(self, block_idx: int, block: Callable[[], Any]) -> Any:
         """Run the block, and keep what is wanted of it."""

@@ -24,7 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmllm.models.boundary.phantom_cache import PhantomCache, PhantomSource
-from swarmllm.models.span import shared_keys
+from swarmllm.models.span import attention
+from swarmllm.models.span.attention import attending, attention_configs
 from swarmllm.models.span.span_cache import SpanCache
 
 NAME = "swarmllm_ragged"
@@ -129,7 +130,8 @@ class RaggedAttention:
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        self._configs, self.usual = attention_configs(stack)
+        self._configs = attention_configs(stack)
+        self.usual = only_way(self._configs)
         self.cache = RaggedCache(stack.config)
         _register()
 
@@ -139,13 +141,10 @@ class RaggedAttention:
         cache = self.cache
         cache.begin(segments)
         _running.pack = self
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
         try:
-            yield cache
+            with attending(self._configs, NAME):
+                yield cache
         finally:
-            for config in self._configs:
-                config._attn_implementation_internal = self.usual
             _running.pack = None
             cache.begin(())
 
@@ -153,8 +152,8 @@ class RaggedAttention:
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, /, **kwargs: Any
     ) -> Tensor:
         """The model's own attention: `[rows, seq, heads, head]`."""
-        if self.usual == "sdpa" and shared_keys.applies(query, mask, kwargs):
-            return shared_keys.attend(query, keys, values, mask, kwargs.get("scaling"))
+        if self.usual == "sdpa" and attention.is_for_few(query, mask, kwargs):
+            return attention.attend_few(query, keys, values, mask, kwargs.get("scaling"))
         function: Callable[..., tuple[Tensor, Any]] = (
             ALL_ATTENTION_FUNCTIONS[self.usual]
             if self.usual in ALL_ATTENTION_FUNCTIONS
@@ -163,18 +162,16 @@ class RaggedAttention:
         return function(module, query, keys, values, mask, **kwargs)[0]
 
 
-def attention_configs(stack: nn.Module) -> tuple[list[Any], str]:
-    """The configs that say how the parts of a model attend, and how all of them do.
+def only_way(configs: Sequence[Any]) -> str:
+    """The name of the attention function that all parts of a model use.
 
     Raises:
-        PackingUnsupportedError: they do so in different ways.
+        PackingUnsupportedError: they use different ones.
     """
-    configs: Iterator[Any] = (getattr(module, "config", None) for module in stack.modules())
-    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
-    usual: set[str] = {config._attn_implementation_internal for config in found.values()}
+    usual: set[str] = {config._attn_implementation_internal for config in configs}
     if len(usual) != 1:
         raise PackingUnsupportedError("the parts of the model attend in different ways")
-    return list(found.values()), usual.pop()
+    return usual.pop()
 
 
 class _Running(threading.local):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.models.block_slots import Recorder
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import DecodeGraphs
@@ -69,7 +68,7 @@ class PackedForward:
 
     @cached_property
     def paged(self) -> PagedAttention:
-        return PagedAttention(self.blocks.stack, self.blocks.slots.first)
+        return PagedAttention(self.blocks)
 
     def lacks_source(self, call: SessionCall) -> bool:
         """Whether it is the first call of its session, which has to compute keys and values of its source, alone."""
@@ -121,21 +120,6 @@ class PackedForward:
         if inputs.position_ids is not None and inputs.position_ids.ndim > 2:
             return None
         return self.graphs.size_for(num_positions)
-
-    def step(
-        self,
-        hidden: Tensor,
-        placed: Placed,
-        position_ids: Tensor,
-        span: Span | None = None,
-        recorder: Recorder | None = None,
-    ) -> Tensor:
-        """A `DecodeStep` by the model's own code; `recorder` may run blocks in another way."""
-        blocks = self.blocks
-        assert blocks.pool is not None
-        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
-        with torch.inference_mode(), self.paged.running(blocks.pool, placed) as cache:
-            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
 
     def _run_ragged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         segments: list[Segment] = []

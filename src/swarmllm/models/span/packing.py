@@ -19,7 +19,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
 from swarmllm.models.span.page_access import why_no_kernels
-from swarmllm.models.span.paged_attention import SHORT_TOKENS
+from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.random_inputs import random_inputs
 
 logger = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class Packer:
         if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs:
             logger.info("decode steps aren't recorded: the blocks take more than hidden states")
             return
-        step = _fused_step(forward) if fused else None
+        step = _fused_step(forward.paged) if fused else None
         graphs = DecodeGraphs(
-            step or forward.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
+            step or forward.paged.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
         )
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
@@ -174,10 +174,10 @@ class Packer:
         )
 
 
-def _fused_step(forward: PackedForward) -> DecodeStep | None:
+def _fused_step(paged: PagedAttention) -> DecodeStep | None:
     from swarmllm.models.span.fused_step import find_fused
 
-    return find_fused(forward)
+    return find_fused(paged)
 
 
 def _num_axes(positions: Tensor | None) -> int:

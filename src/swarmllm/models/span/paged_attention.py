@@ -19,8 +19,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from swarmllm.models.span import shared_keys
-from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, attention_configs
+from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.attention import OTHER_RULES, attending, attention_configs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, only_way
 from swarmllm.models.span.page_access import Placed, attend_pages, write_pages
 from swarmllm.models.span.page_pool import PagePool
 
@@ -67,14 +71,16 @@ class PagedBatch(RaggedCache):
 class PagedAttention:
     """Switches a model between its own attention and the paged one."""
 
-    def __init__(self, stack: nn.Module, first: int) -> None:
-        """Look how the stack attends; `first` is the number of its first block.
+    def __init__(self, blocks: BlockSpan) -> None:
+        """Look how the stack of `blocks` attends.
 
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        self._configs, self.usual = attention_configs(stack)
-        self.cache = PagedBatch(stack.config, first)
+        self.blocks = blocks
+        self._configs = attention_configs(blocks.stack)
+        only_way(self._configs)
+        self.cache = PagedBatch(blocks.stack.config, blocks.slots.first)
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _make_rule)
 
@@ -84,14 +90,26 @@ class PagedAttention:
         cache = self.cache
         cache.pool, cache.placed = pool, placed
         _running.batch = cache
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
         try:
-            yield cache
+            with attending(self._configs, NAME):
+                yield cache
         finally:
-            for config in self._configs:
-                config._attn_implementation_internal = self.usual
             _running.batch = cache.pool = cache.placed = cache.keys = None
+
+    def step(
+        self,
+        hidden: Tensor,
+        placed: Placed,
+        position_ids: Tensor,
+        span: Span | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Run a `DecodeStep` by the model's own code; `recorder` may run blocks in another way."""
+        blocks = self.blocks
+        assert blocks.pool is not None
+        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
+        with torch.inference_mode(), self.running(blocks.pool, placed) as cache:
+            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
 
 
 class _Running(threading.local):
@@ -124,7 +142,7 @@ def _attend(
         raise PackingUnsupportedError("the model attends to other keys than its block's")
     if not isinstance(attention_mask, Window):
         raise PackingUnsupportedError("the model makes a mask of its own")
-    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in shared_keys.OTHER_RULES):
+    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in OTHER_RULES):
         raise PackingUnsupportedError("the model's attention has rules besides its mask")
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
