@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from tests.numerics.test_packing import load
 
-from swarmllm.models.span import page_access
-from swarmllm.models.span.page_access import Placed
-from swarmllm.models.span.page_pool import PageTable
+from swarmllm.models.span import page_pool
+from swarmllm.models.span.page_pool import PageTable, Placed
 from swarmllm.models.span.paged_attention import PagedAttention
 
 LENGTHS, NEW = (0, 5, 63, 64, 300), (20, 1, 3, 40, 1)
@@ -48,12 +47,12 @@ def compare_attention(device: str, dtype: torch.dtype, shape: tuple[int, ...], p
     new_values = normal(1, len(pairs), heads, value_dim).transpose(1, 2)
     exact = [tensor.double().cpu() for tensor in (keys, values)]
     on_cpu = Placed.of(pairs, torch.device("cpu"), num_short, tuple(long_calls))
-    page_access.write_in_torch(*exact, tables.cpu(), on_cpu, new_keys.double().cpu(), new_values.double().cpu())
-    page_access.write_pages(keys, values, tables, placed, new_keys, new_values)
+    page_pool.write_in_torch(*exact, tables.cpu(), on_cpu, new_keys.double().cpu(), new_values.double().cpu())
+    page_pool.write_pages(keys, values, tables, placed, new_keys, new_values)
     for got, expected in zip((keys, values), exact, strict=True):
         assert torch.equal(got.double().cpu(), expected), "what is written"
-    expected = page_access.attend_in_torch(query.double().cpu(), *exact, tables.cpu(), on_cpu, 0.2, window)
-    got = page_access.attend_pages(query, keys, values, tables, placed, 0.2, window)
+    expected = page_pool.attend_in_torch(query.double().cpu(), *exact, tables.cpu(), on_cpu, 0.2, window)
+    got = page_pool.attend_pages(query, keys, values, tables, placed, 0.2, window)
     return float((got.double().cpu() - expected).abs().max())
 
 
@@ -91,5 +90,5 @@ def check_fused() -> None:
 
 
 if __name__ == "__main__":
-    page_access._interprets = True
+    page_pool._interprets = True
     {"attention": check_attention, "fused": check_fused}[sys.argv[1]]()

@@ -17,7 +17,7 @@ from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import SessionCall
 from swarmllm.models.span.span_cache import SpanCache
 
 LENGTHS = ((5, 1, 1), (BORDER - 1, 2, 1), (BORDER + 9, 1, 1))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import swarmllm.models.span
-from swarmllm.models.span import page_access
+from swarmllm.models.span import page_pool
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs
 from swarmllm.models.span.page_pool import PAGE_TOKENS, PageTable
@@ -97,7 +97,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             monkeypatch.setitem(sys.modules, spec.name, module)
             monkeypatch.setattr(swarmllm.models.span, name, module, raising=False)
             spec.loader.exec_module(module)
-    monkeypatch.setattr(page_access, "_interprets", True)
+    monkeypatch.setattr(page_pool, "_interprets", True)
     return launches
 
 

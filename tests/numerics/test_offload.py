@@ -25,8 +25,7 @@ from swarmllm.models.span import offload
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.server.batches.batches import Graph
 from swarmllm.server.device.memory import num_blocks_that_fit, num_to_offload

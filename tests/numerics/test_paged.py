@@ -23,9 +23,8 @@ from torch import Tensor
 from swarmllm.errors import CacheFullError, UnsupportedModelError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import PAGE_TOKENS
 from swarmllm.models.span.paged_attention import PagedAttention, window_of

@@ -20,7 +20,7 @@ from swarmllm.errors import ConfigurationError, RemoteProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.architecture import Task
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import Packing, SessionCall
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft has some to say about blocks it leaves out
 

@@ -17,7 +17,7 @@ from swarmllm.models.quantization import FULL_PRECISION, Quantization, kernels
 from swarmllm.models.span import attention
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 STEPS = (7, 1, 20, 1, 3, 1, 16, 17, 1)
 

@@ -20,8 +20,8 @@ from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.architecture import ENCODERS, REFUSED_ARCHITECTURES, check_supported
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span import probes
-from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.trials import kind_of
 
 ENCODER_DECODERS = frozenset(
     {

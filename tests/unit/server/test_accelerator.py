@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device.accelerator import accelerator_of
 from swarmllm.server.device.executor import Executor
 from swarmllm.server.device.fairness import Account

@@ -21,13 +21,11 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.span import fused_kernels
-from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.cache_probe import in_float32, rms
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.page_access import Placed, attend_pages
-from swarmllm.models.span.page_pool import PageTable
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.page_pool import PageTable, Placed, attend_pages
 from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch, Window
+from swarmllm.models.span.trials import in_float32, kind_of, rms
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Paged packing: several sessions in one row, attention for all of them in one call on pages of keys and values.
 
-As in `packed_attention`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
-are in the pages of a `page_pool`, and the device knows where (`page_access`): nothing of a call depends on numbers that
+As in `packed_caches`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
+are in the pages of a `page_pool`, and the device knows where: nothing of a call depends on numbers that
 only the host has, so that a step can be recorded once and repeated (`decode_graphs`).
 
 A position's result depends on its own session alone, not on who runs with it. What the model asks of its attention
@@ -24,9 +24,8 @@ from swarmllm.models.block_slots import Recorder
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.attention import OTHER_RULES, attending, attention_configs
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, only_way
-from swarmllm.models.span.page_access import Placed, attend_pages, write_pages
-from swarmllm.models.span.page_pool import PagePool
+from swarmllm.models.span.packed_caches import PackingUnsupportedError, RaggedCache, only_way
+from swarmllm.models.span.page_pool import PagePool, Placed, attend_pages, write_pages
 
 NAME = "swarmllm_paged"
 """Name under which transformers knows the attention function below."""

@@ -1,4 +1,4 @@
-"""Triton kernels of `page_access`: keys and values written to pages, and attention to them.
+"""Triton kernels of `page_pool`: keys and values written to pages, and attention to them.
 
     _write      each new position's keys and values, to where it is placed
     _attend     some queries of one session that share keys, to some of its pages: flash attention
@@ -16,7 +16,7 @@ from torch import Tensor
 Places = tuple[Tensor, Tensor]
 """For each new position, the row of the table and the position in it."""
 TILE_QUERIES = 64
-"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_access` cuts them."""
+"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_pool` cuts them."""
 LEAST = -1e30
 """In place of minus infinity, of which differences are no numbers."""
 KEYS_OF_TILE = 32

@@ -12,8 +12,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.server.device.fairness import Account
 from swarmllm.server.device.scheduler import Priority, Work
 

@@ -10,9 +10,8 @@ from functools import partial
 
 import torch
 
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
+from swarmllm.models.span.trials import random_inputs
 from swarmllm.server.measuring.timing import first_blocks, seconds
 
 CONTEXTS = (20, 120, 8, 60)

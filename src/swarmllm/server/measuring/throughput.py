@@ -16,10 +16,9 @@ import torch
 
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import random_inputs
 from swarmllm.server.device.load_meter import DecodeTimes
 from swarmllm.server.measuring.packing_speed import measure_packing
 from swarmllm.server.measuring.timing import first_blocks, seconds

@@ -1,7 +1,7 @@
 """The byte budget of KV caches: sessions lease their share before the first token, so that memory can't run out later.
 
 Pure accounting, called from the event loop by `sessions/step_runner`; the tensors themselves live in `span/span_cache`,
-and grow in pages as they are used (`span/cache_layer`).
+and grow in pages as they are used (`span/span_cache`).
 
 A session leases all that its `max_length` may take when it is opened, not page by page as it grows. Paging would admit
 more sessions at a time, but `generate()` opens sessions no longer than its text can become, so there is little to gain;

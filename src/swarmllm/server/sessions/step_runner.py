@@ -24,8 +24,7 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
 from swarmllm.models.boundary.inner_states import InnerStates, plausible
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.calls import Timed
