@@ -255,7 +255,7 @@ def test_other_devices_are_refused(directory: Path) -> None:
 @given(num_blocks=st.integers(2, 200), data=st.data())
 def test_they_are_spread(num_blocks: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(2, num_blocks))
-    chosen = spread(num_blocks, number)
+    chosen = spread(Span(0, num_blocks), number)
     assert len({*chosen}) == number
     assert chosen[0] >= 0
     assert chosen[-1] == num_blocks - 1

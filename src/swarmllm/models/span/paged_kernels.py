@@ -75,9 +75,7 @@ def _attend(
     at_query = (first + token).to(tl.int64) * q_token + query_head * q_head
     q = tl.load(Q + at_query[:, None] + dk[None, :], mask=real[:, None] & (dk < DK)[None, :], other=0.0)
     position, end = start + token, start + number
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(start - WINDOW + 1, 0) // BN
+    low = tl.maximum(start - WINDOW + 1, 0) // BN if WINDOW > 0 else 0
     tiles = tl.cdiv(end, BN) - low
     per_split = tl.cdiv(tiles, SPLITS)
     top, total = tl.full([BM], START, tl.float32), tl.zeros([BM], tl.float32)
