@@ -38,7 +38,7 @@ help:
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
 	@echo "make test-quick   whether this installation works: unit tests, commands, a failover, training, the gateway"
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
-	@echo "make check        format, lint, types, import layers, Dockerfile; make format: mends the first two where it can"
+	@echo "make check        format, lint, types, import layers, Dockerfile, subjects of commits; make format: mends the first two where it can"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        the main benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
 	@echo "make gpu          tests and benchmarks on a GPU, ten minutes at most, without a network from what make gpu-bundle packed"
@@ -77,6 +77,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/python .ci/commit_subjects.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -15,7 +15,7 @@ import torch
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
-from swarmllm.server.device.memory import COUNTED_TOKENS, FREE_SHARE, cache_bytes_per_token, num_blocks_that_fit
+from swarmllm.server.device.device import COUNTED_TOKENS, FREE_SHARE, cache_bytes_per_token, num_blocks_that_fit
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "numerics" / "data" / "published_configs"

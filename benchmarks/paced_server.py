@@ -13,7 +13,7 @@ from typing import Any
 
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 
 
 def pace(ms: float) -> None:

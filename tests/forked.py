@@ -167,7 +167,7 @@ def make_what_is_made_at_first_use() -> None:
 
 def claim_a_usual_speed() -> None:
     from swarmllm.server import span_loader
-    from swarmllm.server.measuring.throughput import Throughput
+    from swarmllm.server.device.throughput import Throughput
 
     usual = Throughput(forward_tokens_per_s=2000.0, decode_ms_per_block=1.0, decode_ms_per_block_batch8=1.5)
     span_loader.measure_throughput = lambda *_, **__: usual  # type: ignore[attr-defined]

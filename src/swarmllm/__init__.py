@@ -11,6 +11,7 @@ __main__         `swarmllm X`
 commands/        those that have no room of their own
 gateway/         an HTTP API and web pages
 demo/            a whole swarm on this machine
+api              names that guests may import: the gateway, notebooks, other projects
 client/          a model without its blocks
 server/          some blocks
 command_line     what commands share

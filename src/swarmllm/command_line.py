@@ -3,8 +3,9 @@
 Exit codes: 0 done, 1 a failure, 2 unusable arguments, 130 interrupted. Errors of swarmllm are one sentence on standard
 error; anything else is a bug and shows its traceback.
 
-A flag follows from the field of a dataclass, in the words of argparse (`argparse_options`). A field's metadata may
-name an `alias` of its flag, or say that help doesn't show it (`hidden`), or that there is none (`flag` is False).
+Each field of a settings dataclass is a flag, made with argparse (`argparse_options`). The metadata of a field changes
+that: `alias` is a second name of the flag; `hidden` keeps it off the help screens; `in_file` makes it a key of the file
+of `--config` only, without a flag; `flag` = False gives neither flag nor key.
 `require_free_ports` is asked before anything heavy is imported, so that a taken port is told at once.
 """
 
@@ -15,6 +16,7 @@ import difflib
 import errno
 import io
 import itertools
+import json
 import linecache
 import logging
 import os
@@ -85,7 +87,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("--config", metavar="FILE", help="TOML file with flags as keys; flags given here win")
-        self._settings: list[tuple[argparse.Action, type, Field[Any]]] = []
+        self.settings: list[tuple[argparse.Action, type, Field[Any]]] = []
+        """Each flag or key of the file, with the class and the field that it comes from."""
         self._common = common
 
     def add_settings(
@@ -107,14 +110,18 @@ class Parser(argparse.ArgumentParser):
                     continue
                 done.add(name)
                 action = group.add_argument(*flag_names(one), dest=name, **argparse_options(one, hints[name]))
-                self._settings.append((action, owner, one))
+                self.settings.append((action, owner, one))
+
+    def flag_text(self, action: argparse.Action) -> str:
+        """A flag with what stands for its value, as help screens show it."""
+        return self._get_formatter()._format_action_invocation(action)
 
     def format_help(self) -> str:
         """The screen of `--help`: the common flags only, each with one sentence."""
         self._explain(at_length=False)
         if self._common is None:
             return self.format_all()
-        of_settings = {action.dest: action for action, _, _ in self._settings}
+        of_settings = {action.dest: action for action, _, one in self.settings if not is_in_file(one)}
         others = [action for action in self._actions if action.dest not in of_settings]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -128,11 +135,14 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _explain(self, *, at_length: bool) -> None:
-        for action, owner, one in self._settings:
-            action.help = flag_help(one, owner, at_length=at_length)
+        for action, owner, one in self.settings:
+            action.help = argparse.SUPPRESS if is_in_file(one) else flag_help(one, owner, at_length=at_length)
 
     def format_all(self, *, at_length: bool = False) -> str:
-        """A screen with all flags, in their groups; `at_length`: with all that their docstrings say."""
+        """A screen with all flags in their groups, and the keys that only a file may hold.
+
+        `at_length`: with all that their docstrings say.
+        """
         self._explain(at_length=at_length)
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -142,6 +152,13 @@ class Parser(argparse.ArgumentParser):
             formatter.add_text(group.description)
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
+        formatter.start_section("settings without a flag: keys of the TOML file of --config")
+        formatter.add_arguments(
+            argparse.Action([], one.name, metavar=one.name, help=flag_help(one, owner, at_length=at_length))
+            for _, owner, one in self.settings
+            if is_in_file(one)
+        )
+        formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
@@ -158,6 +175,7 @@ class Parser(argparse.ArgumentParser):
         argv = list(sys.argv[1:] if argv is None else argv)
         end = argv.index("--") if "--" in argv else len(argv)  # what follows is text, whatever it begins with
         argv = [*map(_underscored, argv[:end]), *argv[end:]]
+        self._refuse_keys_of_the_file(argv[:end])
         from_file: list[str] = []
         given = {arg.partition("=")[0] for arg in argv}
         for path in _values_of("--config", argv):
@@ -171,14 +189,29 @@ class Parser(argparse.ArgumentParser):
         settings.pop("config", None)
         return settings
 
+    def _refuse_keys_of_the_file(self, flags: Sequence[str]) -> None:
+        """Ends the program if a flag is one of the settings that only the file of `--config` may hold."""
+        in_file = {
+            name: action for action, _, one in self.settings if is_in_file(one) for name in action.option_strings
+        }
+        for index, flag in enumerate(flags):
+            name, equals, value = flag.partition("=")
+            if name in in_file:
+                values = (
+                    [value] if equals else itertools.takewhile(lambda one: not one.startswith("--"), flags[index + 1 :])
+                )
+                self.error(f"{name} moved to the file of --config: {_toml_line(in_file[name], list(values))}")
+
     def _refuse_unknown(self, flags: Sequence[str]) -> None:
         """Ends the program at the first flag that there isn't, with the nearest one, before others are missed."""
         known = [name for action in self._actions for name in action.option_strings]
+        in_file = {action.dest for action, _, one in self.settings if is_in_file(one)}
+        shown = [name for action in self._actions if action.dest not in in_file for name in action.option_strings]
         for flag in flags:
             name = flag.partition("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
-                near = [one for one in known if one.startswith(f"{name}_")] or difflib.get_close_matches(
-                    name, known, n=1
+                near = [one for one in shown if one.startswith(f"{name}_")] or difflib.get_close_matches(
+                    name, shown, n=1
                 )
                 self.error(f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else ""))
 
@@ -217,6 +250,19 @@ class Parser(argparse.ArgumentParser):
             if given_value is not True:
                 flags.extend(str(item) for item in (given_value if isinstance(given_value, list) else [given_value]))
         return flags
+
+
+def is_in_file(one: Field[Any]) -> bool:
+    """Whether a setting has no flag, only a key in the file of `--config`."""
+    return bool(one.metadata.get("in_file"))
+
+
+def _toml_line(action: argparse.Action, values: Sequence[str]) -> str:
+    """The line of a TOML file that says the same as a flag with these values."""
+    if action.nargs == 0:
+        return f"{action.dest} = {str(action.const).lower()}"
+    as_toml = [json.dumps(value) if action.type is None else value for value in values] or ["…"]
+    return f"{action.dest} = " + (f"[{', '.join(as_toml)}]" if action.nargs == "+" else as_toml[0])
 
 
 def _values_of(name: str, flags: Sequence[str]) -> list[str]:
@@ -481,12 +527,14 @@ def flag_help(field: Field[Any], owner: type, *, at_length: bool) -> str:
     )
     if not at_length:
         text = text.partition(". ")[0].removesuffix(".")
-    if field.default is True:
-        text = f"Turns this off: {text}" if at_length else f"Don't {text[:1].lower()}{text[1:]}"
+    if field.default is True and not is_in_file(field):
+        text = f"Don't {text[:1].lower()}{text[1:]}"
     default = field.metadata.get("default", field.default)
     if isinstance(default, tuple):
         default = " ".join(value if value.strip() else repr(value) for value in default)
-    if default not in (MISSING, None, "") and not isinstance(default, bool) and str(default) not in text:
+    if is_in_file(field) and isinstance(default, bool):
+        text += f" (default: {str(default).lower()})"
+    elif default not in (MISSING, None, "") and not isinstance(default, bool) and str(default) not in text:
         text += f" (default: {default})"
     return text.replace("%", "%%")
 

@@ -26,6 +26,12 @@ RECORD_PERIODS = 1.25
 """Update periods between announcements, and until one expires: a crash shows within 1.25 periods, and one announcement
 that was missed in a busy moment doesn't make a server vanish."""
 
+
+def in_file(default: Any) -> Any:
+    """A field that is set in Python or in the file of `--config`, and has no flag: for tuning."""
+    return field(default=default, metadata={"in_file": True})
+
+
 _INDICES = re.compile(r"^(\d+):(\d+)$")
 
 
@@ -231,42 +237,42 @@ class ClientConfig(SwarmConfig):
     """Peer ids of the only servers to use; None = any."""
     blocked_servers: tuple[str, ...] = ()
     """Peer ids of servers never to use."""
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = in_file(5.0)
     """Seconds to dial one peer. A dead one fails in milliseconds, a frozen one by this timeout, or after about a second
     where others serve its blocks."""
-    step_timeout_s: float = 300.0
+    step_timeout_s: float = in_file(300.0)
     """Seconds that one step may compute while its servers answer pings: slow is not dead."""
-    route_timeout_s: float = 20.0
+    route_timeout_s: float = in_file(20.0)
     """Seconds to wait for somebody to serve missing blocks. Then comes a MissingBlocksError; also for blocks whose only
     servers are announced, but fail."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = in_file(600.0)
     """Seconds to wait for a swarm that is just starting: at most a minute for one on the local network, the rest for
     blocks that servers announce they load. Assumed: a disk reads 300 GB in the meantime."""
-    max_retries: int = 8
+    max_retries: int = in_file(8)
     """Attempts to repair one step or batch, as long as other servers are left, before the last error is raised."""
-    ban_s: float = 15.0
+    ban_s: float = in_file(15.0)
     """Seconds that a peer is avoided after its first fault; doubles with each further one, at most 16-fold."""
-    update_period_s: float = 30.0
+    update_period_s: float = in_file(30.0)
     """Seconds after which a look into the DHT is stale."""
-    ping_period_s: float = 10.0
+    ping_period_s: float = in_file(10.0)
     """Seconds between rounds of pings (of at most 8 servers) while the client is in use."""
-    min_gain_to_move: float = 0.25
+    min_gain_to_move: float = in_file(0.25)
     """Share by which a route must be faster for a running session to move to it; 1 = never. What is left to generate
     must be worth the move. Lower values make sessions follow every change of load."""
-    max_parallel_routes: int = 4
+    max_parallel_routes: int = in_file(4)
     """Routes over which a forward or backward batch is split, so that their servers together do most. They may share
     servers."""
-    prefill_chunk_tokens: int = 128
+    prefill_chunk_tokens: int = in_file(128)
     """Tokens (batch × seq) of one prefill step. A long prompt flows through the servers as a pipeline of these.
     Measured in benchmarks/inference.py: shorter chunks fill the pipeline better, longer ones multiply better. On GPUs
     that need more to be busy, steps are longer, up to `max_batch_tokens`."""
-    max_batch_tokens: int = 1024
+    max_batch_tokens: int = in_file(1024)
     """Most tokens of one micro-batch in forward and backward, for which servers announce their own cap as well, and of
     a prefill step that is longer than `prefill_chunk_tokens`."""
-    compute_padding: bool = False
+    compute_padding: bool = in_file(False)
     """Compute what attention_mask hides in batches, as local models do. It costs time, and matters only to those who
     look at outputs of padding: a loss or an average that takes it in. Texts are the same; see docs/training.md."""
-    push: bool = True
+    push: bool = in_file(True)
     """Let servers pass hidden states and gradients on to each other. If not, the client relays everything."""
     speculation: str = "auto"
     """Guess the next tokens, and check several at once: auto, off, ngram, mtp, or a small model that guesses. What is
@@ -276,13 +282,13 @@ class ClientConfig(SwarmConfig):
     local_blocks: str | None = None
     """Blocks that run on this machine, like 0:2 or 0:2,30:32. With the first ones here, no server sees embeddings; see
     docs/client.md. None = all run on servers."""
-    activation_noise: float = 0.0
+    activation_noise: float = in_file(0.0)
     """Noise on hidden states that leave this machine, as a share of their size. It costs quality and hides little, see
     docs/security.md. 0 = none."""
     fallback_to_local: str | None = None
     """Model that goes on with a text, on this machine, when the swarm can't be repaired: a hub id or directory, with
     the same tokenizer. It can be a smaller one of the family."""
-    fallback_after: int | None = None
+    fallback_after: int | None = in_file(None)
     """Repairs of one text after which the local model goes on all the same. None = however many are needed."""
     active_adapter: str | None = None
     """Name of an adapter that servers offer; see `swarmllm status`. It is a hub id, or a directory's own name. Only
@@ -291,15 +297,15 @@ class ClientConfig(SwarmConfig):
     """How hidden states and gradients travel: auto, none or int8. "none" is exactly; "int8" is 8 bits a value, half the
     bytes of bfloat16; "auto" is "int8" where it pays, in messages of 256 KiB or more over links that carry less than
     150 Mbit/s, and what servers send as their own `--compression` says. With `verify_fraction`, "auto" is "none"."""
-    verify_fraction: float = 0.0
+    verify_fraction: float = in_file(0.0)
     """Share of steps and batches that other servers compute again, to find liars; 0 to 1. See batches/spot_checks.
     Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on.
     Why it is off by default, docs/security.md says with figures."""
-    verify_tolerance: float = 0.15
+    verify_tolerance: float = in_file(0.15)
     """Relative error of a position's hidden states that this forgives; 0.5 lets servers with nf4 or int4 in. With
     `verify_fraction`, servers that may differ by more without lying are not used. The default is what weights in 8 bits
     need; 0.1 would let bfloat16 in, and 0.001 float32 only."""
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = in_file(256 << 20)
     """Largest message that is accepted from a server."""
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import swarmllm.server.span_loader as span_loader
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches.batches import Graph
-from swarmllm.server.measuring.throughput import Throughput
+from swarmllm.server.device.forward_backward import Graph
+from swarmllm.server.device.throughput import Throughput
 
 OUT_OF_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

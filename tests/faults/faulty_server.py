@@ -18,10 +18,10 @@ import swarmllm.server.span_loader as span_loader
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.__main__ import main
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
-from swarmllm.server.measuring.throughput import Throughput
-from swarmllm.server.streams.stack_parts import StackParts
+from swarmllm.server.device.throughput import Throughput
+from swarmllm.server.streams.serving import StackParts
 
 
 class Fault(Enum):

@@ -26,18 +26,16 @@ from swarmllm.network.wire import stream as stream_module
 from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
-from swarmllm.server.adapters.served_adapters import ServedAdapters
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.adapters import ServedAdapters
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.peers.links import Links
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.streams.access import Access
-from swarmllm.server.streams.handler import StreamHandler
+from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Serving
-from swarmllm.server.streams.stack_parts import StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"

@@ -42,7 +42,7 @@ from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers import peer_limits
 from swarmllm.server.sessions import session_table
-from swarmllm.server.sessions.waiting_room import MESSAGE_BYTES
+from swarmllm.server.sessions.kv_cache import MESSAGE_BYTES
 
 SESSION, OTHER = "a" * 32, "b" * 32
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
@@ -396,7 +396,7 @@ async def test_idle_streams_cost_nobody_anything(blocks: BlockSpan) -> None:
 
 async def test_no_greeting(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever doesn't say HELLO is left after a while."""
-    monkeypatch.setattr("swarmllm.server.streams.handler.welcome", impatient(welcome))
+    monkeypatch.setattr("swarmllm.server.streams.connection.welcome", impatient(welcome))
     async with serving(blocks) as server:
         stream = await server.connect(MALLORY, greet=False)
         await server.ended(stream)

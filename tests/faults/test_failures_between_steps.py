@@ -16,11 +16,10 @@ from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire import adaptive_timeout
+from swarmllm.network.wire import liveness
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
-from swarmllm.server.sessions.prefix_cache import PrefixCache
+from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
 from swarmllm.server.sessions.session import Session
-from swarmllm.server.sessions.shared_prefix import SharedPrefix
 
 STEP_TIMEOUT_S = 60.0
 
@@ -175,8 +174,8 @@ def test_a_link_that_carries_nothing_one_way_is_left(blocks: Blocks, monkeypatch
     """Although the client hears both servers, and the one that passes on hears the other."""
     start_keepalive = FrameStream.start_keepalive
     monkeypatch.setattr(FrameStream, "start_keepalive", lambda stream: start_keepalive(stream, interval_s=1000))
-    monkeypatch.setattr(adaptive_timeout, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(adaptive_timeout, "LEAST_S", 0.2)
+    monkeypatch.setattr(liveness, "ATTENDED_INTERVAL_S", 0.02)
+    monkeypatch.setattr(liveness, "LEAST_SILENCE_S", 0.2)
     end = blocks.num_blocks
     with InProcessSwarm(blocks, [(0, 3), (3, end)], step_timeout_s=STEP_TIMEOUT_S) as swarm:
         first, second = swarm.servers

@@ -26,8 +26,7 @@ from swarmllm.data_structures import Span
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire import frames
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
-from swarmllm.server.batches import pushes
-from swarmllm.server.peers import peer_limits
+from swarmllm.server.peers import peer_limits, pushes
 
 ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
 HIDDEN, LENGTH = 16, 4

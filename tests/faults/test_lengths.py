@@ -34,9 +34,9 @@ from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.network.wire.protocol import Message, MessageType
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.scheduler import Budget
-from swarmllm.server.sessions import prefix_cache, shared_prefix
+from swarmllm.server.sessions import prefix_cache
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 
 PIECE = 6
@@ -252,9 +252,8 @@ def _steps(case: Case, embeds: Tensor, lengths: list[int]) -> list[Tensor]:
 
 def test_shared_prefixes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of a short prompt is no page of a long one that begins with the same tokens."""
-    for module in (prefix_cache, shared_prefix):
-        monkeypatch.setattr(module, "PAGE_TOKENS", 8)
-    monkeypatch.setattr(shared_prefix, "MIN_STEP_TOKENS", 2)
+    monkeypatch.setattr(prefix_cache, "PAGE_TOKENS", 8)
+    monkeypatch.setattr(prefix_cache, "MIN_STEP_TOKENS", 2)
     with case.swarm() as swarm:
         for server in swarm.servers:
             server.sessions.pages = PrefixCache(1 << 20)

@@ -129,7 +129,7 @@ class Text:
         match what:
             case "step":
                 hidden = self.more(value)
-                self.check(self.session.run(inputs_of(hidden, self.mask(end + value))), end + value)
+                self.check(self.session.run_step(inputs_of(hidden, self.mask(end + value))), end + value)
             case "remember":
                 self.session.remember(inputs_of(self.more(value), self.mask(end + value)))
             case "back":
@@ -245,7 +245,7 @@ def test_noise_is_added_once(kinds: dict[str, Here], ranges: list[tuple[int, int
         noise = session._legs._noise = Recorded(0.3)
         hidden = torch.randn(1, count, HIDDEN, generator=torch.Generator().manual_seed(count))
         whole.append(hidden)
-        output = session.run(inputs_of(hidden, None))
+        output = session.run_step(inputs_of(hidden, None))
         for of_part, noisy in zip(seen.values(), noise.given[-len(seen) :], strict=True):
             of_part.append(noisy)
         torch.testing.assert_close(output, expected(torch.cat(whole, dim=1))[:, -count:], rtol=1e-3, atol=1e-4)

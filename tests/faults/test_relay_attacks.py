@@ -10,8 +10,8 @@ from hop_streams import HopStream, circuits, until
 
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay import service as service_module
+from swarmllm.network.relay.messages import MAX_MESSAGE_BYTES, HopKind, Status, encode, framed, reserve, varint
 from swarmllm.network.relay.service import Places, RelayRules
-from swarmllm.network.relay.wire import MAX_MESSAGE_BYTES, HopKind, Status, encode, framed, reserve, varint
 from swarmllm.network.wire.protocol import FrameStream
 
 SOMEBODY = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"

@@ -28,7 +28,7 @@ from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
 from swarmllm.errors import MissingBlocksError, PeerTimeoutError, PeerUnreachableError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 from swarmllm.swarm import retry
 
 NUM_BLOCKS = 6

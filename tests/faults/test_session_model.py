@@ -41,8 +41,8 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.sessions.kv_cache import BESIDE_BYTES, INPUTS_FACTOR
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_size import BESIDE_BYTES, INPUTS_FACTOR
 
 T = TypeVar("T")
 

@@ -152,7 +152,7 @@ def test_a_model_that_embeds_does_not_write(service: Service) -> None:
         with pytest.raises(openai.BadRequestError, match="gives embeddings and writes no text: ask /v1/embeddings"):
             ask()
     (listed,) = client.models.list().data
-    assert listed.model_extra == {"max_model_len": listed.max_model_len, "chat": False, "sees": False} | {  # type: ignore[attr-defined]
+    assert listed.model_extra == {"max_model_len": listed.max_model_len, "chat": False, "vision": False} | {  # type: ignore[attr-defined]
         "embeddings": True,
         "dimensions": SIZE,
     }

@@ -9,7 +9,7 @@ import pytest
 from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway import swarm_watch
+from swarmllm.gateway import monitor
 from swarmllm.gateway.engine.generation import Generation
 
 PROMPT = "Once upon a time"
@@ -134,7 +134,7 @@ def test_a_dead_client_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         gateway.wait_until_seen(1)
         assert gateway.http.get("/health").json()["status"] == "ok"
         with monkeypatch.context() as patch:
-            patch.setattr(swarm_watch, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
+            patch.setattr(monitor, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
             assert gateway.http.get("/health").json()["status"] == "dead"
         assert gateway.http.get("/health").status_code == 200
         gateway.gateway.models.close()

@@ -10,9 +10,9 @@ import pytest
 from web_gateway import NAME, RunningGateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
+from swarmllm.gateway.apis.openai import OpenAIAnswer
+from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.engine.generation import GenerationOptions
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import SamplingOptions, TokenLogprob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]

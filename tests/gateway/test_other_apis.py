@@ -15,11 +15,11 @@ from test_tools import TEMPLATE, TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.apis.anthropic_messages import MessagesRequest
+from swarmllm.gateway.apis.anthropic import MessagesRequest
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
+from swarmllm.gateway.apis.request_bodies import Body, refuse_unknown
 from swarmllm.gateway.apis.responses import Item, ResponsesRequest, StoredResponses
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.request_bodies import Body, refuse_unknown
 
 SAID = "Tell me a story about a fox."
 MESSAGES: list[Any] = [{"role": "user", "content": SAID}]

@@ -11,8 +11,8 @@ from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError, SwarmError
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
 from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.monitor import Contact, SwarmPicture
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
-from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.text import StopFinder, TextRow
 
 

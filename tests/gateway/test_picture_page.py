@@ -4,9 +4,9 @@ import base64
 from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
-from seeing_model import as_png, picture
 from test_pages import ANSWERS, DONE, browser, page, pytestmark, say, settings, violations  # noqa: F401
 from test_pictures import directory, local, seeing, written  # noqa: F401
+from vision_model import as_png, picture
 from web_gateway import RunningGateway
 
 GIVE = """([kind, data, type]) => {

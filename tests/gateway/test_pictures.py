@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from seeing_model import as_png, as_url, picture, said, save_seeing_model
 from transformers import AutoProcessor
+from vision_model import as_png, as_url, picture, said, save_vision_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes, unpacked_bytes
-from swarmllm.gateway.engine.room import Room
+from swarmllm.gateway.engine.vision import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, PictureProcessor, Room, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
 
 TOKENS = 8
@@ -31,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(directory: Path) -> Any:
-    return save_seeing_model(directory)
+    return save_vision_model(directory)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +124,7 @@ def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None
 @pytest.fixture
 def memory(seeing: RunningGateway) -> Iterator[Callable[[int], Room]]:
     """Has the gateway have so many bytes for pictures."""
-    responder = seeing.gateway.audio._responder
+    responder = seeing.gateway.responder
     before = responder.memory
 
     def of(num_bytes: int) -> Room:
@@ -143,13 +142,13 @@ def test_pictures_wait_for_memory(
     url, name = as_url(picture("red")), seeing.gateway.models.named(None).name
     room = memory(unpacked_bytes([url]) + 1000)
     under_way: list[int] = []
-    encode = Eyes.encode
+    encode = PictureProcessor.encode
 
     def encoded(*given: Any) -> Any:
         under_way.append(room.size - room._left)
         return encode(*given)
 
-    monkeypatch.setattr(Eyes, "encode", encoded)
+    monkeypatch.setattr(PictureProcessor, "encode", encoded)
     messages = said("?", picture("red"))
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     block = {"role": "user", "content": [{"type": "image", "source": source}]}
@@ -191,10 +190,10 @@ def test_lack_of_memory_is_one_requests_own() -> None:
         def __call__(self, **_: Any) -> None:
             raise MemoryError
 
-    eyes = Eyes("some/model", None)
-    eyes.__dict__["_loaded"] = Processor()
+    processor = PictureProcessor("some/model", None)
+    processor.__dict__["_loaded"] = Processor()
     with pytest.raises(ApiError, match="need more memory than there is: send smaller or fewer ones") as refused:
-        eyes.encode("", [as_url(picture("red"))])
+        processor.encode("", [as_url(picture("red"))])
     assert refused.value.status == 400
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seeing_model import as_png, as_url, picture, save_seeing_model
+from vision_model import as_png, as_url, picture, save_vision_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.pictures import MAX_PICTURES
+from swarmllm.gateway.apis import remote_pictures
+from swarmllm.gateway.apis.chat_request import ChatMessage
+from swarmllm.gateway.apis.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
+from swarmllm.gateway.engine.vision import MAX_PICTURES
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests import remote_pictures
-from swarmllm.gateway.requests.chat_request import ChatMessage
-from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
 from swarmllm.gateway.settings import GatewayConfig
 
 PNG = as_png(picture("red"))
@@ -362,7 +362,7 @@ def test_addresses_at_which_machines_in_a_cloud_are_told_secrets(address: str) -
 def seeing(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """A gateway that may fetch from that server."""
     directory: Path = tmp_path_factory.mktemp("seeing")
-    save_seeing_model(directory)
+    save_vision_model(directory)
     with (
         LocalSwarm(str(directory), spans=[(0, 4)], **OPTIONS) as swarm,
         running_gateway(swarm.initial_peers, model=(str(directory),), picture_hosts=(where(web),)) as gateway,

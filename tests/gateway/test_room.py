@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.gateway.engine.room import Room, Taken
+from swarmllm.gateway.engine.vision import Room, Taken
 from swarmllm.gateway.errors import ApiError
 
 ACTIONS = st.lists(

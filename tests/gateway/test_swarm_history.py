@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
-from swarmllm.gateway.swarm_picture import MISSES, NUM_MINUTES, QUIET_S, Contact, SwarmHistory, SwarmPicture
+from swarmllm.gateway.monitor import MISSES, NUM_MINUTES, QUIET_S, Contact, SwarmHistory, SwarmPicture
 
 START = 1_790_000_000.0 // 60 * 60  # the beginning of a minute
 

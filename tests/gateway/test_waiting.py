@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -22,11 +23,13 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def test_it_serves_before_it_can_answer_and_becomes_ready_by_itself() -> None:
+def test_it_serves_before_it_can_answer_and_becomes_ready_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "gateway.toml").write_text("route_timeout_s = 1\n")
     port = free_port()
     command = [sys.executable, "-m", "swarmllm.gateway", "--model", embedded_model_path(), "--port", str(port)]
     with local_swarm((0, 4)) as swarm:
-        command += ["--initial_peers", *swarm.initial_peers, "--stop_on_stdin_eof", "--route_timeout_s", "1"]
+        command += ["--initial_peers", *swarm.initial_peers, "--stop_on_stdin_eof"]
+        command += ["--config", str(tmp_path / "gateway.toml")]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 

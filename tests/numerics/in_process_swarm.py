@@ -25,11 +25,10 @@ from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.shell.loading import load_client_shell
-from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.span_cache import RollbackUnsupportedError
-from swarmllm.server.batches.batches import Graph
+from swarmllm.server.device.forward_backward import Graph
 
 Route = list[tuple[BlockSpan, Span]]
 
@@ -149,9 +148,9 @@ class InProcessSession:
     def close(self) -> None:
         self.closed = True
 
-    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         if part is not None:
-            return self._part(part).run(inputs)
+            return self._part(part).run_step(inputs)
         if self.closed:
             raise SessionClosedError("the session has been closed")
         if self._remembered:
@@ -218,9 +217,7 @@ class InProcessRunner:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
-        if cache is not None:
-            return cache.session.run(inputs, part)
+    def run_blocks(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         hidden = inputs.hidden_states
         like = hidden.dtype
         for server, span in parts_of(self.route, part):

@@ -22,7 +22,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.server.adapters.served_adapters import ServedAdapters
+from swarmllm.server.adapters import ServedAdapters
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -16,9 +16,9 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.server.adapters.uploaded_adapters import AdapterStore
-from swarmllm.server.batches import batches
-from swarmllm.server.batches.batches import Batch, Graph, Turns, forward, gradients, record
+from swarmllm.server.adapters import AdapterStore
+from swarmllm.server.device import forward_backward
+from swarmllm.server.device.forward_backward import Batch, Graph, Turns, forward, gradients, record
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def test_weights_are_the_same_before_and_after(blocks: BlockSpan) -> None:
 def test_in_turns_is_the_same_as_at_once(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int
 ) -> None:
-    monkeypatch.setattr(batches, "TURN_TOKENS", 5 * rows_at_a_time)
+    monkeypatch.setattr(forward_backward, "TURN_TOKENS", 5 * rows_at_a_time)
     patches = [Patch(**LORA), Patch(**{**LORA, "block": 0})]  # not in the order of blocks
     adapter = checked(patches, torch.cat([values(patch, seed) for seed, patch in enumerate(patches)]), blocks.slots)
     hidden, grad = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(1))

@@ -19,8 +19,8 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.trials import random_inputs
-from swarmllm.server.measuring import packing_speed, throughput
-from swarmllm.server.measuring.throughput import measure_throughput
+from swarmllm.server.device import throughput
+from swarmllm.server.device.throughput import measure_throughput
 
 POSITIONS = (1, 2, 8, 16, 64, 128)
 DECODERS = ("gpt2", "opt", "gptj", "gpt_neo", "mpt", "llama")
@@ -51,9 +51,8 @@ def load(model_type: str, positions: int, directory: Path) -> BlockSpan:
 @pytest.fixture
 def nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    for module in (throughput, packing_speed):
-        monkeypatch.setattr(module, "BUDGET_S", 1e9)
-    monkeypatch.setattr(throughput, "CONTEXT_BUDGET_S", 1e9)
+    for name in ("BUDGET_S", "PACKING_BUDGET_S", "CONTEXT_BUDGET_S"):
+        monkeypatch.setattr(throughput, name, 1e9)
 
 
 @pytest.mark.usefixtures("nothing_is_left_out")

@@ -22,7 +22,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes, drop_blocks, load_pruned, pruned
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.server.device.memory import cache_bytes_per_token
+from swarmllm.server.device.device import cache_bytes_per_token
 
 PER_CHUNK, LOADED_PER_CHUNK = 50, 10
 CHUNKS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(100)]

@@ -27,8 +27,8 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
 from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.server.batches.batches import Graph
-from swarmllm.server.device.memory import num_blocks_that_fit, num_to_offload
+from swarmllm.server.device.device import num_blocks_that_fit, num_to_offload
+from swarmllm.server.device.forward_backward import Graph
 
 NUM_BLOCKS, HIDDEN = 4, 64
 WHOLE = Span(0, NUM_BLOCKS)

@@ -21,7 +21,7 @@ from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packing, SessionCall
-from swarmllm.server.measuring.packing_speed import measure_packing
+from swarmllm.server.device.throughput import measure_packing
 
 PADDED = {
     "longt5",  # looks up keys in its cache by a way of its own

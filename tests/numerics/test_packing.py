@@ -22,7 +22,7 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.server.measuring.packing_speed import measure_packing
+from swarmllm.server.device.throughput import measure_packing
 
 RELATIVE = 1e-5
 """Largest error in float32, relative to the largest output."""

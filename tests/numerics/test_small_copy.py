@@ -18,7 +18,7 @@ from tests.numerics.tiny_models import VARIANTS
 from tests.selection import sampled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmllm.client.view.usable_servers import check_claims, lacking_abilities
+from swarmllm.client.view.servers import check_claims, lacking_abilities
 from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
 from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint

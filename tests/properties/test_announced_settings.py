@@ -18,10 +18,10 @@ from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.p2p.addresses import best_addrs
 from swarmllm.network.p2p.block_directory import VALUE_OVERHEAD_BYTES
 from swarmllm.network.p2p.records import MAX_VALUE_BYTES
-from swarmllm.server.device.memory import CacheRoom
+from swarmllm.server.announcer import OwnRecord
+from swarmllm.server.device.device import CacheRoom
 from swarmllm.server.device.niceness import Niceness
-from swarmllm.server.measuring.throughput import Throughput
-from swarmllm.server.own_record import OwnRecord
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_loader import Loaded
 

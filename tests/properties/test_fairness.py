@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm.server.device.fairness import Account, RoundRobin
-from swarmllm.server.device.scheduler import Budget, Priority, Scheduler, Work
+from swarmllm.server.device.scheduler import Account, Budget, Priority, RoundRobin, Scheduler, Work
 
 FIRST = Account("contributor", comes_first=True)
 PREFILL_TOKENS = 64

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.gateway.requests.uploads import (
+from swarmllm.gateway.apis.audio_files import (
     MAX_HEADER_BYTES,
     Data,
     FormReader,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.server.device.fairness import HOUSE, Account
-from swarmllm.server.device.scheduler import Budget, Priority, Scheduler, Work
+from swarmllm.server.device.scheduler import HOUSE, Account, Budget, Priority, Scheduler, Work
 
 BUDGET = Budget(max_sessions=4, max_tokens=32, max_prefill_tokens_beside_decode=8, decoding_s=0.5, pause_s=0.3)
 FORWARD_S = 0.1

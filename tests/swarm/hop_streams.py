@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import base58
 
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.relay.wire import (
+from swarmllm.network.relay.messages import (
     HOP,
     Fields,
     HopKind,

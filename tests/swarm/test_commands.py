@@ -139,16 +139,21 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
 
 
-def test_ways_to_choose_tokens_that_transformers_lacks(bootstrap: str, servers: list[str], local: Any) -> None:
-    """By the same names in generate(), and over servers what they are with the local model."""
+def test_ways_to_choose_tokens_that_transformers_lacks(
+    bootstrap: str, servers: list[str], local: Any, tmp_path: Path
+) -> None:
+    """The file of --config and generate() have the same names, and texts are those of the local model."""
+    simple_file, drawn_file = tmp_path / "fsd.toml", tmp_path / "mirostat.toml"
+    simple_file.write_text("fsd-alpha = 0.5\nfsd_k = 4\n")
+    drawn_file.write_text("mirostat_mode = 2\n")
     model, _ = local
     kind = type(model)
     model.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
     shared = ["--model", MODEL, "--dtype", "float32", "--max-new-tokens", 30, "--initial_peers", bootstrap]
     try:
         with ThreadPoolExecutor() as both:
-            simple = both.submit(command, "generate", *shared, "--fsd-alpha", 0.5, "--fsd_k", 4, PROMPT)
-            drawn = both.submit(command, "generate", *shared, "--mirostat_mode", 2, "--seed", 5, PROMPT)
+            simple = both.submit(command, "generate", *shared, "--config", simple_file, PROMPT)
+            drawn = both.submit(command, "generate", *shared, "--config", drawn_file, "--seed", 5, PROMPT)
             expected, _ = generate_locally(local, PROMPT, max_new_tokens=30, fsd_alpha=0.5, fsd_k=4)
             torch.manual_seed(5)
             surprising, _ = generate_locally(local, PROMPT, max_new_tokens=30, do_sample=True, mirostat_mode=2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.network.wire.link_rate import LinkRate
+from swarmllm.network.wire.liveness import LinkRate
 from swarmllm.network.wire.stream import traffic
 
 BATCH = (8, 128)

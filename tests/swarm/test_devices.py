@@ -17,7 +17,7 @@ TWO = ("--device", "cpu", "cpu")
 
 def served_by(pid: int) -> list[psutil.Process]:
     """The processes of the devices, in the order of their starts."""
-    found = [child for child in psutil.Process(pid).children() if "swarmllm.server.one_device" in child.cmdline()]
+    found = [child for child in psutil.Process(pid).children() if child.cmdline()[-2:] == ["swarmllm.server", "-"]]
     return sorted(found, key=lambda child: child.create_time())
 
 

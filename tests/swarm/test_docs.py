@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmllm.__main__ import COMMANDS
+from swarmllm.command_line import is_in_file
 from swarmllm.config import ClientConfig
 
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z_]+)\b")
@@ -34,7 +35,9 @@ def test_commands_of_the_documents_exist(repo_root: Path) -> None:
     known: dict[str, set[str]] = {}
     for name, command in COMMANDS.items():
         parser = import_module(command.module).build_parser()
-        known[name] = {flag[2:] for action in parser._actions for flag in action.option_strings if flag[:2] == "--"}
+        in_file = {action.dest for action, _, one in parser.settings if is_in_file(one)}
+        actions = [action for action in parser._actions if action.dest not in in_file]
+        known[name] = {flag[2:] for action in actions for flag in action.option_strings if flag[:2] == "--"}
     seen = 0
     for page, text in pages(repo_root).items():
         for line in re.sub(r"\\\n\s*", "", "".join(shell_blocks(text))).splitlines():

@@ -12,7 +12,7 @@ from homes import Homes
 from swarm_models import NUM_BLOCKS, assert_same_tokens, connected, generate_seeded, names, prompt
 from transformers import PreTrainedModel
 
-from swarmllm.network.relay.wire import is_circuit
+from swarmllm.network.relay.messages import is_circuit
 
 HALF = NUM_BLOCKS // 2
 NUM_TOKENS = 24

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.batches import pushed_batches
-from swarmllm.client.batches.hop_batches import Neighbours
-from swarmllm.client.batches.pushed_batches import PushedBatches
+from swarmllm.client.batches import hop_batches
+from swarmllm.client.batches.hop_batches import Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
@@ -125,7 +124,7 @@ def test_a_target_that_cannot_be_reached(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """It is relayed, without blame, and the two aren't asked again."""
-    between, middle = pushed_batches._with_neighbours, swarm.servers[1].peer_id
+    between, middle = hop_batches._with_neighbours, swarm.servers[1].peer_id
 
     def to_nobody(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
@@ -170,7 +169,7 @@ def test_a_push_that_never_comes(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """The server says that it still waits, so nobody knows whose fault it is, and it is relayed."""
-    between, answer = pushed_batches._with_neighbours, PushedBatches._answer
+    between, answer = hop_batches._with_neighbours, PushedBatches._answer
 
     def with_another_secret(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):

@@ -13,10 +13,9 @@ from tests.left_tasks import no_task_left_behind
 from swarmllm.network.p2p import peer as peer_module
 from swarmllm.network.p2p import reachability as reachability_module
 from swarmllm.network.p2p.peer import Incoming, Peer
-from swarmllm.network.relay import guest as guest_module
-from swarmllm.network.relay.guest import RelayPeer
+from swarmllm.network.p2p.reachability import RelayPeer
+from swarmllm.network.relay.messages import AUTONAT, encode, framed, read_message
 from swarmllm.network.relay.service import Caller, RelayRules
-from swarmllm.network.relay.wire import AUTONAT, encode, framed, read_message
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
@@ -133,7 +132,7 @@ async def test_when_a_relay_is_gone_another_takes_its_place(new_peer: NewPeer) -
 
 async def test_a_relay_that_freezes_is_left(new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("RENEWAL_S", 0.2), ("ANSWER_S", 2.0), ("ALONE_S", 0.2)):
-        monkeypatch.setattr(guest_module, name, seconds)
+        monkeypatch.setattr(reachability_module, name, seconds)
     frozen, other = await new_peer(relay=RelayRules()), await new_peer(relay=RelayRules())
     hidden = await new_peer(frozen, other, reachability="private")
     assert len(hidden.addrs) == 2
@@ -146,7 +145,7 @@ async def test_a_relay_that_freezes_is_left(new_peer: NewPeer, monkeypatch: pyte
 async def test_without_a_relay_it_says_so_and_goes_on_asking(
     new_peer: NewPeer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guest_module, "ALONE_S", 0.1)
+    monkeypatch.setattr(reachability_module, "ALONE_S", 0.1)
     first = await new_peer()
     hidden = await new_peer(first, reachability="private")
     assert hidden.addrs == ()

@@ -19,8 +19,8 @@ from swarmllm.network.p2p import daemon as daemon_module
 from swarmllm.network.p2p.block_directory import MODELS_KEY
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay import service as service_module
+from swarmllm.network.relay.messages import Status, number, reserve
 from swarmllm.network.relay.service import RelayRules
-from swarmllm.network.relay.wire import Status, number, reserve
 from swarmllm.network.wire.protocol import MessageType
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

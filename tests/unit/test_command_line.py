@@ -1,10 +1,13 @@
 """The flags of the commands: both spellings, settings from a file, prompts, and what is said about unusable ones."""
 
+import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from argparse import SUPPRESS
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
@@ -16,11 +19,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from swarmllm.__main__ import COMMANDS, help_text, main
 from swarmllm.client.text_generation import TextConfig
-from swarmllm.command_line import Parser, docstrings, one_line, run_program
+from swarmllm.command_line import Parser, docstrings, is_in_file, one_line, run_program
 from swarmllm.commands.adapters import Search
 from swarmllm.commands.chat import ChatConfig
 from swarmllm.commands.dht import DhtConfig
 from swarmllm.commands.doctor_findings import DoctorConfig
+from swarmllm.commands.generate import build_parser as generate_parser
 from swarmllm.commands.generate import parse_prompt
 from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
@@ -73,8 +77,50 @@ def test_help_fits_a_screen_and_shows_examples(name: str, capsys: pytest.Capture
     assert stopped.value.code == 0
     everything = capsys.readouterr().out
     assert "more flags" not in everything
+    in_file = {action.dest for action, _, one in parser.settings if is_in_file(one)}
     for action in parser._actions:
-        assert action.help == SUPPRESS or all(flag in everything for flag in action.option_strings)
+        if action.dest in in_file:
+            assert f"\n  {action.dest} " in everything
+            assert not re.search(rf"^  --(no_)?{action.dest} ", everything, re.MULTILINE)
+        else:
+            assert action.help == SUPPRESS or all(flag in everything for flag in action.option_strings)
+
+
+def test_commands_have_no_more_flags_than_people_can_learn() -> None:
+    parsers = [import_module(command.module).build_parser() for command in COMMANDS.values()]
+    flags = {
+        action.dest
+        for parser in parsers
+        for action in parser._actions
+        if action.dest not in {setting.dest for setting, _, one in parser.settings if is_in_file(one)}
+    }
+    assert 40 < len(flags) <= 80
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--ban_s", "15"], "ban_s = 15"),
+        (["--ban-s=15"], "ban_s = 15"),
+        (["--no_push"], "push = false"),
+        (["--compute_padding"], "compute_padding = true"),
+        (["--dry_sequence_breakers", "a", "b", "--seed", "1"], 'dry_sequence_breakers = ["a", "b"]'),
+        (["--verify_fraction"], "verify_fraction = …"),
+    ],
+)
+def test_a_flag_that_went_names_its_line_in_the_file(
+    given: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--model", "m", *given, "--", "hello"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(f" moved to the file of --config: {line} (see --help)\n")
+    if "…" not in line:
+        file = tmp_path / "settings.toml"
+        file.write_text(line)
+        settings = generate_parser().parse_settings(["--model", "m", "--config", str(file), "--", "hello"])
+        name, value = next(iter(tomllib.loads(line).items()))
+        assert settings[name] == value
 
 
 def test_help_shows_what_a_first_server_needs() -> None:
@@ -328,7 +374,7 @@ COMMANDS_WITH_A_CLIENT = ["generate", "chat", "gateway"]
 
 
 @pytest.mark.parametrize("name", COMMANDS_WITH_A_CLIENT)
-def test_what_a_client_can_be_told_every_command_can(name: str) -> None:
+def test_every_command_can_set_what_a_client_has(name: str, tmp_path: Path) -> None:
     parser: Parser = import_module(COMMANDS[name].module).build_parser()
     given = {
         "allowed_servers": ["one", "two"],
@@ -340,10 +386,9 @@ def test_what_a_client_can_be_told_every_command_can(name: str) -> None:
         "activation_noise": 0.25,
         "compression": "int8",
     }
-    argv = ["--model", "m"]
-    for flag, value in given.items():
-        argv += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
-    settings = parser.parse_settings(argv)
+    file = tmp_path / "settings.toml"
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items()))
+    settings = parser.parse_settings(["--model", "m", "--config", str(file)])
     config_type = GatewayConfig if name == "gateway" else TextConfig
     client = ClientConfig(**config_type(**settings).client_settings())
     for field, value in given.items():

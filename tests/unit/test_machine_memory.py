@@ -9,8 +9,8 @@ import torch
 from swarmllm import machine_memory
 from swarmllm.client.view.swarm_view import decode_ms
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
-from swarmllm.network.wire.intake import Intake
-from swarmllm.server.device import memory
+from swarmllm.network.wire.stream import Intake
+from swarmllm.server.device import device as server_device
 
 MIB = 1 << 20
 V1_NO_LIMIT = 0x7FFFFFFFFFFFF000
@@ -121,7 +121,7 @@ def test_all_that_is_sized_by_memory_keeps_to_the_limit(tree: Tree) -> None:
     group(tree.mount("cgroup2", "rw"), memory__max=MAX_MESSAGE_BYTES * 8, memory__current=0)
     tree.process_in("0::/")
     cpu = torch.device("cpu")
-    assert memory.total_bytes(cpu) == memory.free_bytes(cpu) == MAX_MESSAGE_BYTES * 8
-    assert memory.usable_bytes(cpu, "50%") == MAX_MESSAGE_BYTES * 4
+    assert server_device.total_bytes(cpu) == server_device.free_bytes(cpu) == MAX_MESSAGE_BYTES * 8
+    assert server_device.usable_bytes(cpu, "50%") == MAX_MESSAGE_BYTES * 4
     assert Intake()._max_bytes == MAX_MESSAGE_BYTES * 2
     assert decode_ms(MAX_MESSAGE_BYTES * 8) is None

@@ -4,8 +4,7 @@ dht              a bootstrap peer; invites
 generate         text in the terminal
 chat             a conversation in the terminal
 status           who serves what
-adapters         what others have trained and shared
-merge_adapter    an adapter as a part of its base model
+adapters         what others have trained and shared; merges an adapter into its base model
 doctor           what this machine and network lack
 doctor_checks    checks of machine and network
 doctor_findings  settings and findings, and the check of packages

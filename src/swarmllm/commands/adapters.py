@@ -1,8 +1,9 @@
-"""`swarmllm adapters`: what others have trained on a swarm and shared on the hub, found by the tags of its cards.
+"""`swarmllm adapters` lists adapters and heads that others trained on a swarm and shared on the hub.
 
-`swarmllm adapters merge` is `merge_adapter`.
+It finds them by the tags of their cards, which `client/saving` writes into its own and (through `model_tags`) peft's.
 
-`client/saving` writes those tags into cards, its own and (through `model_tags`) peft's.
+`swarmllm adapters merge` adds a saved adapter of peft to the weights of its base model, block by block. At most one
+block is in memory, so the model may be too large for this machine to run.
 """
 
 import itertools
@@ -10,11 +11,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from swarmllm.command_line import Parser, run_program
-from swarmllm.config import hub_token, require_positive
+from swarmllm.config import default_cache_dir, hub_token, require_positive
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import user_path
@@ -24,7 +24,10 @@ EXAMPLES = """examples:
   swarmllm adapters --base ./my-model --json
   swarmllm adapters merge --adapter me/poet --base ./my-model --output ./my-poet
 """
-SUBCOMMANDS = {"merge": "swarmllm.commands.merge_adapter"}
+MERGE_EXAMPLES = """examples:
+  swarmllm adapters merge --adapter runs/persona/adapter --base ./my-model --output ./my-pirate
+  swarmllm adapters merge --adapter me/poet --base owner/model --output ./poet
+"""
 TASKS = (
     "text-generation",
     "text-classification",
@@ -124,6 +127,46 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """What is merged into what."""
+
+    adapter: str = ""
+    """Directory or hub id of the adapter, as peft saves it (required)."""
+    base: str = ""
+    """Directory or hub id of the model that it was trained on, with weights in 16 or 32 bits (required)."""
+    output: str = ""
+    """New directory for the merged model, which has the base's dtype (required)."""
+    token: str | None = field(default_factory=hub_token, repr=False)
+    """Hub token, for private repositories."""
+
+    def __post_init__(self) -> None:
+        for name in ("adapter", "base", "output"):
+            if not getattr(self, name):
+                raise ConfigurationError(f"--{name} is required, like {MERGE_EXAMPLES.splitlines()[1].strip()}")
+
+
+def merge(settings: Merge) -> None:
+    """Write the merged model, with the tokenizer of its base.
+
+    Raises:
+        SwarmError: it can't be done.
+    """
+    from transformers.utils import logging
+
+    from swarmllm.models.adapters.merging import merge_adapter
+    from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+    from swarmllm.models.checkpoint.sources import find_source
+
+    logging.disable_progress_bar()  # of each part of its own
+    where = {"revision": None, "token": settings.token, "cache_dir": default_cache_dir()}
+    checkpoint = open_checkpoint(settings.base, **where)
+    adapter = find_source(settings.adapter, **where)
+    output = user_path(settings.output)
+    merge_adapter(checkpoint, adapter, output, lambda done: print(f"merged {done}", file=sys.stderr, flush=True))
+    print(f"{output} is {checkpoint.public_name} with {adapter.public_name}")
+
+
 def build_parser() -> Parser:
     """A flag for each field of Search."""
     parser = Parser(
@@ -133,12 +176,27 @@ def build_parser() -> Parser:
     return parser
 
 
+def build_merge_parser() -> Parser:
+    """A flag for each field of Merge."""
+    parser = Parser(
+        prog="swarmllm adapters merge",
+        description="Merge an adapter into its base model, without holding the model in memory.",
+        epilog=MERGE_EXAMPLES,
+    )
+    parser.add_settings(Merge, [Merge])
+    return parser
+
+
+SUBCOMMANDS = {"merge": build_merge_parser}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in SUBCOMMANDS:
-        status: int = import_module(SUBCOMMANDS[words[0]]).main(words[1:])
-        return status
+    if words and words[0] == "merge":
+        return run_program(
+            lambda: merge(Merge(**build_merge_parser().parse_settings(words[1:]))), default_log_level="WARNING"
+        )
 
     def program() -> None:
         search = Search(**build_parser().parse_settings(argv))

@@ -36,7 +36,7 @@ from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_peers, initial_peers_of
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.server.device import memory
+from swarmllm.server.device import device as memory
 from swarmllm.server.device.device import resolve_device
 from swarmllm.swarm.block_map import describe_shared_identities
 from swarmllm.swarm.stacks import describe_blocks

@@ -15,20 +15,25 @@ DECODING_TOKENIZER = "decoding_tokenizer"
 """Under this name `generate()`'s tokenizer comes to where the options are read."""
 
 
-def _option(default: Any, *, native: bool = False, draws: bool = False, of: str = "", **bounds: float) -> Any:
-    """A field that is None unless it is given.
+def _option(
+    default: Any, *, native: bool = False, draws: bool = False, of: str = "", flag: bool = False, **bounds: float
+) -> Any:
+    """A field that is None unless it is given. `flag`: commands have a flag for it, not only a key of their file.
 
     `native`: transformers has it. `draws`: it chooses among tokens that are drawn. `of`: the field without which it
     has no meaning. `bounds`: ge, gt, le as in pydantic.
     """
-    return field(default=None, metadata={"default": default, "native": native, "draws": draws, "of": of, **bounds})
+    return field(
+        default=None,
+        metadata={"default": default, "native": native, "draws": draws, "of": of, "in_file": not flag, **bounds},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
     """Ways to choose tokens."""
 
-    min_p: float | None = _option(0.0, native=True, draws=True, ge=0, le=1)
+    min_p: float | None = _option(0.0, native=True, draws=True, flag=True, ge=0, le=1)
     """Sample from tokens at least this likely, as a share of the likeliest."""
     typical_p: float | None = _option(1.0, native=True, draws=True, gt=0, le=1)
     """Sample from the most typical tokens with this share of probability. Meister et al. 2023."""

@@ -3,15 +3,14 @@
 In the order in which a request meets them:
 
 guard            limits for strangers: hosts, origins, API keys, rates, idle connections
-app              the ASGI application: all routes, their OpenAPI document, the pages; before the swarm is complete too
-apis/            the APIs of OpenAI, Anthropic and Ollama: routes, and the shapes of answers
-requests/        what may be asked, checked field by field
+app              the ASGI application: the list of APIs, the pages, health; before the swarm is complete too
+routes           routes as a table: handlers, keys, shapes of errors, the OpenAPI document
+apis/            the APIs of OpenAI, Anthropic and Ollama: requests, checked field by field, and the shapes of answers
 engine/          models, and the worker threads that write with them
 sampling         which token is taken, which a grammar allows
 text             from tokens to text, and the events that bring it to the answers
 output_parsing   thoughts, text and calls of tools in an answer
-swarm_watch      keeps in touch with the swarm's servers
-swarm_picture    what is shown of the swarm, now and in the last hour
+monitor          keeps in touch with the swarm's servers, and draws the picture that people see
 metrics          what /metrics shows
 errors           the shapes of OpenAI's errors
 settings         what a gateway can be told

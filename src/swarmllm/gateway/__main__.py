@@ -10,15 +10,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announced_imports, require_free_port, run_command, stop_event
-from swarmllm.config import ClientConfig, SwarmConfig, require_addresses, require_model_place
-from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.api import (
+    ClientConfig,
+    ConfigurationError,
+    Parser,
+    PeerUnreachableError,
+    SwarmConfig,
+    announced_imports,
+    require_addresses,
+    require_free_port,
+    require_model_place,
+    run_command,
+    stop_event,
+)
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from swarmllm.client.view.swarm_view import SwarmView
+    from swarmllm.api import SwarmView
     from swarmllm.gateway.app import Gateway, Waiting
     from swarmllm.gateway.engine.model_choice import ModelChoice
 
@@ -36,7 +46,7 @@ LINGER_S = 3
 COMMON = (
     "model", "served_name", "initial_peers", "host", "port", "api_keys_file", "allowed_hosts", "picture_hosts",
     "cors_origins", "requests_per_minute", "max_concurrent", "max_length", "lenient", "dtype", "device",
-    "identity_path", "local_blocks", "speculation", "active_adapter",
+    "identity_path", "local_blocks", "speculation",
 )  # fmt: skip
 """Flags that `--help` shows."""
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, or that of the API that was asked, and which status each of ours has.
+"""Errors in OpenAI's shape, and the HTTP status of each error of ours. Other APIs give them a shape of their own.
 
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
 """
@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from swarmllm.command_line import one_line
-from swarmllm.errors import (
+from swarmllm.api import (
     CacheFullError,
     ConfigurationError,
     PeerError,
@@ -19,6 +18,7 @@ from swarmllm.errors import (
     SessionLengthExceededError,
     SessionTooLargeError,
     SwarmError,
+    one_line,
 )
 
 RETRY_AFTER_S = 5
@@ -37,8 +37,6 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-_ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-"""Anthropic's names, where they are others."""
 _TYPE_NAMES = ("str", "int", "float", "bool")
 
 
@@ -87,21 +85,21 @@ class ApiError(Exception):
             message = "Input should be an object"
         return cls(400, f"{where}: {message}" if where else message, param=param, code="invalid_value")
 
-    def body(self, path: str = "") -> dict[str, Any]:
-        """The JSON of the answer, in the shape of the API at that path."""
-        kind = _TYPES.get(self.status, "server_error")
-        if path.startswith("/api/") and path != "/api/swarm":
-            return {"error": str(self)}
-        if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, kind), "message": str(self)}}
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def type(self) -> str:
+        """OpenAI's name for errors of this status."""
+        return _TYPES.get(self.status, "server_error")
 
-    def response(self, path: str = "") -> JSONResponse:
-        """The answer, to a request of that path."""
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error, in OpenAI's shape."""
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self, body: dict[str, Any]) -> JSONResponse:
+        """The answer with this JSON."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(path), self.status, headers)
+        return JSONResponse(body, self.status, headers)
 
 
 def _names_a_type(part: int | str) -> bool:

@@ -23,16 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.routes import RouteTable
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
-OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show")
-PROTECTED = ("/v1/", "/ws/", "/rerank", "/tokenize", "/detokenize", *OLLAMA)
-RATED = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/api/chat", "/api/generate", "/v1/embeddings", "/api/embed", "/api/embeddings"),
-    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank", "/rerank"),
-)
-"""On a WebSocket each message counts instead (`websocket`)."""
 UNUSED = "swarmllm.unused_fields"
 """Where the scope has the fields of a request that were taken although they make no difference."""
 CALLER = "swarmllm.caller"
@@ -99,9 +92,14 @@ class Guard:
     """`on_response(path, status)` is told of every HTTP answer."""
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, rates: Rates, on_response: Callable[[str, int], None]
+        self,
+        app: ASGIApp,
+        table: RouteTable,
+        config: GatewayConfig,
+        rates: Rates,
+        on_response: Callable[[str, int], None],
     ) -> None:
-        self._app = app
+        self._app, self._table = app, table
         self._config = config
         self._keys = config.api_keys()
         self._rates = rates
@@ -140,7 +138,7 @@ class Guard:
                 await receive()  # "websocket.connect"; to close before accepting is an answer 403
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             else:
-                await error.response(scope["path"])(scope, receive, send_and_count)
+                await self._table.answer(error, scope["path"])(scope, receive, send_and_count)
             return
         await self._app(scope, receive, send_and_count)
 
@@ -167,7 +165,7 @@ class Guard:
     def _check_key(self, connection: HTTPConnection) -> None:
         path = connection.url.path
         caller = connection.client.host if connection.client else ""
-        if self._keys and path.startswith(PROTECTED):
+        if self._keys and self._table.needs_key(path):
             # Browsers can't set headers of a WebSocket: there the key may come as a subprotocol "key.…".
             kind, _, key = connection.headers.get("authorization", "").partition(" ")
             if connection.scope["type"] == "websocket" and not key:
@@ -182,7 +180,7 @@ class Guard:
                 )
             caller = key
         connection.scope[CALLER] = caller
-        if path in RATED:
+        if self._table.is_rated(path):
             self._rates.take(caller)
 
     def _knows(self, key: str) -> bool:

@@ -1,6 +1,6 @@
 """The figures of `/metrics`: how requests fare, and what the swarm does to them. Names and units as of Prometheus.
 
-Filled by `engine`, `generation` and `swarm_watch`; the server's own are in `server/metrics`.
+Filled by `engine`, `generation` and `monitor`; the server's own are in `server/metrics`.
 """
 
 from collections import OrderedDict

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError
 from swarmllm.gateway.sampling import LAYOUT
 from swarmllm.gateway.text import CallPiece, overlap
 

@@ -31,9 +31,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from swarmllm.decoding.options import DecodingOptions
-from swarmllm.decoding.processors import processors_before, processors_behind
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError, DecodingOptions, processors_before, processors_behind
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "top_h", "repetition_penalty")
 """Options about which checkpoints have preferences, beside those of `DecodingOptions`."""

@@ -6,9 +6,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swarmllm.config import ClientConfig, ClientModelConfig, require_positive
-from swarmllm.errors import ConfigurationError
-from swarmllm.files import entries_of, read_text
+from swarmllm.api import (
+    ClientConfig,
+    ClientModelConfig,
+    ConfigurationError,
+    entries_of,
+    in_file,
+    read_text,
+    require_positive,
+)
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,26 +43,26 @@ class GatewayLimits:
 
     max_concurrent: int = 32
     """Requests that generate at a time, each on a thread. Assumed: what a client's one process can feed."""
-    max_waiting: int = 64
+    max_waiting: int = in_file(64)
     """Requests that may wait for their turn; beyond that the answer is 429."""
     max_length: int | None = None
     """Most tokens of a prompt and its answer together. None = as many as the model allows and servers have room for."""
-    default_max_tokens: int = 1024
+    default_max_tokens: int = in_file(1024)
     """Tokens of a chat's answer when the request doesn't say. Servers lease their caches for that many."""
-    max_choices: int = 8
+    max_choices: int = in_file(8)
     """Largest `n`: answers to one prompt, computed as one batch."""
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = in_file(1 << 20)
     """Largest request body."""
-    max_audio_bytes: int = 25 << 20
+    max_audio_bytes: int = in_file(25 << 20)
     """Largest file with sound, as OpenAI allows. It lies on the disk while it comes and waits."""
-    max_audio_s: int = 1800
+    max_audio_s: int = in_file(1800)
     """Longest sound, in seconds. Half an hour takes some 1.3 GB of memory while it is made ready."""
-    max_input_bytes: int | None = None
+    max_input_bytes: int | None = in_file(None)
     """Memory for all pictures and sounds that are unpacked. Others wait in line; one that needs more than all of it is
     refused. None = a quarter of the machine's memory."""
-    max_stored_bytes: int = 1 << 26
+    max_stored_bytes: int = in_file(1 << 26)
     """Responses of /v1/responses that are kept in memory for the next request, together; 0 = none."""
-    max_connections: int = 512
+    max_connections: int = in_file(512)
     """Connections open at a time. Beyond that, one on which nobody asks anything is closed. Half of the files that
     Linux lets a process open by default."""
     num_threads: int = 4
@@ -67,9 +73,9 @@ class GatewayLimits:
 class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """What a gateway offers, and to whom."""
 
-    route_timeout_s: float = 5.0
+    route_timeout_s: float = in_file(5.0)
     """Seconds to wait for somebody to serve missing blocks, before the answer is 503."""
-    start_timeout_s: float = 0.0
+    start_timeout_s: float = in_file(0.0)
     """Seconds that one try waits for a swarm that is just starting. A gateway says what is missing meanwhile, and tries
     again until the swarm is complete."""
     host: str = "127.0.0.1"

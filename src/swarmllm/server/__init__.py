@@ -1,22 +1,17 @@
-"""A server: holds a span of blocks, leases KV cache to sessions, and runs steps and batches through its blocks.
+"""A server: holds a span of blocks, leases KV cache to sessions, and runs steps and sessionless requests through them.
 
 __main__     flags → ServerConfig → server
-settings     what a server can be told
+settings     the flags: fields, defaults and checks
 devices      several devices: a server process for each
-one_device   what runs in each of them
 server       start-up, the life of the process, leaving
 span_life    blocks are loaded, served, and left for others
 span_loader  which blocks, and how they are loaded
-own_record   what the swarm is told
-announcer    how often it is told
-rebalancer   when to move to other blocks
-metrics      what Prometheus is told
-downloads    what may take minutes, beside the event loop
-streams/     what peers ask for, checked and dispatched
-sessions/    KV caches of clients
-batches/     forward and backward without caches
-adapters/    what clients sent, and what is offered to all
-peers/       links to other servers, and what one peer may take
+announcer    the record of this server, and when the swarm gets it
+metrics      figures for Prometheus
+adapters     adapters that requests name: offered here, or sent by clients
+downloads    calls that may take minutes, in threads of their own
+streams/     requests of peers, checked and dispatched
+sessions/    clients' texts, with their KV caches
+peers/       links to other servers, and limits of each peer
 device/      the one thread that touches blocks and caches, and what it computes next
-measuring/   how fast this server, its network and its successors are
 """

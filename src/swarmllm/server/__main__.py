@@ -1,5 +1,6 @@
 """`python -m swarmllm.server`: serve some blocks of a model to a swarm."""
 
+import json
 import logging
 import os
 import sys
@@ -52,6 +53,14 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     return config
 
 
+def read_config() -> ServerConfig:
+    """Read settings as JSON from the first line of standard input, where `devices` writes them for each device."""
+    settings = json.loads(sys.stdin.readline())
+    if settings["block_indices"] is not None:
+        settings["block_indices"] = tuple(settings["block_indices"])
+    return ServerConfig(**settings)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     return run_server(partial(parse_config, argv))
@@ -87,4 +96,4 @@ def end_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(run_server(read_config) if sys.argv[1:] == [FROM_STDIN] else main())

@@ -1,7 +1,7 @@
 """Several devices of one machine: a server process for each, or for each few, started, watched and ended together.
 
-Called by `server/__main__`; `one_device` is what runs in each process. They start one after the other, so that each
-chooses blocks, and counts free memory, when those before it have theirs.
+Called by `server/__main__`, which runs in each process as well. The processes start one after the other: each chooses
+blocks, and counts free memory, after the previous ones have taken theirs.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from swarmllm.command_line import first_error, stop_event, unless_stopped
+from swarmllm.config import FROM_STDIN
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import user_path
 from swarmllm.network.p2p.identity import Identity
@@ -235,7 +236,7 @@ class _DeviceServer:
 
 async def _start() -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "swarmllm.server.one_device"),
+        *(sys.executable, "-m", "swarmllm.server", FROM_STDIN),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -15,11 +15,11 @@ from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.relay.service import RelayService
 from swarmllm.network.wire.stream import traffic
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.own_record import OwnRecord
+from swarmllm.server.announcer import OwnRecord
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.serving import Access
 from swarmllm.swarm.block_map import state_name
 
 logger = logging.getLogger(__name__)

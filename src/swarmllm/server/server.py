@@ -27,25 +27,20 @@ from swarmllm.network.p2p.discovery import LanAnnouncement, find_swarm
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
-from swarmllm.server.announcer import Announcer
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.announcer import Announcer, OwnRecord
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.niceness import Niceness, give_way
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.downloads import in_background
-from swarmllm.server.measuring.successors import Successors
 from swarmllm.server.metrics import ServerMetrics, serve_metrics
-from swarmllm.server.own_record import OwnRecord
-from swarmllm.server.peers.links import Links
-from swarmllm.server.peers.other_servers import OtherServers
-from swarmllm.server.peers.peer_limits import PeerLimits
-from swarmllm.server.peers.standing import Standing
-from swarmllm.server.peers.targets import Targets
-from swarmllm.server.peers.twins import Twins, greet_twin
+from swarmllm.server.peers.links import Links, Targets
+from swarmllm.server.peers.other_servers import OtherServers, Successors, Twins, greet_twin
+from swarmllm.server.peers.peer_limits import PeerLimits, Standing
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_life import FAREWELL_S, SpanLife, at_most
 from swarmllm.server.span_loader import SpanLoader
-from swarmllm.server.streams.access import Access
-from swarmllm.server.streams.handler import StreamHandler
+from swarmllm.server.streams.connection import StreamHandler
+from swarmllm.server.streams.serving import Access
 
 logger = logging.getLogger(__name__)
 

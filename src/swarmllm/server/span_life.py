@@ -1,20 +1,23 @@
-"""What a server does with blocks, from the first ones that it loads until it leaves: load, serve, move to others.
+"""The life of a server's blocks, from the first that it loads until it leaves: load, serve, move to others.
 
-Run by `server`, whose tasks go on beside it.
+Run by `server`, whose tasks go on at the same time. `Rebalancer` waits until other blocks need this server more: look,
+claim, look again, then move (`swarm/placement` decides).
 
     JOINING   the span is chosen and announced, the blocks are loading
-    ONLINE    streams are served. With --idle_unload, blocks that nobody uses leave the memory, and come back with the
-              next request; that is announced (`wake_s`), and everybody still counts on them
+    ONLINE    streams are served. With --idle_unload, unused blocks leave the memory, and come back with the next
+              request; this is announced (`wake_s`), and clients still count on them
     LEAVING   announced; no new sessions, the others are handed over, running steps end; then the server leaves, or
-              becomes JOINING with other blocks (`rebalancer`)
+              becomes JOINING with other blocks
 """
 
 import asyncio
 import gc
 import logging
+import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -22,19 +25,22 @@ from swarmllm.command_line import unless_stopped
 from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.server.adapters.uploaded_adapters import AdapterStore
-from swarmllm.server.announcer import Announcer
+from swarmllm.server.adapters import AdapterStore
+from swarmllm.server.announcer import Announcer, OwnRecord
 from swarmllm.server.downloads import in_background
-from swarmllm.server.own_record import OwnRecord
 from swarmllm.server.peers.other_servers import OtherServers
-from swarmllm.server.rebalancer import Rebalancer
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
 from swarmllm.server.span_loader import LOADING_FAILURES, Loaded, describe_changed
-from swarmllm.server.streams.access import Access
-from swarmllm.server.streams.serving import Serving
+from swarmllm.server.streams.serving import Access, Serving
+from swarmllm.swarm.placement import claim_stands, plan_move
 
 logger = logging.getLogger(__name__)
+
+CLAIM_SETTLES_S = 1.0
+"""Seconds until everybody sees a claim. Measured: announcements become visible in 40–180 ms."""
+MOST_PATIENCE = 64
+"""Periods at most between two tries while blocks can't be loaded: with the usual period half an hour."""
 
 FAREWELL_S = 1.0
 """Seconds for telling the DHT, twice. If all servers leave at once nobody listens, and each call would time out."""
@@ -45,6 +51,49 @@ DRAIN_S = 2.5
 be gone within 10."""
 HAND_OVER_S = 15.0
 """The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
+
+
+@dataclass
+class Rebalancer:
+    """Looks every `period_s`, at a random phase so that servers don't all look at once."""
+
+    peer_id: str
+    balance_quality: float
+    """How much worse than after the move the swarm's bottleneck must be, 0 to 1; 0 = never move."""
+    period_s: float
+    generator: random.Random = field(default_factory=random.Random)
+    failed_moves: int = 0
+    """Moves that failed in a row, for want of loadable blocks; each doubles the time until the next try."""
+
+    async def wait_for_move(
+        self,
+        look: Callable[[], Awaitable[SwarmSnapshot]],
+        claim: Callable[[Span | None], Awaitable[None]],
+        can_load: Callable[[Span], Awaitable[bool]],
+    ) -> Span:
+        """The blocks that this server shall move to, once there are some; may take for ever.
+
+        `look` gives the swarm as it is now, `claim` announces what this server is about to move to (None: nothing),
+        `can_load` says whether it could load them now.
+        """
+        while True:
+            patience = min(2**self.failed_moves, MOST_PATIENCE)
+            await asyncio.sleep(patience * self.period_s * self.generator.uniform(0.5, 1.5))
+            if not self.balance_quality:
+                continue
+            target = plan_move(await look(), self.peer_id, balance_quality=self.balance_quality)
+            if target is None:
+                continue
+            logger.info("blocks %s need this server more: claiming them", target)
+            await claim(target)
+            await asyncio.sleep(CLAIM_SETTLES_S)
+            if not claim_stands(await look(), self.peer_id, balance_quality=self.balance_quality):
+                logger.info("another server is on its way to them; staying")
+            elif await can_load(target):
+                return target
+            else:
+                self.failed_moves += 1
+            await claim(None)
 
 
 class SpanLife:

@@ -23,34 +23,34 @@ from swarmllm.models.span.packing import Packer, Packing
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
-from swarmllm.server.adapters.served_adapters import ServedAdapters
-from swarmllm.server.device.accelerator import accelerator_of
-from swarmllm.server.device.device import resolve_device
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.memory import (
+from swarmllm.server.adapters import ServedAdapters
+from swarmllm.server.device.device import (
     COUNTED_TOKENS,
     FREE_SHARE,
     CacheRoom,
+    accelerator_of,
     cache_bytes_per_token,
     cache_room,
     free_bytes,
     num_blocks_that_fit,
     num_to_offload,
+    resolve_device,
     usable_bytes,
 )
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.scheduler import Priority
-from swarmllm.server.downloads import in_background
-from swarmllm.server.measuring.throughput import (
+from swarmllm.server.device.throughput import (
     Throughput,
     decode_times,
     doubling_tokens,
     measure_throughput,
     prefill_tokens_beside_decode,
 )
+from swarmllm.server.downloads import in_background
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.stack_parts import StackPart, StackParts
+from swarmllm.server.streams.serving import StackPart, StackParts
 from swarmllm.swarm.placement import choose_span, describe_choice
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Distances of servers from here, by samples that come now and then, and the servers to measure next.
 
-Used by the client's swarm view and by `measuring/successors`, which send the pings. Pure: the time is passed in,
+Used by the client's swarm view and by `peers/other_servers`, which send the pings. Pure: the time is passed in,
 in seconds.
 """
 

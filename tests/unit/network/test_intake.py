@@ -16,9 +16,8 @@ from swarmllm.network.wire.frames import (
     MessageType,
     encode_message,
 )
-from swarmllm.network.wire.intake import Intake
 from swarmllm.network.wire.liveness import PROGRESS_BYTES, Progress
-from swarmllm.network.wire.stream import FrameStream
+from swarmllm.network.wire.stream import FrameStream, Intake
 
 BIG = 4 << 20
 

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmllm.network.wire.frames import MessageType
-from swarmllm.network.wire.link_rate import MEASURED_BYTES, MEASUREMENTS, MIN_MEASUREMENTS, LinkRate
+from swarmllm.network.wire.liveness import MEASURED_BYTES, MEASUREMENTS, MIN_MEASUREMENTS, LinkRate
 from swarmllm.network.wire.stream import FrameStream
 
 ROUND_TRIP_S = 0.1

@@ -2,8 +2,7 @@
 
 import pytest
 
-from swarmllm.network.wire import adaptive_timeout
-from swarmllm.network.wire.liveness import PROGRESS_BYTES, Liveness
+from swarmllm.network.wire.liveness import LEAST_SILENCE_S, PROGRESS_BYTES, Liveness
 
 INTERVAL_S, MISSES, STALL_S = 2.5, 3, 30.0
 
@@ -45,7 +44,7 @@ def test_a_quick_peer_is_given_up_sooner_while_somebody_waits() -> None:
     assert liveness.attend()
     assert not liveness.attend(), "another one waits already"
     at, reason = looks(liveness, 1.0, until_s=100.0)
-    assert 1.0 + adaptive_timeout.LEAST_S <= at < 1.2 + adaptive_timeout.LEAST_S
+    assert 1.0 + LEAST_SILENCE_S <= at < 1.2 + LEAST_SILENCE_S
     assert reason is not None
     assert "did not answer" in reason
 
@@ -63,7 +62,7 @@ def test_a_peer_that_pings_and_does_not_answer_is_given_up_as_soon() -> None:
         if look.ping:
             liveness.pinged(now)
         now = look.next_at
-    assert now < 1.2 + adaptive_timeout.LEAST_S
+    assert now < 1.2 + LEAST_SILENCE_S
     assert given_up == "did not answer for 2.0 s"
 
 
@@ -90,7 +89,7 @@ def test_silence_lasts_however_often_somebody_begins_to_wait() -> None:
             liveness.pinged(now)
         liveness.relax()
         now = look.next_at
-    assert now < 2.0 + adaptive_timeout.LEAST_S
+    assert now < 2.0 + LEAST_SILENCE_S
 
 
 def test_nobody_is_given_up_at_a_look_that_comes_late() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from swarmllm.errors import PeerUnreachableError
-from swarmllm.network.relay import guest as guest_module
-from swarmllm.network.relay.guest import NUM_RELAYS, RelayGuest, RelayPeer, choose
+from swarmllm.network.p2p import reachability as reachability_module
+from swarmllm.network.p2p.reachability import NUM_RELAYS, RelayGuest, RelayPeer, choose
+from swarmllm.network.relay.messages import Status, circuit_through, encode, framed, hop_status
 from swarmllm.network.relay.service import ByteStream
-from swarmllm.network.relay.wire import Status, circuit_through, encode, framed, hop_status
 
 
 def relay(name: str, *hosts: str) -> RelayPeer:
@@ -86,7 +86,7 @@ async def kept(relays: FakeRelays, *candidates: RelayPeer) -> tuple[str, ...]:
 
 
 async def test_only_relays_that_grant_without_a_limit_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(reachability_module, "ANSWER_S", 0.05)
     relays = FakeRelays()
     relays.answers = {
         "a": granted,

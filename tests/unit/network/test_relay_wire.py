@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarmllm.network.p2p._hivemind import Multiaddr
 from swarmllm.network.p2p.addresses import pack_addrs
-from swarmllm.network.relay.wire import (
+from swarmllm.network.relay.messages import (
     MAX_MESSAGE_BYTES,
     HopKind,
     Status,

@@ -13,10 +13,10 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SessionClosedError,
 )
-from swarmllm.network.wire import adaptive_timeout, inbox
+from swarmllm.network.wire import liveness
 from swarmllm.network.wire import stream as stream_module
-from swarmllm.network.wire.adaptive_timeout import CONFIRMED_BYTES
 from swarmllm.network.wire.frames import CHUNK_BYTES, FrameDecoder, MessageType, encode_message
+from swarmllm.network.wire.liveness import CONFIRMED_BYTES
 from swarmllm.network.wire.stream import FrameStream
 
 BIG = 8 << 20
@@ -120,8 +120,8 @@ async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
     half_stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has answered a ping; and as usual when nobody waits any more."""
-    monkeypatch.setattr(adaptive_timeout, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(adaptive_timeout, "LEAST_S", 0.1)
+    monkeypatch.setattr(liveness, "ATTENDED_INTERVAL_S", 0.01)
+    monkeypatch.setattr(liveness, "LEAST_SILENCE_S", 0.1)
     stream, (reader, writer) = await half_stream()
     answering = asyncio.create_task(answer_pings(reader, writer))
     stream.start_keepalive(interval_s=1000)
@@ -303,7 +303,7 @@ async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:
 
 
 async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "INBOX_BYTES", 100_000)
+    monkeypatch.setattr(stream_module, "INBOX_BYTES", 100_000)
     client, server = streams
 
     async def flood() -> None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.span.packing import SessionCall
-from swarmllm.server.device.accelerator import accelerator_of
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.fairness import Account
-from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.device.device import accelerator_of
+from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.scheduler import Account, Priority
 
 COMPUTE_S = 0.05
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
-from swarmllm.server.batches import batches
-from swarmllm.server.batches.batches import Batch, Graph, KeptBatches, Turns, _parts
+from swarmllm.server.device import forward_backward
+from swarmllm.server.device.forward_backward import Batch, Graph, KeptBatches, Turns, _parts
 
 
 def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
@@ -63,7 +63,7 @@ async def test_none_outlives_its_time_or_its_blocks(monkeypatch: pytest.MonkeyPa
     kept.clear()
     with pytest.raises(SessionLostError):
         kept.take("me", 1)
-    monkeypatch.setattr(batches, "KEEP_S", 0.0)
+    monkeypatch.setattr(forward_backward, "KEEP_S", 0.0)
     kept.put("me", 2, batch())
     await asyncio.sleep(0.001)
     with pytest.raises(SessionLostError):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmllm.server.device.burst_wait import GAPS, MOST_SHARE, TRIES, BurstWait
+from swarmllm.server.device.scheduler import GAPS, MOST_SHARE, TRIES, BurstWait
 
 
 def seen(forward_s: float) -> BurstWait:

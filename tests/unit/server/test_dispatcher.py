@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.wire.frames import Message
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.server.streams.dispatcher import Dispatcher
+from swarmllm.server.streams.connection import Dispatcher
 
 ID = "0" * 32
 OPEN = {"id": 1, "session": ID, "token": ID, "start": 0, "end": 1, "batch_size": 1, "max_length": 8}

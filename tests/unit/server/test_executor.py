@@ -16,11 +16,9 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError, SessionLostError
 from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device import device, device_thread
-from swarmllm.server.device import executor as module
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.fairness import Account
-from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.scheduler import Account, Priority
 
 
 @pytest.fixture
@@ -157,7 +155,7 @@ async def test_waiting_until_idle(executor: Executor) -> None:
 
 @pytest.mark.usefixtures("helpers")
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(device_thread, "CLOSE_TIMEOUT_S", 0.02)
     executor = Executor()
     gate, first = await blocked(executor)
     await executor.close()

@@ -24,8 +24,7 @@ from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.network.wire.stream import FrameStream
 from swarmllm.server.peers.links import Link
-from swarmllm.server.sessions.outlet import Outlet
-from swarmllm.server.sessions.session import Session
+from swarmllm.server.sessions.session import Outlet, Session
 
 ID = "0" * 32
 

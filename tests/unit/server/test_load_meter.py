@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from swarmllm.server.device.calls import Call
-from swarmllm.server.device.load_meter import FORGET_QUEUE_S, LAST_STEPS, SMOOTHING, DecodeTimes, LoadMeter
+from swarmllm.server.device.device_thread import FORGET_QUEUE_S, LAST_STEPS, SMOOTHING, Call, DecodeTimes, LoadMeter
 from swarmllm.server.device.scheduler import Priority
 
 

@@ -10,8 +10,8 @@ from tests.unit.network.fake_servers import FakePeer, peer_id
 from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.wire.messages import Target
+from swarmllm.server.peers.links import Targets
 from swarmllm.server.peers.other_servers import OtherServers
-from swarmllm.server.peers.targets import Targets
 from swarmllm.swarm.claims import MAX_TIMES_MEDIAN
 from swarmllm.swarm.placement import plan_move
 

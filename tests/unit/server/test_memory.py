@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.server.device.memory import LEAST_TOKENS, cache_bytes_per_token, cache_room, num_blocks_that_fit
+from swarmllm.server.device.device import LEAST_TOKENS, cache_bytes_per_token, cache_room, num_blocks_that_fit
 from swarmllm.server.settings import ServerConfig, memory_limit_bytes
 
 GIB = 1 << 30

@@ -15,17 +15,14 @@ from swarmllm import embedded_model_path
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.server import rebalancer as rebalancer_module
-from swarmllm.server import span_loader
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.load_meter import DecodeTimes
+from swarmllm.server import span_life, span_loader
+from swarmllm.server.announcer import OwnRecord
+from swarmllm.server.device.device_thread import DecodeTimes, Executor
 from swarmllm.server.device.niceness import Niceness
-from swarmllm.server.own_record import OwnRecord
-from swarmllm.server.rebalancer import Rebalancer
 from swarmllm.server.settings import ServerConfig
-from swarmllm.server.span_life import SpanLife
+from swarmllm.server.span_life import Rebalancer, SpanLife
 from swarmllm.server.span_loader import SpanLoader
-from swarmllm.server.streams.access import Access
+from swarmllm.server.streams.serving import Access
 
 OLD, NEW = Span(0, 2), Span(4, 6)
 FAILURES = [
@@ -112,7 +109,7 @@ async def test_it_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(rebalancer_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(span_life.asyncio, "sleep", sleep)
     info = ServerInfo(peer_id=Peer.peer_id, start=0, end=2)
     claims: list[Span | None] = []
     answers = [False] * 8 + [True]
@@ -127,9 +124,9 @@ async def test_it_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
     async def can_load(span: Span) -> bool:
         return answers.pop(0)
 
-    monkeypatch.setattr(rebalancer_module, "plan_move", lambda *_, **__: NEW)
-    monkeypatch.setattr(rebalancer_module, "claim_stands", lambda *_, **__: True)
+    monkeypatch.setattr(span_life, "plan_move", lambda *_, **__: NEW)
+    monkeypatch.setattr(span_life, "claim_stands", lambda *_, **__: True)
     rebalancer = Rebalancer(Peer.peer_id, 0.9, 10.0, generator)
     assert await rebalancer.wait_for_move(look, claim, can_load) == NEW
-    assert slept[::2] == [10.0 * min(2**failed, rebalancer_module.MOST_PATIENCE) for failed in range(9)]
+    assert slept[::2] == [10.0 * min(2**failed, span_life.MOST_PATIENCE) for failed in range(9)]
     assert claims == [NEW, None] * 8 + [NEW]

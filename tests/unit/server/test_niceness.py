@@ -7,7 +7,7 @@ import pytest
 
 from swarmllm.data_structures import ServerInfo
 from swarmllm.server.device import niceness as niceness_module
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.device.niceness import (
     MIN_SHARE,
     PAUSED_AFTER_S,

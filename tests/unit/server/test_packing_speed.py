@@ -3,7 +3,7 @@
 import pytest
 
 from swarmllm.models.span.packing import Packing
-from swarmllm.server.measuring.packing_speed import ROUNDS, choose_packing
+from swarmllm.server.device.throughput import PACKING_ROUNDS, choose_packing
 
 RAGGED, PADDED, ONE_BY_ONE = Packing.RAGGED, Packing.PADDED, Packing.ONE_BY_ONE
 ALL = (RAGGED, PADDED, ONE_BY_ONE)
@@ -50,7 +50,7 @@ def test_wrong_ways_are_not_tried() -> None:
 def test_the_first_run_may_be_slow() -> None:
     device = Device({RAGGED: 0.020, PADDED: 0.010, ONE_BY_ONE: 0.050}, first_s=0.02)
     assert device.choose() == PADDED
-    assert device.measured == [*ALL] * ROUNDS
+    assert device.measured == [*ALL] * PACKING_ROUNDS
 
 
 def test_slow_blocks_are_measured_once() -> None:

@@ -14,8 +14,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, Page, PrefixCache
-from swarmllm.server.sessions.shared_prefix import SharedPrefix
+from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, Page, PrefixCache, SharedPrefix
 
 
 def page() -> Page:

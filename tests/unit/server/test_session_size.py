@@ -10,7 +10,7 @@ from swarmllm.errors import SessionLengthExceededError
 from swarmllm.models.span.page_pool import PAGE_TOKENS
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.wire.messages import OpenHeader
-from swarmllm.server.sessions.session_size import BESIDE_BYTES, INPUTS_FACTOR, session_size
+from swarmllm.server.sessions.kv_cache import BESIDE_BYTES, INPUTS_FACTOR, session_size
 
 HIDDEN_BYTES = 10
 

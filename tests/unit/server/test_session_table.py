@@ -12,8 +12,7 @@ from swarmllm.errors import CacheFullError, ServerOverloadedError
 from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.server.peers.peer_limits import PeerLimits
-from swarmllm.server.peers.standing import Standing
+from swarmllm.server.peers.peer_limits import PeerLimits, Standing
 from swarmllm.server.sessions import session_table
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.session import Session

@@ -1,9 +1,8 @@
 """Who comes first at a server, and on whose account."""
 
 from swarmllm.network.p2p.identity import Identity, contribution
-from swarmllm.server.device.fairness import Account
-from swarmllm.server.peers.peer_limits import PeerLimits
-from swarmllm.server.peers.standing import Standing
+from swarmllm.server.device.scheduler import Account
+from swarmllm.server.peers.peer_limits import PeerLimits, Standing
 
 SERVER, MINE, ALSO_MINE, STRANGER = (Identity.generate() for _ in range(4))
 

@@ -5,7 +5,7 @@ import asyncio
 from swarmllm.data_structures import MAX_ROUND_TRIPS, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.wire.stream import FrameStream
-from swarmllm.server.measuring.successors import PINGS_PER_PERIOD, Successors, likely_successors
+from swarmllm.server.peers.other_servers import PINGS_PER_PERIOD, Successors, likely_successors
 
 ME = "me".ljust(46, "x")
 

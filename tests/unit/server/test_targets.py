@@ -8,8 +8,8 @@ import pytest
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import PeerTimeoutError, PeerUnreachableError, SwarmError, WeightsMismatchError
 from swarmllm.network.wire.messages import Target
-from swarmllm.server.peers import targets
-from swarmllm.server.peers.targets import FAILURES_PER_MINUTE, FRESH_S, Targets
+from swarmllm.server.peers import links
+from swarmllm.server.peers.links import FAILURES_PER_MINUTE, FRESH_S, Targets
 
 KNOWN, UNKNOWN = "12D3KooW".ljust(52, "k"), "12D3KooW".ljust(52, "u")
 ANNOUNCED = ("/ip4/10.0.0.1/tcp/4000",)
@@ -43,7 +43,7 @@ class Swarm:
 
 @pytest.fixture
 def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
-    monkeypatch.setattr(targets, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(links, "LOOK_AGAIN_S", 0.0)
     return Swarm()
 
 

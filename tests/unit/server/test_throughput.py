@@ -9,8 +9,8 @@ import torch
 
 from swarmllm.data_structures import Span
 from swarmllm.models.span.packing import Packing
-from swarmllm.server.measuring import throughput
-from swarmllm.server.measuring.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
+from swarmllm.server.device import throughput
+from swarmllm.server.device.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
 
 HOSTED = Span(8, 48)
 STALL_S = 0.6

@@ -10,7 +10,7 @@ from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.network.wire.protocol import HelloHeader
 from swarmllm.server.announcer import changed_notably
-from swarmllm.server.peers.twins import Twins
+from swarmllm.server.peers.other_servers import Twins
 from swarmllm.swarm.block_map import describe_shared_identities
 
 OWN = ServerInfo(peer_id=peer_id("own"), start=0, end=2)

@@ -1,14 +1,10 @@
 """One text in the swarm: a chain of servers that hold its KV caches.
 
-inference_session  the session as users hold it
+inference_session  the session as users hold it; what they hand to it, checked
 legs               its way through all blocks, of which some may be here
-user_inputs        what users hand to it, checked
 session_text       what the text's servers have seen, and room for more
-chain              steps through all servers, run again where one fails
-pipelined_chain    a chain that runs ahead of its results
-in_flight          what servers were asked and haven't answered
-repairs            servers opened, replaced, exchanged for better ones
+chain              steps through all servers, ahead of their results; repairs where one fails
+in_flight          steps under way, and which answers can belong to them
 open_route         the servers of a chain, in the order of their blocks
 hop                one of these servers
-pending_step       a step under way, and which answers can belong to it
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swarmllm.client.activation_noise import ActivationNoise
 from swarmllm.client.local_blocks import LocalSpan
-from swarmllm.client.session.pipelined_chain import PipelinedChain
+from swarmllm.client.session.chain import PipelinedChain
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.data_structures import RouteHop, Span

@@ -1,27 +1,31 @@
-"""`/api/chat` and `/api/generate`: Ollama's requests as chats and prompts, and its answers.
-
-Used by `translated_routes`.
-"""
+"""Ollama's API, `/api/…`: requests as chats and prompts, and answers and lists of models in Ollama's shapes."""
 
 import json
 import secrets
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer, CallInAnswer
+from swarmllm.api import __version__
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
+from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, Responder, translated
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
+from swarmllm.gateway.routes import JSON, LINES, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
 TAG = ":latest"
 """What Ollama's clients add to a name without a tag."""
+MOST_FILLED = 8
+"""An answer that may go on as long as there is room has so many times the usual tokens: servers lease their caches."""
 
 
 class Options(Body):
@@ -134,7 +138,7 @@ class OllamaMessage(Body):
     tool_call_id: str | None = None
 
 
-def _seen_and_said(text: str | None, pictures: list[str] | None) -> Any:
+def _content(text: str | None, pictures: list[str] | None) -> Any:
     """As OpenAI's clients have it: parts, if there are pictures. What format they have shows in them."""
     if not pictures:
         return text
@@ -155,7 +159,7 @@ class OllamaChat(OllamaRequest):
         for one in self.messages:
             said: dict[str, Any] = {
                 "role": one.role,
-                "content": _seen_and_said(one.content, one.images),
+                "content": _content(one.content, one.images),
                 "reasoning_content": one.thinking,
             }
             if one.role == "tool":
@@ -200,7 +204,7 @@ class OllamaGenerate(OllamaRequest):
         shared = self._shared(model)
         if not self.raw and not self.suffix and model.tokenizer.chat_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
-            messages.append({"role": "user", "content": _seen_and_said(self.prompt, self.images)})
+            messages.append({"role": "user", "content": _content(self.prompt, self.images)})
             return ChatRequest.model_validate({"messages": messages, **shared, **self._of_chats(model)})
         if self.system or self.think is not None or self.images:
             raise ApiError(400, f"{model.name} has no chat template: leave system, think and images out")
@@ -209,6 +213,20 @@ class OllamaGenerate(OllamaRequest):
         longest = {} if "max_tokens" in shared else {"max_tokens": None}
         more = {"guided_json": schema, "suffix": self.suffix}
         return CompletionRequest.model_validate({"prompt": self.prompt, **shared, **longest, **more})
+
+
+class ShowRequest(Body):
+    """`POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = Field(None, description="The model, as older clients call it.")
+    verbose: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> "ShowRequest":
+        if (self.model or self.name) is None:
+            raise ValueError("give the name of a model")
+        return self
 
 
 class OllamaAnswer(Answer):
@@ -241,7 +259,7 @@ class OllamaAnswer(Answer):
         return before + _line({**self._said("", ""), **self._numbers()})
 
     def failure(self, error: ApiError) -> bytes:
-        return _line(error.body("/api/chat"))
+        return _line(error_body(error))
 
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -315,7 +333,7 @@ def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
     capabilities = {
         "completion": writes,
         "embedding": isinstance(model, EmbeddingModel),
-        "vision": isinstance(model, LanguageModel) and model.eyes is not None,
+        "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
         "tools": "tools" in text,
         "insert": fills_in,
         "thinking": thinks,
@@ -340,3 +358,69 @@ def _object(call: CallInAnswer) -> Any:
 
 def _line(data: dict[str, Any]) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, as Ollama has it."""
+    return {"error": str(error)}
+
+
+class Ollama(Dialect):
+    """The handlers."""
+
+    error_paths = ("/api/",)
+    error_body = staticmethod(error_body)
+
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
+        self._started_at = now()
+
+    @post("/api/chat", "Answer a conversation, as Ollama does.", OllamaChat, answer_types=(JSON, LINES))
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, *await self._responder.read(request, OllamaChat), is_chat=True)
+
+    @post("/api/generate", "Answer a prompt, as Ollama does.", OllamaGenerate, answer_types=(JSON, LINES))
+    async def generate(self, request: Request) -> Response:
+        return await self._answer(request, *await self._responder.read(request, OllamaGenerate), is_chat=False)
+
+    async def _answer(
+        self, request: Request, body: OllamaChat | OllamaGenerate, num_bytes: int, *, is_chat: bool
+    ) -> Response:
+        model = self._named(body.model)
+        if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
+            empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+            found = {"model": model.name, "created_at": now(), **empty}
+            return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is always loaded
+        asked = await translated(num_bytes, body.asked, model)
+        return await self._responder.answer(
+            request,
+            asked,
+            num_bytes,
+            partial(OllamaAnswer, is_chat=is_chat),
+            stream=body.stream is not False,
+            default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
+        )
+
+    @get("/api/tags", "List the models, as Ollama does.")
+    async def tags(self, _: Request) -> Response:
+        return JSONResponse({"models": [described(model, self._started_at) for model in self._responder.models]})
+
+    @get("/api/ps", "List the models that are loaded, as Ollama does: all of them.")
+    async def running(self, _: Request) -> Response:
+        return JSONResponse({"models": [loaded(model, self._started_at) for model in self._responder.models]})
+
+    @post("/api/show", "Describe a model, as Ollama does.", ShowRequest, answer_types=(JSON,), is_rated=False)
+    async def show(self, request: Request) -> Response:
+        body, _ = await self._responder.read(request, ShowRequest)
+        model = self._responder.models.any(self._without_tag(body.model or body.name or ""))
+        return JSONResponse(shown(model, self._started_at))
+
+    @get("/api/version", "Tell the version of the gateway.", errors=(403,), needs_key=False)
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    def _named(self, name: str) -> LanguageModel:
+        return self._responder.models.named(self._without_tag(name))
+
+    def _without_tag(self, name: str) -> str:
+        return name if name in self._responder.models else name.removesuffix(TAG)

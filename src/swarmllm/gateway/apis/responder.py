@@ -19,17 +19,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
+from swarmllm.gateway.apis.remote_pictures import RemotePictures
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
 from swarmllm.gateway.engine.engine import Answering, Engine
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.model_choice import ModelChoice
-from swarmllm.gateway.engine.pictures import bad_picture, free_memory, keep_memory, unpacked_bytes
-from swarmllm.gateway.engine.room import Room, Taken, default_bytes
+from swarmllm.gateway.engine.vision import (
+    Room,
+    Taken,
+    bad_picture,
+    default_bytes,
+    free_memory,
+    keep_memory,
+    unpacked_bytes,
+)
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.chat_request import ChatMessage, ChatRequest, picture_urls
-from swarmllm.gateway.requests.remote_pictures import RemotePictures
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
+from swarmllm.gateway.guard import CALLER, UNUSED, Rates
+from swarmllm.gateway.routes import Routes
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.text import Event, PromptScores, SwarmEvent, TextPiece
@@ -48,6 +56,8 @@ LARGE_BYTES = 1 << 13
 
 Kind = TypeVar("Kind", bound=Body)
 Result = TypeVar("Result")
+Given = TypeVar("Given")
+Translated = TypeVar("Translated")
 Asked = ChatRequest | CompletionRequest
 
 
@@ -157,10 +167,11 @@ Shape = Callable[[Asked, LanguageModel, list[list[int]], GenerationOptions], Mad
 class Responder:
     """Made once per gateway."""
 
-    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig) -> None:
+    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig, rates: Rates) -> None:
         self.models = models
         self.engine = engine
         self.config = config
+        self.rates = rates
         num_bytes = default_bytes() if config.max_input_bytes is None else config.max_input_bytes
         of_fetched = num_bytes // 4 if config.picture_hosts else 0
         self.pictures = RemotePictures(config.picture_hosts, num_bytes=of_fetched, max_waiting=config.max_waiting)
@@ -221,7 +232,7 @@ class Responder:
         Raises:
             ApiError: they can't be had, or need too much.
         """
-        if model.eyes is None or not picture_urls(messages):
+        if model.picture_processor is None or not picture_urls(messages):
             yield None
             return
         async with self.pictures.fetched(messages, caller):
@@ -231,7 +242,7 @@ class Responder:
             if needed > self.memory.size:
                 raise bad_picture(
                     f"the pictures take {needed >> 20} MiB of memory when they are unpacked, and this gateway has "
-                    f"{self.memory.size >> 20} for all: send smaller or fewer ones, or raise --max_input_bytes"
+                    f"{self.memory.size >> 20} for all: send smaller or fewer ones, or raise max_input_bytes"
                 )
             memory = await self.memory.take(needed, caller)
             try:
@@ -280,6 +291,17 @@ class Responder:
         if answer.error is not None:
             raise answer.error
         return await asyncio.to_thread(lambda: LargeAnswer(answer.whole()))
+
+
+class Dialect(Routes):
+    """One API that people's programs know. `app` lists them all.
+
+    A dialect has a `Body` for each request, which it translates to a chat or a completion, and an `Answer`, which
+    writes our events in its own shape; its errors may have a shape, too. A new one is a new file like these.
+    """
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
 
 
 def _prepare(
@@ -373,6 +395,18 @@ async def cancelled_when_gone(receive: Receive, answering: UnderWay) -> AsyncIte
 async def aside(num_bytes: int, function: Callable[[], Result]) -> Result:
     """What a function makes of so many bytes of a request, which is small or goes to a thread."""
     return function() if num_bytes < LARGE_BYTES else await asyncio.to_thread(function)
+
+
+async def translated(num_bytes: int, translate: Callable[[Given], Translated], given: Given) -> Translated:
+    """The chat or completion that `translate` makes of a request of so many bytes.
+
+    Raises:
+        ApiError: no chat can be like that.
+    """
+    try:
+        return await aside(num_bytes, lambda: translate(given))
+    except ValidationError as error:
+        raise ApiError.invalid(error) from None
 
 
 def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:

@@ -1,6 +1,6 @@
 """`/v1/responses`: OpenAI's request as a chat, and the answer as items, whole or as events.
 
-`StoredResponses` keeps answers for the next request (`store`), in memory and in bounds. Used by `translated_routes`.
+`StoredResponses` keeps answers for the next request (`store`), in memory and in bounds.
 """
 
 import json
@@ -9,14 +9,19 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless
+from swarmllm.gateway.apis.responder import Answer, Dialect, Responder, aside, translated
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.routes import delete, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
 
@@ -62,10 +67,10 @@ class Item(Body):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """As chats have it: thoughts, text and calls of one turn are one message there."""
         if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _seen_and_said(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)})
             return
         if self.type == "message" and self.role != "assistant":
-            messages.append({"role": self.role, "content": _seen_and_said(self.content)})
+            messages.append({"role": self.role, "content": _content(self.content)})
             return
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -179,7 +184,7 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate({**asked, "tool_choice": named})
 
 
-def _seen_and_said(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
+def _content(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
     """As chats have it: parts, if there are pictures."""
     if not isinstance(content, list) or all(part.image_url is None for part in content):
         return _text(content)
@@ -398,3 +403,52 @@ class StoredResponses:
         with self._lock:
             found = self._stored.pop(name, None)
             self._num_bytes -= 0 if found is None else found.num_bytes
+
+
+class Responses(Dialect):
+    """The handlers."""
+
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
+        self._stored = StoredResponses(responder.config.max_stored_bytes)
+
+    @post("/v1/responses", "Answer a conversation, in the form of OpenAI's items.", ResponsesRequest)
+    async def responses(self, request: Request) -> Response:
+        body, num_bytes = await self._responder.read(request, ResponsesRequest)
+        owner = request.scope[CALLER]
+        if body.store and not self._stored.keeps_any:
+            raise ApiError(400, "this gateway keeps no responses: leave store out", param="store")
+        before: list[dict[str, Any]] = []
+        num_before = 0
+        if body.previous_response_id is not None:
+            earlier = self._stored.get(body.previous_response_id, owner)
+            before, num_before = [*earlier.items, *earlier.response["output"]], earlier.num_bytes
+        num_all = num_bytes + num_before
+        chat = await translated(num_all, body.as_chat, before)
+        items = [*before, *await aside(num_bytes, lambda: [one.model_dump(exclude_none=True) for one in body.items()])]
+
+        def keep(name: str, response: dict[str, Any]) -> None:
+            if body.store is not False:
+                self._stored.keep(name, owner, response, items)
+
+        shape = partial(ResponsesAnswer, request=body, keep=keep)
+        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream))
+
+    @get("/v1/responses/{name}", "Read a response that is kept.", errors=(401, 403, 404))
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._stored.get(request.path_params["name"], request.scope[CALLER]).response)
+
+    @delete("/v1/responses/{name}", "Delete a response that is kept.")
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._stored.forget(name, request.scope[CALLER])
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    @get(
+        "/v1/responses/{name}/input_items",
+        "List the conversation before a response that is kept.",
+        errors=(401, 403, 404),
+    )
+    async def input_items(self, request: Request) -> Response:
+        found = self._stored.get(request.path_params["name"], request.scope[CALLER])
+        return JSONResponse({"object": "list", "data": found.items, "has_more": False})

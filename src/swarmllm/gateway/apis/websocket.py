@@ -13,14 +13,15 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from swarmllm.errors import SwarmError
-from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
-from swarmllm.gateway.apis.responder import Responder, aside, read_json
+from swarmllm.api import SwarmError
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.openai import OpenAIAnswer
+from swarmllm.gateway.apis.request_bodies import CompletionRequest, unused_fields
+from swarmllm.gateway.apis.responder import Dialect, Responder, aside, read_json
 from swarmllm.gateway.engine.engine import Answering
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER, Rates
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest, unused_fields
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.routes import websocket
 
 TOO_BIG = 1009
 TRY_AGAIN_LATER = 1013
@@ -29,17 +30,17 @@ MAX_REQUESTS = 16
 MAX_ID_CHARS = 128
 
 
-class WebSocketRoute:
-    """The handler; made once per gateway."""
+class OverWebSocket(Dialect):
+    """The handler."""
 
-    def __init__(self, responder: Responder, rates: Rates) -> None:
-        self._responder = responder
-        self._rates = rates
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
         self._max_bytes = responder.config.max_body_bytes
         self._max_sockets = max(1, responder.config.max_connections // 2)
         self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
         self._closing: set[asyncio.Task[None]] = set()
 
+    @websocket("/ws/generate")
     async def generate(self, socket: WebSocket) -> None:
         """Serve one socket until it closes."""
         offered = socket.scope.get("subprotocols", [])
@@ -58,7 +59,7 @@ class WebSocketRoute:
                         if len(text) > self._max_bytes:
                             await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
                             break
-                        await conversation.take(text, tasks, self._rates, socket.scope[CALLER])
+                        await conversation.take(text, tasks, socket.scope[CALLER])
                 except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which nobody here sends
                     pass
                 finally:
@@ -96,7 +97,7 @@ class _Conversation:
         """Whether nothing is to be answered."""
         return not self._under_way
 
-    async def take(self, text: str, tasks: asyncio.TaskGroup, rates: Rates, caller: str) -> None:
+    async def take(self, text: str, tasks: asyncio.TaskGroup, caller: str) -> None:
         """One message; all but those that cancel count for the rate of `caller`."""
         label: Any = None
         try:
@@ -105,7 +106,7 @@ class _Conversation:
             if "cancel" in message:
                 self._cancel(str(_label(message["cancel"])))
                 return
-            rates.take(caller)
+            self._responder.rates.take(caller)
             label = _label(message.get("id"))
             if str(label) in self._under_way:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")

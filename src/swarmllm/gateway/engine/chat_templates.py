@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError
 
 LIMIT_S = 2.0
 """Seconds of a core that a template may take. Assumed: a conversation of 4096 messages takes some tenths."""

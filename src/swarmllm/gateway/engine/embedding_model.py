@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from swarmllm.client.text_generation import open_model
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.models.architecture import Task, decoder_stack, max_positions, task_of, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.api import (
+    Checkpoint,
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    decoder_stack,
+    max_positions,
+    task_of,
+    text_config,
+)
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
 
 BATCH_TOKENS = 8192
 """Positions of one forward, padding included, whose hidden states are in memory at a time: 128 MB of size 4096."""
@@ -31,10 +36,12 @@ LEAST = 1e-9
 
 
 class EmbeddingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+    """A model that gives embeddings."""
+
+    use = Use("an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings")
 
     def __init__(
-        self, swarm: Any, tokenizer: Any, recipe: "EmbeddingRecipe", *, name: str, max_length: int | None
+        self, swarm: Any, tokenizer: Any, recipe: "EmbeddingRecipe", *, name: str | None, max_length: int | None
     ) -> None:
         known = (recipe.max_length, max_positions(decoder_stack(swarm)), tokenizer.model_max_length)
         super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, *known))
@@ -49,17 +56,9 @@ class EmbeddingModel(OfferedModel):
     def open(
         cls, config: ClientModelConfig, recipe: "EmbeddingRecipe", *, name: str | None, max_length: int | None
     ) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config, features=True)
-        try:
-            return cls(swarm, tokenizer, recipe, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config, features=True) as (swarm, tokenizer):
+            return cls(swarm, tokenizer, recipe, name=name, max_length=max_length)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text as it is embedded, its prompt included."""
@@ -265,25 +264,19 @@ def _prompt(checkpoint: Checkpoint) -> str:
 
 
 class RankingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+    """A model that scores how well a text fits a query, from 0 to 1."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, *, name: str, max_length: int | None) -> None:
+    use = Use("a model that ranks texts", "ranks texts", "ranks no texts", "/v1/rerank", "no_ranking")
+
+    def __init__(self, swarm: Any, tokenizer: Any, *, name: str | None, max_length: int | None) -> None:
         known = shortest(max_length, max_positions(decoder_stack(swarm)), tokenizer.model_max_length)
         super().__init__(swarm, tokenizer, name=name, max_length=known)
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config)
-        try:
-            return cls(swarm, tokenizer, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config) as (swarm, tokenizer):
+            return cls(swarm, tokenizer, name=name, max_length=max_length)
 
     def pairs(self, query: str, texts: Sequence[str]) -> list[dict[str, list[int]]]:
         """The inputs of the model for each text."""

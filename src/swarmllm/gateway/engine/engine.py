@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import free_memory
+from swarmllm.gateway.engine.vision import free_memory
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.text import Ended, Event

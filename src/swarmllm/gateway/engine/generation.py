@@ -7,7 +7,7 @@ goes, hop by hop: for `X-Swarm-Trace`, the chat page's route line and the metric
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from swarmllm.client.local_fallback import SoFar
-from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.command_line import one_line
-from swarmllm.data_structures import RouteHop, Span
-from swarmllm.decoding.text_so_far import tokens_with
-from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
+from swarmllm.api import (
+    InferenceSession,
+    PeerError,
+    RemoteCache,
+    RouteHop,
+    RoutingError,
+    SessionClosedError,
+    SoFar,
+    Span,
+    SwarmError,
+    one_line,
+    tokens_with,
+)
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import seen_rows
+from swarmllm.gateway.engine.vision import picture_rows
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.output_parsing import Reader
 from swarmllm.gateway.sampling import (
@@ -46,8 +53,6 @@ from swarmllm.gateway.text import (
     TextPiece,
     TextRow,
 )
-from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.network.wire.messages import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +241,7 @@ class Generation:
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
             **cache,
-            **{name: rows.to(model.device) for name, rows in seen_rows(self._prompt_ids, self._options.n).items()},
+            **{name: rows.to(model.device) for name, rows in picture_rows(self._prompt_ids, self._options.n).items()},
         )
 
     @torch.no_grad()
@@ -440,8 +445,8 @@ class Trace:
         self.metrics.swarm.failovers.inc()
         return True
 
-    def on_step(self, timings: Timings, num_tokens: int) -> None:
-        """A step has come back, and that many tokens with it."""
+    def on_step(self, timings: Iterable[tuple[int, int, int]], num_tokens: int) -> None:
+        """A step has returned that many tokens. `timings`: (first block, µs in the queue, µs computing) per server."""
         now = time.monotonic()
         if self.first_token_s is None:
             self.first_token_s = now - self.began_at

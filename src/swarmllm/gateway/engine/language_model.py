@@ -13,13 +13,21 @@ from typing import Any, Self
 
 from transformers import GenerationConfig
 
-from swarmllm.client.local_fallback import LocalFallback
-from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, open_model, preferred_stops
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    CHOICE_FIELDS,
+    SCORE_FIELDS,
+    TOKEN_FIELDS,
+    ClientModelConfig,
+    ConfigurationError,
+    LocalFallback,
+    cache_argument,
+    decoder_stack,
+    preferred_stops,
+    sees,
+)
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
+from swarmllm.gateway.engine.vision import PictureProcessor, PicturePrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
     BEGIN_THOUGHTS,
@@ -36,23 +44,24 @@ from swarmllm.gateway.output_parsing import (
 )
 from swarmllm.gateway.sampling import Grammars
 from swarmllm.gateway.text import MAX_HELD_TOKENS, Spelling
-from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
 
 
 class LanguageModel(OfferedModel):
-    """One model for all requests; generating on it from several threads at once is fine."""
+    """A model that writes text."""
+
+    use = Use("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text")
 
     def __init__(
         self,
         swarm: Any,
         tokenizer: Any,
         *,
-        name: str,
+        name: str | None,
         max_length: int | None,
         local: LocalFallback | None = None,
-        eyes: Eyes | None = None,
+        picture_processor: PictureProcessor | None = None,
     ) -> None:
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
         self._most_room = 0
@@ -60,7 +69,7 @@ class LanguageModel(OfferedModel):
         super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, positions))
         self.local = local
         self.take_preferences()
-        self.eyes = eyes
+        self.picture_processor = picture_processor
         """What makes of pictures what the model takes; None: it doesn't see."""
         self.templates = ChatTemplates()
         self.cache_name = cache_argument(decoder_stack(swarm))
@@ -70,22 +79,12 @@ class LanguageModel(OfferedModel):
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config)
-        try:
-            # `generation` goes on with it, and tells whoever reads.
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config) as (swarm, tokenizer):
+            # `generation` goes on with the fallback itself, because it tells its readers.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            if name is None:
-                name = ":".join(filter(None, (swarm.swarm.model_name, config.active_adapter)))
-            eyes = Eyes(config.model, config.revision) if sees(swarm.config) else None
-            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, eyes=eyes)
-        except BaseException:
-            swarm.close()
-            raise
+            processor = PictureProcessor(config.model, config.revision) if sees(swarm.config) else None
+            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
     def close(self) -> None:
         self.templates.close()
@@ -231,19 +230,19 @@ class LanguageModel(OfferedModel):
         tools: Sequence[dict[str, Any]] = (),
         *,
         go_on: bool = False,
-    ) -> SeenPrompt:
+    ) -> PicturePrompt:
         """As `encode_chat`, of messages with pictures.
 
         Raises:
             ApiError: the model doesn't see, or a picture can't be read.
             ConfigurationError: the template or the processor can't take these messages.
         """
-        if self.eyes is None:
+        if self.picture_processor is None:
             raise ApiError(
                 400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
             )
-        text = self._rendered(self.eyes.template, messages, template_options, tools, go_on=go_on)
-        return self.eyes.encode(text, urls)
+        text = self._rendered(self.picture_processor.template, messages, template_options, tools, go_on=go_on)
+        return self.picture_processor.encode(text, urls)
 
     def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
         """For one answer; None: this model doesn't think aloud."""

@@ -1,51 +1,26 @@
 """The models that a gateway offers, by the names that requests use. Opened by `__main__`, asked by the routes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import torch
 
-from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    open_checkpoint,
+    task_of,
+)
+from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
-from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.offered_model import OfferedModel, hub_options
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.models.architecture import Task, task_of
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 Kind = TypeVar("Kind", bound=OfferedModel)
 WRITES = (Task.CAUSAL_LM, Task.SEQ_TO_SEQ_LM, Task.IMAGE_TEXT_TO_TEXT)
-
-
-@dataclass(frozen=True)
-class _Uses:
-    """What a kind of models is for, and what the others are not."""
-
-    what: str
-    verb: str
-    negation: str
-    route: str
-    code: str
-
-
-_USES = {
-    LanguageModel: _Uses("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text"),
-    EmbeddingModel: _Uses(
-        "an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings"
-    ),
-    RankingModel: _Uses("a model that ranks texts", "ranks texts", "ranks no texts", "/v1/rerank", "no_ranking"),
-    HearingModel: _Uses(
-        "a model that hears", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_hearing"
-    ),
-}
-
-
-def _uses(kind: type[OfferedModel]) -> _Uses:
-    return next(uses for known, uses in _USES.items() if issubclass(kind, known))
 
 
 class ModelChoice:
@@ -109,15 +84,15 @@ class ModelChoice:
         found = self.any(name) if name is not None or not first else first[0]
         return found if isinstance(found, EmbeddingModel) else self._of_kind(found.name, RankingModel)
 
-    def hearer(self, name: str | None) -> HearingModel:
+    def transcriber(self, name: str | None) -> AudioModel:
         """The same of one that is to write down what it hears."""
-        return self._of_kind(name, HearingModel)
+        return self._of_kind(name, AudioModel)
 
     def _of_kind(self, name: str | None, kind: type[Kind]) -> Kind:
         found = self.any(name) if name is not None else self._first(kind)
         if isinstance(found, kind):
             return found
-        does, lacks = _uses(type(found)), _uses(kind)
+        does, lacks = found.use, kind.use
         names = ", ".join(model.name for model in self if isinstance(model, kind))
         mend = f"name one that does: {names}" if names else f"start the gateway with --model of {lacks.what} as well"
         message = f"{found.name} {does.verb} and {lacks.negation}: ask {does.route}, or {mend}"
@@ -159,14 +134,13 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -
     Raises:
         ConfigurationError: neither to write nor to embed nor to rank nor to hear; and what opening it raises.
     """
-    where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-    checkpoint = open_checkpoint(config.model, **where)
+    checkpoint = open_checkpoint(config.model, **hub_options(config.revision))
     recipe = recipe_of(checkpoint)
     if recipe is not None:
         return EmbeddingModel.open(config, recipe, name=name, max_length=max_length)
     task = task_of(checkpoint.config)
     if task == Task.SPEECH_SEQ_TO_SEQ:
-        return HearingModel.open(config, name=name, max_length=max_length)
+        return AudioModel.open(config, name=name, max_length=max_length)
     if task == Task.SEQUENCE_CLASSIFICATION:
         if (num_labels := checkpoint.config.num_labels) != 1:
             raise ConfigurationError(

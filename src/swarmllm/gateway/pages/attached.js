@@ -119,7 +119,7 @@ export function putAttached(message) {
 
 // The button says what can be attached: pictures only if the model that answers sees.
 export function showAttach() {
-  byId("attach").setAttribute("aria-label", model?.sees ? "Attach a picture or a text file" : "Attach a text file");
+  byId("attach").setAttribute("aria-label", model?.vision ? "Attach a picture or a text file" : "Attach a text file");
 }
 
 async function attach(chosen) {
@@ -139,7 +139,7 @@ async function attach(chosen) {
 class Refused extends Error {}
 
 async function attachPicture(file) {
-  if (!model?.sees) throw new Refused(`${model?.id ?? "This model"} reads text only, so it can’t be shown pictures.`);
+  if (!model?.vision) throw new Refused(`${model?.id ?? "This model"} reads text only, so it can’t be shown pictures.`);
   if (pictures.length >= MOST_PICTURES) throw new Refused(`A message can have ${MOST_PICTURES} pictures.`);
   const bitmap = await createImageBitmap(file).catch(() => {
     throw new Refused(`${file.name || "This"} is no picture that this browser can read.`);

@@ -48,7 +48,7 @@ function describe({ about, model: name, num_blocks: blocks }, servers) {
 
 export async function begin() {
   try {
-    models = (await api.models()).filter((one) => !one.embeddings && !one.hears); // those chat with nobody
+    models = (await api.models()).filter((one) => !one.embeddings && !one.audio); // those chat with nobody
     choose(store.settings.model);
   } catch (error) {
     byId("model").textContent = "no model";

@@ -1,6 +1,6 @@
 """Adapters as peft stores them: adapter_config.json and adapter_model.safetensors, in a directory or on the hub.
 
-Read by servers that offer some to everybody (`adapters/served_adapters`). Only what changes linear modules inside
+Read by servers that offer some to everybody (`server/adapters`). Only what changes linear modules inside
 blocks can be served; everything is checked before any of it is used, and no pickle is ever opened.
 """
 

@@ -225,7 +225,7 @@ def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
     if source.is_local and source.path(ADAPTER_CONFIG, required=False) is not None:
         raise UnsupportedModelError(
             f"{source.name} holds an adapter ({ADAPTER_CONFIG}) that transformers would put on the model: move its "
-            "files to another directory, and name that by --adapters or merge it by `swarmllm merge_adapter`"
+            "files to another directory, and name that by --adapters or merge it by `swarmllm adapters merge`"
         )
     return raw, path
 

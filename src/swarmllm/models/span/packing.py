@@ -6,7 +6,7 @@
     one by one    calls that don't fit together
 
 `packing_probe` finds the ways that give the right results for a span when it is loaded. The first of them is used
-until the fastest one has been measured (`measuring/packing_speed`). Used by the server's device thread, which decides
+until the fastest one has been measured (`device/throughput`). Used by the server's device thread, which decides
 when a call runs; this module knows no queue and no clock.
 """
 

@@ -1,6 +1,6 @@
 """Multiaddresses as text: which others may be told, which of others make sense, and which can be listened on.
 
-Used by `p2p/daemon` and `p2p/peer`. Addresses through relays are the matter of `relay/wire`.
+Used by `p2p/daemon` and `p2p/peer`. Addresses through relays are the matter of `relay/messages`.
 """
 
 import ipaddress
@@ -13,7 +13,7 @@ from swarmllm.data_structures import MAX_ADDRS
 from swarmllm.errors import ConfigurationError
 from swarmllm.network.p2p._hivemind import Multiaddr
 from swarmllm.network.p2p.identity import is_peer_id
-from swarmllm.network.relay.wire import is_circuit, pack_circuit
+from swarmllm.network.relay.messages import is_circuit, pack_circuit
 
 logger = logging.getLogger(__name__)
 

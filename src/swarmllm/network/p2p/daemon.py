@@ -35,7 +35,7 @@ from swarmllm.network.p2p._hivemind import (
 )
 from swarmllm.network.p2p.addresses import best_addrs, is_loopback
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.network.relay.wire import came_from
+from swarmllm.network.relay.messages import came_from
 
 logger = logging.getLogger(__name__)
 

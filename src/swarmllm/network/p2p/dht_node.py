@@ -30,7 +30,7 @@ from swarmllm.network.p2p.daemon import BACKOFF, FAILED_BEFORE, Daemon
 from swarmllm.network.p2p.dht_protocol import BoundedProtocol, bound, node_id_of
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity
 from swarmllm.network.p2p.records import RecordValidator, nobody
-from swarmllm.network.relay.wire import is_circuit
+from swarmllm.network.relay.messages import is_circuit
 
 logger = logging.getLogger(__name__)
 

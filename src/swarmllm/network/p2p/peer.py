@@ -23,10 +23,9 @@ from swarmllm.network.p2p.addresses import check_addresses, is_loopback, pack_ad
 from swarmllm.network.p2p.daemon import Daemon, reason_of
 from swarmllm.network.p2p.dht_node import Dht
 from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
-from swarmllm.network.p2p.reachability import Reachability
-from swarmllm.network.relay.guest import RelayPeer
+from swarmllm.network.p2p.reachability import Reachability, RelayPeer
+from swarmllm.network.relay.messages import HOP, STOP, came_from, is_circuit
 from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, Caller, RelayRules, RelayService
-from swarmllm.network.relay.wire import HOP, STOP, came_from, is_circuit
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
 from swarmllm.network.wire.stream import FrameStream
 

@@ -1,10 +1,12 @@
-"""Peers that nobody can dial, reached through others: libp2p's circuit relay v2, in our own words. No hivemind.
+"""Circuit relay v2 of libp2p: peers that nobody can dial are reached through other peers. No hivemind.
 
-A peer behind a NAT holds a *reservation* at a public one, the relay. Who wants to reach it opens a *circuit* there: the
-relay asks the peer and from then on passes bytes on, both ways. They are those of a libp2p connection, encrypted and
-authenticated between the two ends. https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md
+A peer behind a NAT holds a *reservation* at a public peer, the relay. To reach it, another peer opens a *circuit* at
+the relay. The relay asks the hidden peer, and from then on passes bytes on in both directions. The bytes are a libp2p
+connection, encrypted and authenticated between the two ends.
+https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md
 
-service  what a relay does for others, for how many, and how many bytes a second
-guest    what a peer does to be reached through relays
-wire     the messages between a relay and its peers, and addresses as bytes
+service   the relay: keeps reservations, opens circuits, limits their number and their bytes a second
+messages  messages between a relay and its peers, and addresses as bytes
+
+`p2p/reachability` is the other side: it asks for reservations.
 """

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import base58
 
 from swarmllm.errors import SwarmError
-from swarmllm.network.relay.wire import (
+from swarmllm.network.relay.messages import (
     Fields,
     HopKind,
     Status,

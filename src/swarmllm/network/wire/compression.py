@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from swarmllm.network.wire.link_rate import MEASURED_BYTES
+from swarmllm.network.wire.liveness import MEASURED_BYTES
 from swarmllm.network.wire.stream import FrameStream
 
 BLOCK = 64

@@ -16,7 +16,7 @@ A stream begins with HELLO and WELCOME (`wire/protocol`). Then either side may s
 
 A session ends with the stream on which it was opened. Every request carries an `id` that its answer repeats. Tensors of
 a peer that can read them may be packed (`wire/compression`). Unknown fields are ignored, so newer peers can add some.
-Numbers and largest sizes of the messages are in `wire/frames`; `streams/dispatcher` takes them in on a server.
+Numbers and largest sizes of the messages are in `wire/frames`; `streams/connection` takes them in on a server.
 """
 
 from typing import Annotated, TypeVar

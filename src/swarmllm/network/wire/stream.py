@@ -4,7 +4,7 @@
 (`wire/messages`), nor how they look as bytes (`wire/frames`).
 
 A stream reads by itself, whether or not somebody waits in `receive()`: it answers PINGs, and keeps messages until they
-are asked for (`wire/inbox`). With keepalive on, it sends PINGs, and ends when `wire/liveness` says so. Its life:
+are asked for (`Inbox`). With keepalive on, it sends PINGs, and ends when `wire/liveness` says so. Its life:
 
     open ── close(), abort() ───────────────→ ended: SessionClosedError
          ── the peer or its daemon hangs up → ended: PeerUnreachableError
@@ -16,7 +16,8 @@ When a stream has ended, messages that were complete before can still be receive
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,21 +31,25 @@ from swarmllm.errors import (
     SessionClosedError,
     SwarmError,
 )
-from swarmllm.network.wire.adaptive_timeout import CONFIRMED_BYTES
+from swarmllm.machine_memory import total_memory_bytes
 from swarmllm.network.wire.frames import (
     CONTROL_TYPES,
     MAX_MESSAGE_BYTES,
     ByteChunk,
+    FrameDecoder,
     Message,
     MessageType,
     encode_message,
 )
-from swarmllm.network.wire.inbox import Inbox
-from swarmllm.network.wire.intake import Intake
-from swarmllm.network.wire.link_rate import LinkRate
-from swarmllm.network.wire.liveness import KEEPALIVE_INTERVAL_S, KEEPALIVE_MISSES, STALL_TIMEOUT_S, Liveness
+from swarmllm.network.wire.liveness import (
+    CONFIRMED_BYTES,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_MISSES,
+    STALL_TIMEOUT_S,
+    LinkRate,
+    Liveness,
+)
 from swarmllm.network.wire.messages import error_header
-from swarmllm.network.wire.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,16 @@ has a handler that would often not be heard. A half-close doesn't help: the daem
 WRITE_BUFFER_BYTES = 1 << 20
 """`send` waits while more than this is unsent, for control messages twice as much: they may overtake, but not pile up
 for a peer that asks and never reads."""
+INBOX_BYTES = 64 << 20
+"""Reading pauses while more than this has arrived and nobody has received it."""
+MESSAGE_OVERHEAD_BYTES = 512
+"""Counted per message, so that very many empty ones fill an inbox too."""
+HEADER_FACTOR = 64
+"""Counted per byte of a packed header: one byte can unpack into an empty dict."""
+MAX_BYTES_PER_PEER = 4 * MAX_MESSAGE_BYTES
+"""Assumed: twice what a client's batches for one server take when they all arrive at once."""
+MEMORY_SHARE = 0.25
+"""Share of the machine's memory for all peers together; but one message of the largest size always goes in. Assumed."""
 
 
 @dataclass
@@ -203,7 +218,7 @@ class FrameStream(asyncio.Protocol):
         """Let messages of these types be large from now on, and no others: before the greeting all are small."""
         self._inbox.decoder.large_types = large_types
 
-    def count_in(self, intake: Intake) -> None:
+    def count_in(self, intake: "Intake") -> None:
         """Count what comes here and waits to be taken, together with other streams."""
         if self._ended is None:
             self._inbox.count(partial(intake.holds, self))
@@ -357,3 +372,203 @@ class FrameStream(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._outbox.resume()
+
+
+class Inbox:
+    """Bytes in, messages out, in order. One task may wait in `wait`."""
+
+    def __init__(self, peer_id: str, max_message_bytes: int) -> None:
+        self._peer_id, self.max_message_bytes = peer_id, max_message_bytes
+        self.waiting_bytes = 0
+        """Memory of the messages that nobody has taken."""
+        self.transport: asyncio.ReadTransport | None = None
+        """The source of the bytes: it pauses while the inbox is full."""
+        self.is_paused = False
+        self._receiver: asyncio.Future[None] | None = None
+        self._tell: Callable[[int], None] | None = None
+        self.clear()
+        self.decoder.large_types = frozenset()  # until the greeting
+
+    def clear(self) -> None:
+        """Forget what has come."""
+        self.decoder = FrameDecoder(max_message_bytes=self.max_message_bytes, peer_id=self._peer_id)
+        self._messages: deque[Message] = deque()
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def count(self, tell: Callable[[int], None]) -> None:
+        """Tell how many bytes are held here, now and whenever that changes."""
+        self._tell = tell
+        self._counted()
+
+    def _counted(self) -> None:
+        if self._tell is not None:
+            self._tell(self.waiting_bytes + self.decoder.unfinished_bytes)
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Take bytes in; returns PINGs and PONGs, which nobody waits for.
+
+        Raises:
+            RemoteProtocolError: they break the protocol; the messages before the fault are kept.
+        """
+        for message in self.decoder.feed(data):
+            if message.type in (MessageType.PING, MessageType.PONG):
+                yield message
+            else:
+                self._messages.append(message)
+                self.waiting_bytes += memory_of(message)
+        if self.waiting_bytes > INBOX_BYTES and not self.is_paused and self.transport is not None:
+            self.is_paused = True
+            self.transport.pause_reading()
+        if self._messages:
+            self._wake()
+        self._counted()
+
+    def take(self) -> Message:
+        """The oldest message."""
+        message = self._messages.popleft()
+        self.waiting_bytes -= memory_of(message)
+        self._counted()
+        if self.waiting_bytes < INBOX_BYTES // 2:
+            self.read_on()
+        return message
+
+    def read_on(self) -> None:
+        """End a pause."""
+        if self.is_paused and self.transport is not None:
+            self.is_paused = False
+            self.transport.resume_reading()
+
+    async def wait(self) -> None:
+        """Return when there is a message, or there will be none any more."""
+        if self._receiver is not None:
+            raise LocalProtocolError("two tasks receive on one stream")
+        self._receiver = asyncio.get_running_loop().create_future()
+        try:
+            await self._receiver
+        finally:
+            self._receiver = None
+
+    def end(self) -> None:
+        """Hold nothing any more but the messages that are complete."""
+        if self._tell is not None:
+            self._tell(0)
+        self._tell = self.transport = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+
+def memory_of(message: Message) -> int:
+    """About what a message takes, at worst."""
+    return len(message.payload) + HEADER_FACTOR * message.header_bytes + MESSAGE_OVERHEAD_BYTES
+
+
+class Outbox:
+    """The frames of one stream. `write` takes one, or raises; `error` says why the stream has ended."""
+
+    def __init__(self, write: Callable[[bytes], None], error: Callable[[], SwarmError]) -> None:
+        self._write, self._error = write, error
+        self._turn = asyncio.Lock()
+        """Senders take turns, a message each, in the order in which they came."""
+        self._rest: Iterator[bytes] | None = None
+        """Frames of a message whose sender has left; then writing is paused, or the stream has ended."""
+        self.is_paused = False
+        """Too much is unsent: the peer doesn't read fast enough."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    async def send(self, frames: Iterator[bytes]) -> float:
+        """Write a message, however often the sender is cancelled meanwhile; returns when it began.
+
+        Raises:
+            SwarmError: what `error` says.
+        """
+        async with self._turn:
+            if self._rest is not None:
+                await self.drained()
+            began_at = asyncio.get_running_loop().time()
+            try:
+                for frame in frames:
+                    self._write(frame)
+                    if self.is_paused:
+                        await self.drained()
+            except asyncio.CancelledError:
+                self._rest = frames
+                self._write_rest()
+                raise
+            return began_at
+
+    async def drained(self) -> None:
+        """Return when the peer has read on. Raises as `send` does."""
+        while self.is_paused and not self._ended:
+            if self._waiter is None:
+                self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._waiter)
+        if self._ended:
+            raise self._error()
+
+    def resume(self) -> None:
+        """The peer has read on: first comes the rest of a message that its sender has left."""
+        self.is_paused = False
+        self._write_rest()
+        if not self.is_paused:
+            self._wake()
+
+    def end(self) -> None:
+        """The stream has ended: nobody waits any more."""
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._waiter = None
+
+    def _write_rest(self) -> None:
+        while self._rest is not None and not self.is_paused and not self._ended:
+            frame = next(self._rest, None)
+            if frame is None:
+                self._rest = None
+            else:
+                self._write(frame)
+
+
+class Intake:
+    """Counts the bytes of several streams: unfinished messages and those that wait to be taken.
+
+    A peer that has too many loses the stream on which they grew; if all together have too many, it is the largest
+    stream of the peer that has most: so nobody who sends little is in danger, however many others there are.
+    """
+
+    def __init__(self, max_bytes_per_peer: int = MAX_BYTES_PER_PEER, max_bytes: int | None = None) -> None:
+        machine = int(total_memory_bytes() * MEMORY_SHARE)
+        self._max_bytes_per_peer = max_bytes_per_peer
+        self._max_bytes = max(MAX_MESSAGE_BYTES, machine) if max_bytes is None else max_bytes
+        self._of_peers: Counter[str] = Counter()
+        self._of_streams: dict[FrameStream, int] = {}
+        self.num_bytes = 0
+
+    def holds(self, stream: FrameStream, num_bytes: int) -> None:
+        """Note how many bytes that stream holds now; 0 when it has ended."""
+        more = num_bytes - self._of_streams.get(stream, 0)
+        if not more:
+            return
+        self.num_bytes += more
+        self._of_peers[stream.peer_id] += more
+        if num_bytes:
+            self._of_streams[stream] = num_bytes
+        else:
+            del self._of_streams[stream]
+            if not self._of_peers[stream.peer_id]:
+                del self._of_peers[stream.peer_id]
+        if more > 0 and self._of_peers[stream.peer_id] > self._max_bytes_per_peer:
+            stream.sent_too_much()
+        elif more > 0 and self.num_bytes > self._max_bytes:
+            greediest = max(self._of_peers, key=lambda peer_id: self._of_peers[peer_id])
+            theirs = (held for held in self._of_streams if held.peer_id == greediest)
+            max(theirs, key=lambda held: self._of_streams[held]).sent_too_much()

@@ -1,15 +1,9 @@
-"""The one thread that touches blocks and caches.
+"""The one thread that touches blocks and caches, and the device that it computes on.
 
-executor       the way there and back, for the event loop
-device_thread  the thread
-calls          what it is asked to compute
-scheduler      what it computes next
-fairness       whose turn it is
-precedence     what some may cost those who come first
-burst_wait     whether it waits a moment for more decode steps
-niceness       how it gives way to the owner's programs
-load_meter     how busy it is
-accelerator    a device that computes beside the thread
-device         what the server computes on
-memory         how many blocks, and how much cache, its memory takes
+device_thread     the thread, the calls that wait for it, and how busy it is
+scheduler         what it computes next: packing, turns of accounts, precedence
+forward_backward  forward and backward without a session
+device            the device: its name, memory and failures
+throughput        how fast blocks are on it
+niceness          how it gives way to the owner's programs
 """

@@ -1,38 +1,192 @@
-"""What the device computes next: which waiting work goes together into one forward.
+"""Choose the waiting work that the device computes together in its next forward.
 
-A pure object over (queue, budget, now), driven by `device/device_thread`; it knows neither tensors nor
-sessions, only what they ask for. Its rules, in this order:
+Pure objects over (queue, budget, now), driven by `device_thread`. They know neither tensors nor sessions, only what
+these ask for. The rules of `Scheduler`, in this order:
 
-0.  Whoever comes first (`Account.comes_first`) is taken before the others, whatever they want (`precedence`). What the
-    others cost those who come first, in waiting, is at most `others_share` of the time; as long as it is less, they run
-    when the device is free. Beside decode steps of those who come first ride as many others as cost next to nothing.
-1.  What runs alone does so in turns, of which training has `training_share` of the time even while others wait,
-    and one per `patience_s`.
-2.  Decode steps that are ready go together: all, if one client alone decodes; of several, one of each, and then in
-    turns until the forward takes twice as long as one step alone. So the many sessions of one make nobody else wait.
-3.  What the budget leaves goes to prefill steps, in pieces. While other sessions decode, or did a
-    moment ago, these pieces are small: whoever waits for the next token waits at most for one of them. Sessions that
-    have ended don't count, and those of the prompt's own account only as long as their next step is due (`pause_s`).
+0.  Work of accounts that come first (`Account.comes_first`) is taken before all other work (`Precedence`). Other work
+    makes it wait for at most `others_share` of the time; within that share, other work runs when the device is free.
+    Low-priority decode steps join a forward of accounts that come first if they add next to nothing to its time.
+1.  Work that can't be packed runs alone, in turns. Training has `training_share` of the time even while others wait,
+    and one turn per `patience_s`.
+2.  Decode steps that are ready go together. If only one account decodes, all of its steps go. If several accounts
+    decode, one step of each goes, and then more in turns until the forward takes twice as long as one step alone. So an
+    account with many sessions makes nobody else wait.
+3.  Prefill steps get the rest of the budget, in pieces. While other sessions decode, or did a moment ago, these pieces
+    are small: a client that waits for its next token waits for one piece at most. Sessions that have ended don't count,
+    and sessions of the prompt's own account count only until their next step is due (`pause_s`).
 4.  If no prefill step got a piece (there was no room, or it can't be cut), the next forward begins with one.
-5.  Training runs when nobody else waits; but between two steps of those who decode it has one turn, and then it leaves
-    the device to the next step, which is due (`pause_s`).
+5.  Training runs when nothing else waits. Between two steps of sessions that decode it has one turn; then it leaves the
+    device to the next step, which is due (`pause_s`).
 
-Among equals it goes by turns of clients (`fairness`), and of one client the oldest first.
-A session's work keeps its order: only the first of it that waits can be taken. Whenever something waits, something
-runs, but for the moment that a burst of messages takes (`device/burst_wait`). In a simulation of clients in lockstep on
-2 and 4 servers, waiting for those who were due changed the throughput by -10 to 5 %, and waiting until half of all were
-there by +20 % (8 clients) to -25 % (3 clients) on two servers, and by down to -50 % on four.
+Work of equal rank is taken in turns of accounts (`RoundRobin`), and the oldest work of an account first. The work of a
+session keeps its order: only its first waiting work can be taken. While anything waits, something runs, except for the
+moment that a burst of messages takes (`BurstWait`). In a simulation of clients in lockstep on 2 and 4 servers, waiting
+for sessions that were due changed the throughput by -10 to 5 %, and waiting until half of all were there by +20 % (8
+clients) to -25 % (3 clients) on two servers, and by down to -50 % on four.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain, zip_longest
 from typing import Generic, TypeVar
 
-from swarmllm.server.device.fairness import HOUSE, Account, RoundRobin
-from swarmllm.server.device.precedence import Precedence
+SMOOTHING = 0.1
+
+GAPS = 4.0
+"""The wait ends when nothing has come for this many times the usual gap in a burst: e^-4, 2 %, of gaps are longer where
+messages come independently of each other."""
+MOST_SHARE = 0.5
+"""Share of a forward that one gap may take, whatever gaps there were: what waits in vain costs half as much at most as
+what it may save."""
+TRIES = 16
+"""Forwards between two waits where waiting isn't worthwhile: they show whether it has become so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """On whom the device's time is spent."""
+
+    name: str
+    """A client's peer id; of clients of somebody who serves, the id of that server: all of them have one turn."""
+    comes_first: bool = False
+    """Whether it may take most of the device from those who don't."""
+
+
+HOUSE = Account("")
+"""What a server does for itself."""
+
+
+class RoundRobin:
+    """Accounts in turns, each with the seconds that it may still take, or owes."""
+
+    def __init__(self) -> None:
+        self._balances: OrderedDict[str, float] = OrderedDict()  # whose turn is next, first
+        self._quantum_s = 0.02
+        """What an account gets with each turn: what it took at a time, smoothed; before that a guess."""
+
+    def __len__(self) -> int:
+        return len(self._balances)
+
+    def order(self, waiting: Collection[str]) -> list[str]:
+        """Those who wait, whose turn is first to last; whoever owes seconds comes after the others, until turns have
+        repaid them."""
+        for name in waiting:
+            self._balances.setdefault(name, 0.0)
+        if waiting and (least_debt := min(-self._balances[name] for name in waiting)) > 0:
+            for name in self._balances:  # the turns until one of them owes nothing, at once
+                self._balances[name] += least_debt
+        for name in [name for name, balance in self._balances.items() if balance >= 0 and name not in waiting]:
+            del self._balances[name]  # nobody saves turns up
+        while waiting and (first := next(iter(self._balances.items())))[1] < 0:
+            self._balances[first[0]] += self._quantum_s
+            self._balances.move_to_end(first[0])
+        in_turns = [name for name in self._balances if name in waiting]
+        return sorted(in_turns, key=lambda name: self._balances[name] < 0)
+
+    def charge(self, name: str, seconds: float) -> None:
+        """Note what it has taken."""
+        self._quantum_s += SMOOTHING * (seconds - self._quantum_s)
+        if name in self._balances:
+            self._balances[name] -= seconds
+
+
+class Precedence:
+    """Whether those who come first are here, and what the others may cost them."""
+
+    def __init__(self, others_share: float, here_s: float) -> None:
+        self._others_share, self._here_s = others_share, here_s
+        self._came_at = self._left_at = float("-inf")
+        self._others_from = float("-inf")
+        """When the others have made good what they cost."""
+        self._others_last: tuple[float, float] | None = None
+        """When the others' last forward began and ended, until it is known what it cost."""
+        self._others_s = 0.0
+        """How long it took."""
+
+    def holds(self, now: float) -> bool:
+        """Whether those who come first have been here a moment ago, as somebody who decodes was."""
+        return now < self._left_at + self._here_s
+
+    def hold_s(self, now: float) -> float:
+        """Seconds for which the others have to leave the device alone though nobody else waits."""
+        return max(0.0, min(self._others_from, self._left_at + self._here_s) - now)
+
+    def others_turn(self, now: float) -> bool:
+        """Whether the others go on although somebody waits who comes first."""
+        return now >= max(self._others_from, self._came_at + self._others_s / self._others_share)
+
+    def waits_since(self, queued_at: float, now: float) -> None:
+        """Note that somebody waits who comes first."""
+        if not self.holds(now):
+            self._came_at = self._left_at = now
+        if self._others_last is not None:
+            (began_at, ended_at), self._others_last = self._others_last, None
+            waited_s = ended_at - max(began_at, queued_at)
+            if waited_s > 0:
+                self._others_from = ended_at + waited_s / self._others_share
+
+    def ran(self, first: bool, began_at: float, ended_at: float) -> None:
+        """Note a forward of theirs, or of the others."""
+        if first:
+            self._left_at, self._others_last = ended_at, None
+        else:
+            self._others_last, self._others_s = (began_at, ended_at), ended_at - began_at
+
+
+class BurstWait:
+    """The state of one device, which waits for nobody before its first forward."""
+
+    def __init__(self) -> None:
+        self._forward_s = 0.0
+        """Time of a forward of decode steps, smoothed."""
+        self._gap_s: float | None = None
+        """Time between two steps of a burst, smoothed."""
+        self._share = 1.0
+        """Share of waits that were not in vain, smoothed."""
+        self._left_out = 0
+        self._began_at: float | None = None
+        self._last_at = 0.0
+        self._came = False
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait for the next step of a burst."""
+        most_s = MOST_SHARE * self._forward_s
+        return most_s if self._gap_s is None else min(most_s, GAPS * self._gap_s)
+
+    @property
+    def _is_worthwhile(self) -> bool:
+        """Whether the forwards that are saved take longer than the waits in vain."""
+        return self._share * self._forward_s >= (1 - self._share) * self.pause_s
+
+    def wait_s(self, now: float) -> float:
+        """How long to wait for one more step before the next forward; 0 = not at all."""
+        if self._began_at is None:
+            if not self._is_worthwhile and self._left_out < TRIES:
+                return 0.0
+            self._began_at = self._last_at = now
+        return max(0.0, min(self._last_at + self.pause_s, self._began_at + self._forward_s) - now)
+
+    def came(self, now: float) -> None:
+        """Note that a step has come."""
+        if self._began_at is not None:
+            gap_s = now - self._last_at
+            self._gap_s = gap_s if self._gap_s is None else self._gap_s + SMOOTHING * (gap_s - self._gap_s)
+            self._came, self._last_at = True, now
+
+    def begins(self) -> None:
+        """Note that the forward begins."""
+        if self._began_at is None:
+            self._left_out += 1
+            return
+        self._share += SMOOTHING * (self._came - self._share)
+        self._left_out, self._began_at, self._came = 0, None, False
+
+    def took(self, forward_s: float) -> None:
+        """Note how long a forward of decode steps alone has taken."""
+        self._forward_s += (SMOOTHING if self._forward_s else 1.0) * (forward_s - self._forward_s)
 
 
 class Priority(IntEnum):
@@ -53,7 +207,7 @@ class Budget:
     max_tokens: int = 1024
     """Assumed: longer forwards gain nothing per token on any CPU, and delay whoever comes next."""
     max_prefill_tokens_beside_decode: int = 8
-    """Tokens of prompts beside decode steps; `measuring/throughput` measures how many are worth it."""
+    """Tokens of prompts beside decode steps; `device/throughput` measures how many are worth it."""
     doubling_tokens: int = 27
     """Tokens that take as long, in one forward with others, as a decode step alone; measured there as well."""
     decoding_s: float = 0.5

@@ -1,9 +1,7 @@
 """This server's dealings with other peers.
 
-links          streams to successors
+links          streams to successors, which clients name
+pushes         tensors that servers pass on for requests without a session
 other_servers  the swarm as this server sees it
-twins          other processes with the identity of this server
-targets        whom it dials because a client says so
-peer_limits    what one peer may have at a time
-standing       who comes first
+peer_limits    streams and bytes that one peer may have, and which clients come first
 """

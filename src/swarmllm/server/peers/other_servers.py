@@ -1,22 +1,159 @@
-"""The other servers of the swarm, as this one sees them: what they announce, and whether they are there.
+"""The other servers of the swarm, as this one sees them: their records, their round trips, and copies of this server.
 
-Used by whatever chooses blocks, measures successors or dials them.
+`OtherServers` reads records and greets the servers that announced them. It is used to choose blocks, to dial
+successors and to find relays. `Successors` pings servers that may come next in a route, for the announcement: clients
+can't measure these round trips from outside.
+
+`Twins` are other processes with the identity of this server, as on cloned machines: each takes the other's place in
+the swarm. Connections to the peer id reach either of them, and their records replace each other, so the blocks of one
+or the other seem to be missing. No other peer can tell them apart, but each of them can see the other:
+
+- in the swarm's records, where a record of the own peer id comes from another process;
+- at the address of an initial peer with the own peer id (`greet_twin`, before the server begins), which is then told.
+
+Both say so in their logs and in what they announce, so `swarmllm status` and `swarmllm doctor` say it as well.
 """
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from swarmllm.data_structures import ServerInfo, SwarmSnapshot
+from swarmllm.config import RECORD_PERIODS
+from swarmllm.data_structures import MAX_ROUND_TRIPS, ServerInfo, Span, SwarmSnapshot
+from swarmllm.errors import SwarmError
+from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
+from swarmllm.network.p2p.identity import Identity, contribution, is_genuine
 from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.p2p.verified_peers import VerifiedPeers
-from swarmllm.network.relay.guest import RelayPeer
-from swarmllm.network.wire.protocol import FrameStream
-from swarmllm.server.peers.twins import Twins
+from swarmllm.network.wire.protocol import FrameStream, HelloHeader, hello
 from swarmllm.swarm.claims import plausible
+from swarmllm.swarm.round_trips import RoundTrips
+
+logger = logging.getLogger(__name__)
+
+MEND = "give each server an --identity_path of its own, and remove copied files"
+
+PINGS_PER_PERIOD = 8
+"""Servers that are pinged; each costs a stream and some hundred bytes."""
+PING_SAMPLES = 3
+PING_TIMEOUT_S = 5.0
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds to dial another server and greet it."""
+
+
+class Twins:
+    """What one server knows of others with its identity."""
+
+    def __init__(self, update_period_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.instance = secrets.token_hex(4)
+        """Names this process in its records."""
+        self.seen = False
+        """Whether there has been another one since this process began."""
+        self._clock = clock
+        self._expected_from = clock() + RECORD_PERIODS * update_period_s
+        self._last: ServerInfo | None = None
+
+    def note_record(self, own: ServerInfo) -> None:
+        """A record of this peer id was found. One of an earlier process of this server stays as it is, and expires."""
+        if own.instance in ("", self.instance):
+            return
+        last, self._last = self._last, own
+        if last is not None and last.instance == own.instance and last != own and self._clock() > self._expected_from:
+            self.tell(f"the swarm has records of it from a process at {', '.join(own.addrs) or 'unknown addresses'}")
+
+    def note_greeting(self, own_peer_id: str, greeting: HelloHeader, client: str) -> None:
+        """A client has said that it is going to serve by this key; it counts if it proves that it has the key."""
+        shown = greeting.contribution
+        if greeting.same_identity and shown is not None and shown.server == own_peer_id and is_genuine(shown, client):
+            self.tell("a process that begins now has said so")
+
+    def tell(self, how: str) -> None:
+        """Log it once."""
+        if not self.seen:
+            logger.warning("another process has this server's identity (%s): %s", how, MEND)
+        self.seen = True
+
+
+async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | None:
+    """The address among these at which a process with this identity answers, which is told; None: there is none.
+
+    To be called before this server listens anywhere, or it would find itself.
+    """
+    own = [maddr for maddr in initial_peers if split_initial_peer(maddr)[0] == identity.peer_id]
+    if not own:
+        return None
+    try:
+        peer = await Peer.create(initial_peers=own, client_mode=True)
+    except SwarmError as error:  # as usual: a server that is among its own initial peers begins again
+        logger.debug("nobody else has this identity: %s", error)
+        return None
+    async with peer:
+        try:
+            stream = await peer.open_stream(identity.peer_id, [split_initial_peer(maddr)[1] for maddr in own])
+            await hello(stream, contribution=contribution(identity, peer.peer_id), same_identity=True)
+            stream.abort()
+        except SwarmError as error:
+            logger.debug("the other process with this identity can't be told: %s", error)
+    return own[0]
+
+
+@dataclass
+class Successors:
+    """Keeps `announced` up to date while `run` runs."""
+
+    look: Callable[[], Awaitable[SwarmSnapshot]]
+    open_stream: Callable[[ServerInfo], Awaitable[FrameStream]]
+    period_s: float
+    announced: tuple[tuple[str, float], ...] = ()
+    """(peer id, ms), the nearest first."""
+    _round_trips: RoundTrips = field(default_factory=RoundTrips)
+
+    async def run(self, peer_id: str, span: Callable[[], Span]) -> None:
+        """Measure for ever; `span` says what `peer_id`, this server, holds now."""
+        while True:
+            await asyncio.sleep(self.period_s)
+            try:
+                candidates = likely_successors(await self.look(), peer_id, span())
+            except SwarmError as error:
+                logger.debug("could not look for the servers that come next: %s", error)
+                continue
+            await self._measure(candidates)
+
+    async def _measure(self, candidates: list[ServerInfo]) -> None:
+        unmeasured_first = self._round_trips.oldest_first(candidates, random.Random())
+        await asyncio.gather(*map(self._ping, unmeasured_first[:PINGS_PER_PERIOD]))
+        known = self._round_trips.known(time.monotonic())
+        near = sorted((known[s.peer_id], s.peer_id) for s in candidates if s.peer_id in known)
+        self.announced = tuple((peer_id, ms) for ms, peer_id in near[:MAX_ROUND_TRIPS])
+
+    async def _ping(self, server: ServerInfo) -> None:
+        """Ping a server; one that can't be reached is nobody's concern here."""
+        self._round_trips.begin(server.peer_id, time.monotonic())
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                stream = await self.open_stream(server)
+                try:
+                    samples = [await stream.ping() for _ in range(PING_SAMPLES)]
+                finally:
+                    stream.abort()
+        except (SwarmError, TimeoutError) as error:
+            logger.debug("no ping to %s: %s", server.peer_id, error)
+            self._round_trips.fail(server.peer_id)
+            return
+        self._round_trips.observe(server.peer_id, 1e3 * min(samples), time.monotonic())
+
+
+def likely_successors(snapshot: SwarmSnapshot, peer_id: str, span: Span) -> list[ServerInfo]:
+    """Who else can take over where this server's blocks end."""
+    return [s for s in snapshot.online() if s.peer_id != peer_id and s.start <= span.end < s.end]
 
 
 class OtherServers:

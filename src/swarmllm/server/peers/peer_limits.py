@@ -1,15 +1,23 @@
-"""What one peer may have on this server at a time: streams, and bytes of requests under way.
+"""Limits of one peer on this server: streams, and bytes of requests under way; and which clients come first.
 
-Called by `streams/handler` and whatever takes requests in. While a request waits for room its stream isn't read, so
-that the rest stays with the peer. Sessions have limits of their own (`session_table`, `kv_cache`).
+Called by the code that takes streams and requests in. While a request waits for room its stream isn't read, so that
+the rest stays with the peer. Sessions have limits of their own (`session_table`, `kv_cache`).
+
+When a server is short of time or room, the clients that its owner names come first, and so do clients that serve the
+model themselves. Such a client shows, when it greets, a signature of a server (`network/p2p/identity`). It counts
+while this server has met that server lately, and found that it serves what it announces. `Standing` is asked each time
+that something is computed for a client or memory is leased to it: servers come and go.
 """
 
 import asyncio
 import resource
 from collections import Counter
+from collections.abc import Callable, Collection
 
 from swarmllm.errors import ServerOverloadedError
-from swarmllm.server.peers.standing import Standing
+from swarmllm.network.p2p.identity import is_genuine
+from swarmllm.network.wire.protocol import Contribution
+from swarmllm.server.device.scheduler import Account
 
 MAX_STREAMS_PER_PEER = 256
 MAX_STREAMS = 4096
@@ -17,6 +25,32 @@ MAX_STREAMS = 4096
 quarters of the files that this process may open."""
 MAX_BYTES_PER_PEER = 512 << 20
 """Assumed: four of the largest batches (8192 tokens × 4096 floats); a client keeps about two per server busy."""
+
+
+class Standing:
+    """Who comes first here, and on whose account."""
+
+    def __init__(self, priority_clients: Collection[str] = (), serves: Callable[[str], bool] = lambda _: False) -> None:
+        """`serves` says whether the peer of an id serves this model, as far as this server has met it."""
+        self._priority_clients, self._serves = priority_clients, serves
+        self._serves_by: dict[str, str] = {}
+        """By the peer id of a client: the server by which it serves, or so it has proven."""
+
+    def account(self, peer_id: str) -> Account:
+        """The account of this client, as of now."""
+        server = self._serves_by.get(peer_id)
+        if server is not None and self._serves(server):
+            return Account(server, comes_first=True)
+        return Account(peer_id, comes_first=peer_id in self._priority_clients)
+
+    def note(self, peer_id: str, contribution: Contribution | None) -> None:
+        """Note what a client has shown; a signature that isn't good for it counts for nothing."""
+        if contribution is not None and is_genuine(contribution, peer_id):
+            self._serves_by[peer_id] = contribution.server
+
+    def forget(self, peer_id: str) -> None:
+        """Forget a client that has gone."""
+        self._serves_by.pop(peer_id, None)
 
 
 class PeerLimits:

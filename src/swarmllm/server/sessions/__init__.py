@@ -1,13 +1,8 @@
-"""Clients' KV caches on this server.
+"""Sessions: clients' texts on this server, with their KV caches.
 
-session_table   all sessions: opened, found, handed over
-session         the life of one of them, and its place in a chain
-session_size    how much memory it may take
-step_runner     its steps, run on its cache
-inner_requests  what of their inside is wanted, and how much that is
-outlet          where its outputs go
-waiting_room    what its messages take while they wait
-kv_cache        the byte budget that sessions lease from
-shared_prefix   prompts that begin alike, computed once
-prefix_cache    the pages of which these are made
+session_table  all sessions: opened, found, handed over
+session        one session: its messages in order, its place in a chain, where its outputs go
+step_runner    its steps, run on its cache
+kv_cache       memory that sessions lease, and that their messages take while they wait
+prefix_cache   pages of prompts that several sessions share
 """

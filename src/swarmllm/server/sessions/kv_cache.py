@@ -1,26 +1,50 @@
-"""The byte budget of KV caches: sessions lease their share before the first token, so that memory can't run out later.
+"""Memory that sessions lease before their first token, so that it can't run out later.
 
-Pure accounting, called from the event loop by `sessions/step_runner`; the tensors themselves live in `span/span_cache`,
-and grow in pages as they are used (`span/span_cache`).
+Pure accounting, called from the event loop; the tensors themselves live in `span/span_cache`, and grow in pages as
+they are used.
 
-A session leases all that its `max_length` may take when it is opened, not page by page as it grows. Paging would admit
-more sessions at a time, but `generate()` opens sessions no longer than its text can become, so there is little to gain;
-and its price is a refusal in the midst of an answer, which the client could only survive by computing the whole text
-anew on another server, just when all are full.
+`CacheBudget` is the number of bytes that all sessions share. A session leases everything that its `max_length` may
+take when it is opened (`SessionSize`), not page by page as it grows. Paging would admit more sessions at a time, but
+`generate()` opens sessions no longer than its text can become, so there is little to gain. Its price would be a
+refusal in the middle of an answer: the client would have to compute the whole text again on another server, when all
+are full.
 
-When memory runs out all the same, because others on the machine took it, the budget shrinks: what was leased then can't
-have been there. It grows again by what sessions give back that were opened since, and is whole while there are none, so
-a short lack is soon forgotten.
+If memory runs out all the same, because other programs took it, the budget shrinks: the memory leased then can't have
+been there. It grows again when sessions end that were opened since, and is whole while there are none, so a short lack
+is soon forgotten.
+
+`WaitingRoom` counts the messages of one session, from before they are decoded until they have been run. A session's
+lease covers its cache, and as much again as its inputs take; so inputs may wait for free. A step that takes more (a
+mask of four axes, for example) may still come alone, if the budget has as much left while it waits. All messages count
+as bytes of the session's client, also those from a previous server: the client asked for them.
 """
 
 from dataclasses import dataclass
 
-from swarmllm.errors import CacheFullError, SessionTooLargeError
+from swarmllm.errors import CacheFullError, ServerOverloadedError, SessionLengthExceededError, SessionTooLargeError
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.page_pool import PAGE_TOKENS
+from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
+from swarmllm.network.wire.protocol import Message
+from swarmllm.network.wire.tensor_codec import decompressed_bytes
+from swarmllm.server.peers.peer_limits import PeerLimits
 
 KEPT_SHARE = 0.75
 """Share that stays of what was leased when memory ran out. Assumed, as is the next."""
 LEAST_SHARE = 0.25
 """Share of the capacity that is always offered: else a server that lacked memory could never show that it has some."""
+
+INPUTS_FACTOR = 2
+"""Inputs may take this many times the hidden states of the session's whole length: clients may send wider types."""
+BESIDE_BYTES = 32
+"""Bytes of one position beside its hidden states: mask, position, token type and input id."""
+
+MAX_WAITING = 1024
+"""Messages of one session that may wait; a client that sends more without reading answers is refused."""
+MESSAGE_BYTES = 2048
+"""Bytes of any message: its header as Python objects."""
+NUMBER_BYTES = 40
+"""Bytes of a Python integer in a tuple."""
 
 
 @dataclass
@@ -98,3 +122,137 @@ class CacheLease:
         if self.num_lacks == self.budget.num_lacks:
             self.budget.lacking_bytes = max(0, self.budget.lacking_bytes - self.num_bytes)
         self.num_bytes, self.released = 0, True
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSize:
+    """What each row of the session's batch may have."""
+
+    max_length: int
+    """Positions of text."""
+    row_bytes: int
+    """Cache, and inputs that wait or outputs that are kept."""
+    row_waiting_bytes: int
+    """Inputs that may wait without being leased."""
+    source_length: int
+    """Positions of an encoder's outputs."""
+    position_bytes: int
+    """Hidden states of one position."""
+
+
+def session_size(
+    blocks: BlockSpan, header: OpenHeader, hidden_bytes_per_token: int, num_prefix: int = 0
+) -> SessionSize:
+    """The size of the session that a client asks for, behind a prefix of `num_prefix` positions.
+
+    Clients ask for more than the model has positions for: by default, and by doubling. Nobody leases what no step can
+    use, and the step that goes beyond is refused before it looks up a position that doesn't exist.
+
+    Raises:
+        SessionLengthExceededError: the model has no positions for any text.
+    """
+    max_length, num_blocks = header.max_length, header.end - header.start
+    if blocks.longest_text is not None:
+        max_length = min(max_length, blocks.longest_text - num_prefix)
+    if max_length < 1:
+        raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
+    cache_bytes_per_token = -(-blocks.cache_sizes.bytes_per_token * num_blocks // len(blocks.span))
+    source_bytes, cross_bytes = _source_bytes(blocks, header) if header.source_length else (0, 0)
+    cache_bytes = cache_bytes_per_token * (max_length + num_prefix) + blocks.cache_sizes.bytes_per_session
+    if blocks.pool is not None:  # whole pages, which have room for all blocks
+        cache_bytes = blocks.page_bytes * -(-(max_length + num_prefix) // PAGE_TOKENS)
+    row_bytes = cache_bytes + hidden_bytes_per_token * max_length
+    return SessionSize(
+        max_length=max_length,
+        row_bytes=row_bytes + source_bytes + cross_bytes,
+        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + source_bytes),
+        source_length=header.source_length,
+        position_bytes=hidden_bytes_per_token,
+    )
+
+
+def _source_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
+    """What the encoder's outputs take that come with the first step, and their keys and values in the blocks."""
+    num_blocks, kept = header.end - header.start, 2  # by the cache, and for a successor
+    source_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
+    cross_bytes = -(-blocks.cache_sizes.cross_bytes_per_token * num_blocks // len(blocks.span))
+    return header.source_length * source_bytes, header.source_length * cross_bytes
+
+
+def bytes_of(header: StepHeader | ReplayHeader, message: Message) -> int:
+    """Memory that a message takes until it has been run."""
+    num_numbers = len(header.batch_index or ())
+    if isinstance(header, StepHeader):
+        num_numbers += 4 * len(header.timings)
+    num_bytes = decompressed_bytes(message.header.get("tensors"), len(message.payload))
+    return MESSAGE_BYTES + NUMBER_BYTES * num_numbers + len(message.payload) + num_bytes
+
+
+class WaitingRoom:
+    """The messages of one session, whose client is known by its peer id."""
+
+    def __init__(self, budget: CacheBudget, limits: PeerLimits, peer_id: str) -> None:
+        self._extra = budget.lease(0)
+        self._limits, self._peer_id = limits, peer_id
+        self._waiting_bytes = self._running_bytes = self._num_waiting = 0
+        self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that wait, and of the one that runs."""
+        return self._waiting_bytes + self._running_bytes
+
+    def enter(self, num_bytes: int, num_free_bytes: int) -> None:
+        """Count a message of this many bytes, where `num_free_bytes` are free to wait.
+
+        The one that runs takes no place from those that wait: its answer may have gone out before it has ended.
+
+        Raises:
+            ServerOverloadedError: too much of this session or of this client waits already.
+            CacheFullError: it takes more than is free, and than the budget has left.
+        """
+        num_free_bytes += MESSAGE_BYTES * (self._num_waiting + 1)
+        waiting = self._waiting_bytes + num_bytes
+        if self._num_waiting >= MAX_WAITING or (self._num_waiting and waiting > num_free_bytes):
+            raise ServerOverloadedError("too many steps of this session are waiting")
+        if not self._limits.take_now(self._peer_id, num_bytes):
+            raise ServerOverloadedError("too many bytes of this client's steps and batches are waiting")
+        try:
+            extra = max(0, waiting - num_free_bytes) + max(0, self._running_bytes - num_free_bytes)
+            self._extra.resize(max(self._extra.num_bytes, extra))
+        except BaseException:
+            self._limits.give_back(self._peer_id, num_bytes)
+            raise
+        self._waiting_bytes = waiting
+        self._num_waiting += 1
+
+    def forget(self, num_bytes: int) -> None:
+        """Forget a message that was refused after all."""
+        if not self._closed:
+            self._waiting_bytes -= num_bytes
+            self._num_waiting -= 1
+            self._give_back(num_bytes)
+
+    def begin(self, num_bytes: int) -> None:
+        """Note that a message has its turn to run."""
+        self._waiting_bytes -= num_bytes
+        self._num_waiting -= 1
+        self._running_bytes = num_bytes
+
+    def end(self) -> None:
+        """Note that what had begun to run has been run."""
+        if not self._closed:
+            num_bytes, self._running_bytes = self._running_bytes, 0
+            self._give_back(num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._limits.give_back(self._peer_id, num_bytes)
+        if not self.num_bytes:
+            self._extra.resize(0)
+
+    def close(self) -> None:
+        """Give everything back, as nothing will be run any more; harmless when done twice."""
+        if not self._closed:
+            self._limits.give_back(self._peer_id, self.num_bytes)
+            self._extra.release()
+            self._closed = True

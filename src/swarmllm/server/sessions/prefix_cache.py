@@ -1,20 +1,37 @@
 """Pages of prompts that have been computed, for sessions that begin with the same inputs.
 
-A page holds the keys, values and outputs of `PAGE_TOKENS` positions, and is found by a hash of all inputs up to its
-last position (`sessions/shared_prefix`). The least recently used pages go when the budget is full. Only the device
-thread touches it. The tensors' contents are nothing to this module.
+A page holds the keys, values and outputs of `PAGE_TOKENS` positions. Its name is a cryptographic hash of all inputs up
+to its end, so two sessions share a page only if they began with the same inputs, bit for bit: inputs come from
+strangers, who must not be able to make two prompts look alike. `PrefixCache` finds pages by hash, and drops the least
+recently used ones when its budget is full.
+
+`SharedPrefix` is one session's way along its prompt. The hashed inputs and the content of the cache must agree: a
+session whose cache has seen anything else shares no more, until it begins anew. Pages are copied into the session's
+own buffers, as attention wants keys and values in one piece; if all sessions of a span are on pages of one pool
+(`span/page_pool`), pages are shared by reference. Used by `step_runner`; everything but `SharedPrefix.fits` runs in
+the device thread.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs, arithmetic
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.page_pool import SharedPage
+from swarmllm.models.span.span_cache import SpanCache
 
 PAGE_TOKENS = 64
 """Assumed: short enough for most system prompts to fill some, long enough for a page's bookkeeping to be nothing."""
+
+MIN_STEP_TOKENS = 17
+"""Shorter steps are tokens that are being generated, and no prompt. Session steps of up to 16 count as decoding."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,3 +100,114 @@ class PrefixCache:
         for digest in reversed(digests):
             if digest in self._pages:
                 self._pages.move_to_end(digest)
+
+
+class SharedPrefix:
+    """Finds and keeps pages for one session, from its first position on, until a step that isn't part of a prompt."""
+
+    def __init__(self, pages: PrefixCache, blocks: BlockSpan, span: Span) -> None:
+        self._pages, self._blocks, self._span = pages, blocks, span
+        self._axis = blocks.traits.batch_axis + 1
+        self._length = 0
+        """Positions that are hashed, in the cache and kept; -1 while a step is under way, and for good if it fails."""
+        self._end = 0
+        """Positions that are hashed, those of the step under way included."""
+        self._hashes: dict[str, Any] = {}
+        """The hash of all positions so far, by kind of input."""
+        self._new: list[tuple[int, bytes]] = []
+        """(end, digest) of the pages that the step in hand completes."""
+        self._arithmetic = 0
+        """How the blocks compute all of these positions: their frequencies may depend on a prompt's length."""
+        self._adapter = ""
+        """Name of the adapter that the pages are computed with, one of the server's; a client's own has no pages."""
+        self._tail: Tensor | None = None
+        """Outputs of the page that isn't complete yet."""
+        self.shares = False
+        """Whether what the session's last step computed may be shared; its runner says so."""
+
+    def fits(self, position: int, inputs: BlockInputs, cache: SpanCache) -> bool:
+        """Whether the step that begins at `position` goes on with the prompt, and says nothing unusual.
+
+        To be asked about each step that may change the cache, before it does.
+        """
+        length, self._length = self._length, -1  # no later step goes on with this one, unless `keep` is told of it
+        mask, end = inputs.attention_mask, position + inputs.seq_len
+        return (
+            (position == 0 or position == length == cache.position)
+            and inputs.batch_size == 1
+            and inputs.seq_len >= MIN_STEP_TOKENS
+            and (inputs.adapter is None or bool(inputs.adapter.name))
+            and inputs.token_type_ids is None
+            and inputs.dropout_seeds is None
+            and (position == 0 or self._arithmetic == arithmetic(inputs, position, self._blocks.traits))
+            and cache.is_pageable
+            # Exactly 1: some models count positions by adding up the mask, and would take a 2 for two of them.
+            and (mask is None or (mask.shape == (1, end) and bool((mask == 1).all())))
+            and (position == 0 or self._hashes.keys() == self._columns(inputs).keys())
+        )
+
+    def reuse(self, cache: SpanCache, position: int, inputs: BlockInputs) -> Tensor | None:
+        """Copy the pages that are known into the cache; returns the outputs of their positions, from `position` on."""
+        if position == 0:
+            self._hashes, self._tail = {}, None
+            self._arithmetic = arithmetic(inputs, position, self._blocks.traits)
+            self._adapter = "" if inputs.adapter is None else inputs.adapter.name
+        self._read(position, inputs)
+        found = self._pages.find([digest for _, digest in self._new])
+        outputs: list[Tensor] = []
+        for (end, _), page in zip(self._new, found, strict=False):
+            skipped = cache.length - (end - PAGE_TOKENS)  # the last step ended within this page
+            cache.append_page(page.keys_values, skipped)
+            outputs.append(page.outputs.narrow(self._axis, skipped, PAGE_TOKENS - skipped))
+        reused = torch.cat(outputs, dim=self._axis) if outputs else None
+        self._pages.num_reused_tokens += 0 if reused is None else reused.shape[self._axis]
+        return reused
+
+    def keep(self, cache: SpanCache, outputs: Tensor) -> None:
+        """Keep the new pages of the step whose `outputs` these are, and which is in the cache now."""
+        known = outputs if self._tail is None else torch.cat([self._tail, outputs], dim=self._axis)
+        first = self._end - known.shape[self._axis]
+        pages: list[tuple[bytes, Page]] = []
+        for end, digest in self._new:
+            if digest not in self._pages:
+                of_page = known.narrow(self._axis, end - PAGE_TOKENS - first, PAGE_TOKENS).clone()
+                pages.append((digest, Page(cache.page(end - PAGE_TOKENS, end), of_page)))
+        self._pages.keep(pages)
+        rest = self._end % PAGE_TOKENS
+        self._tail = known.narrow(self._axis, known.shape[self._axis] - rest, rest).clone() if rest else None
+        self._length = self._end
+
+    def _read(self, position: int, inputs: BlockInputs) -> None:
+        columns = self._columns(inputs)
+        end, start = position + inputs.seq_len, position
+        self._new = []
+        while position < end:
+            page_end = min(end, (position // PAGE_TOKENS + 1) * PAGE_TOKENS)
+            for kind, tensor in columns.items():
+                part = tensor[position - start : page_end - start]
+                # A last axis of 1 has stride 1 in every layout: torch calls some contiguous that it can't view so.
+                in_bytes = part.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+                self._hashes.setdefault(kind, hashlib.blake2b()).update(in_bytes)
+            position = page_end
+            if position % PAGE_TOKENS == 0:
+                self._new.append((position, self._digest()))
+        self._end = end
+
+    def _digest(self) -> bytes:
+        about = f"{self._span} {self._blocks.dtype} {self._adapter} {self._arithmetic}"
+        digest = hashlib.blake2b(about.encode())
+        for kind in sorted(self._hashes):
+            digest.update(f" {kind} ".encode() + self._hashes[kind].digest())
+        return digest.digest()
+
+    def _columns(self, inputs: BlockInputs) -> dict[str, Tensor]:
+        """What the blocks read, by kind, positions first: how a prompt is cut into steps makes no difference."""
+        axes = {"hidden_states": self._axis, "position_ids": -1, "input_ids": 1, "inputs_embeds": 1}
+        axes |= {"per_layer_inputs": 1, "deepstack": 1, "deepstack_mask": 1, "deepstack_at": 0}
+        columns = {}
+        for name, axis in axes.items():
+            tensor: Tensor | None = getattr(inputs, name)
+            if tensor is not None:
+                column = tensor.movedim(axis, 0)
+                columns[f"{name} {column.dtype} {tuple(column.shape[1:])}"] = column
+        return columns

@@ -1,15 +1,15 @@
-"""The life of a session: one client's text on this server, and its place in the chain of servers.
+"""A session on this server: one client's text, and this server's place in the chain of servers.
 
 A session is owned by the stream on which it was opened and lives as long as that stream. Its steps arrive in order,
-from the owner or from the predecessor's link, `step_runner` computes them, and its outputs go to the successor's link,
-or to the owner when there is none (`outlet`).
+from the owner or from the previous server, `step_runner` computes them, and its outputs go to the next server by a
+link, or to the owner if there is no link (`Outlet`).
 
     event                       what happens
     STEP of a failed epoch      dropped: the client repairs, and sends it again with a newer epoch
     STEP, position ≤ length     the cache is rolled back to it, then the step runs
     STEP, position > length     SessionLostError: something is missing, the client replays
     a step fails                the owner is told; the epoch has failed
-    the successor is lost       the owner is told; the epoch has failed; outputs go to the owner until LINK
+    the next server is lost     the owner is told; the epoch has failed; outputs go to the owner until LINK
     the owner's stream ends     the session ends, its lease is free again
 """
 
@@ -18,22 +18,87 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import BlocksNotServedError, PeerError, PeerTimeoutError, SessionLostError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire.compression import Outgoing, as_received
+from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.network.wire.compression import Outgoing, as_received, compressed
 from swarmllm.network.wire.messages import ReplayHeader, ResultHeader, StepHeader, Successor, Timings
 from swarmllm.network.wire.protocol import FrameStream, MessageType, send_error
-from swarmllm.server.device.calls import Timed
+from swarmllm.network.wire.tensor_codec import encode_tensors
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
-from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.outlet import Outlet
+from swarmllm.server.device.device_thread import Timed
+from swarmllm.server.peers.links import Link, Links
+from swarmllm.server.sessions.kv_cache import WaitingRoom
 from swarmllm.server.sessions.step_runner import Step, StepRunner
-from swarmllm.server.sessions.waiting_room import WaitingRoom
 
 LINK_TIMEOUT_S = 8.0
 """Seconds to dial a successor and attach to it; less than the 10 s that clients wait, so they hear who was to blame."""
 REPLAY_CHUNK_TOKENS = 256
 """Tokens of one replayed step: bounds the messages, and lets several new servers work in a pipeline."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Outlet:
+    """One way for outputs; a session that is linked anew gets another."""
+
+    owner: FrameStream
+    """The client, who gets the outputs when there is no link: it relays them, or has what it wants."""
+    end: int
+    """The block behind those of this session."""
+    compression: str
+    """How hidden states are sent, as in ServerConfig."""
+    link: Link | None = None
+    session: str = ""
+    """Id of the session over there."""
+
+    async def compressed(self, header: StepHeader, outputs: BlockInputs, *, exactly: bool = False) -> Outgoing:
+        """What a step sends; `exactly`: as these outputs are, because they have been sent before."""
+        if header.position:  # the next server has the source since the begin
+            outputs = outputs.without_source()
+        tensors = outputs.tensors()
+        if header.ones_mask:
+            tensors.pop("attention_mask", None)
+        stream = self.owner if self.link is None else self.link.stream
+        return await compressed(tensors, stream, self.compression, exactly=exactly)
+
+    async def send(self, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int) -> None:
+        """Send the outputs of the step of that header.
+
+        Raises:
+            PeerError: the stream to the next server, or to the client, broke.
+        """
+        if self.link is None:
+            descriptors, chunks = encode_tensors({"hidden_states": outgoing["hidden_states"]})
+            result = ResultHeader(id=header.id, end=self.end, position=header.position, timings=timings)
+            await self.owner.send(MessageType.RESULT, result.model_dump() | {"tensors": descriptors}, chunks)
+            return
+        descriptors, chunks = encode_tensors(outgoing)
+        changed = {"session": self.session, "timings": timings, "replay_hops": replay_hops, "tensors": descriptors}
+        await self.link.send(MessageType.STEP, header.model_dump() | changed, chunks)
+
+    async def show(self, header: StepHeader, inner: InnerStates, span: Span) -> None:
+        """Send the owner what it wants to see of the inside of the step of that header.
+
+        Raises:
+            PeerError: its stream broke.
+            ConfigurationError: it can't be sent.
+        """
+        blocks, attentions, tensors = inner.as_answer(span)
+        descriptors, chunks = encode_tensors(tensors)
+        shown = ResultHeader(
+            id=header.id, end=self.end, position=header.position, shows=True, blocks=blocks, attentions=attentions
+        )
+        await self.owner.send(MessageType.RESULT, shown.model_dump() | {"tensors": descriptors}, chunks)
+
+    def unlinked(self) -> "Outlet":
+        """The way to the owner."""
+        return replace(self, link=None, session="")
+
+    def forget(self) -> None:
+        """Send nothing more this way."""
+        if self.link is not None:
+            self.link.forget(self.session)
 
 
 @dataclass(frozen=True, slots=True)

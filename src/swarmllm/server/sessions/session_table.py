@@ -15,15 +15,12 @@ from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import FrameStream
-from swarmllm.server.device.executor import Executor
+from swarmllm.server.device.device_thread import Executor
 from swarmllm.server.peers.peer_limits import PeerLimits
-from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.outlet import Outlet
+from swarmllm.server.sessions.kv_cache import CacheBudget, WaitingRoom, session_size
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session import Session
-from swarmllm.server.sessions.session_size import session_size
+from swarmllm.server.sessions.session import Outlet, Session
 from swarmllm.server.sessions.step_runner import StepRunner
-from swarmllm.server.sessions.waiting_room import WaitingRoom
 
 MAX_SESSIONS_PER_PEER = 256
 NO_SUCH_SESSION = "this server has no such session (any more)"

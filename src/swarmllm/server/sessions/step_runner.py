@@ -1,6 +1,8 @@
-"""The steps of one session as blocks and cache see them: checked, run, and what they computed kept for others.
+"""The steps of one session as blocks and cache see them: checked, run, and their results kept for others.
 
-Used by `session`, which takes the steps in and passes the outputs on; knows neither streams nor links.
+Used by `session`, which takes steps in and passes outputs on; knows neither streams nor links. `wanted_inner` counts
+the hidden states and attention weights between blocks that clients want to see, for steps and for requests without a
+session.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
     CacheFullError,
+    ConfigurationError,
     CorruptActivationsError,
     RemoteProtocolError,
     ServerOutOfMemoryError,
@@ -21,26 +24,54 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
-from swarmllm.models.boundary.inner_states import InnerStates, plausible
+from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates, plausible
+from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
-from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, StepHeader
-from swarmllm.server.device.calls import Timed
+from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
-from swarmllm.server.device.executor import Executor
-from swarmllm.server.device.fairness import HOUSE, Account
-from swarmllm.server.device.scheduler import Priority
-from swarmllm.server.sessions.inner_requests import INNER_FACTOR, wanted_inner
-from swarmllm.server.sessions.kv_cache import CacheLease
-from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_size import SessionSize
-from swarmllm.server.sessions.shared_prefix import SharedPrefix
+from swarmllm.server.device.device_thread import Executor, Timed
+from swarmllm.server.device.scheduler import HOUSE, Account, Priority
+from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
+from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
+
+INNER_FACTOR = 2
+"""What is wanted is there twice: as it was found, and as one tensor to be sent."""
 
 DECODE_TOKENS = 16
 """Steps of at most this many positions count as decoding: somebody waits for the next token (speculation sends a
 few)."""
+
+
+def wanted_inner(
+    header: StepHeader | BatchHeader, span: Span, blocks: BlockSpan, position_bytes: int
+) -> tuple[InnerStates | None, int]:
+    """What is wanted of these blocks, and the bytes that it takes; None and 0: nothing.
+
+    `position_bytes` are those of one position's hidden states.
+
+    Raises:
+        ConfigurationError: it is more than one answer may bring.
+    """
+    wanted = header.inner
+    if wanted is None:
+        return None, 0
+    num_heads = int(getattr(text_config(blocks.stack.config), "num_attention_heads", None) or 1)
+    inner = InnerStates(wanted.outputs, attentions=wanted.attentions, num_heads=num_heads)
+    if not inner.wants(span):
+        return None, 0
+    past = header.position if isinstance(header, StepHeader) else 0
+    num_bytes = inner.num_bytes(span, header.batch_size, header.seq_len, past, position_bytes)
+    if num_bytes > MAX_ANSWER_BYTES:
+        what = "attention weights" if wanted.attentions else "hidden states"
+        raise ConfigurationError(
+            f"{what} of {num_bytes >> 20} MB in blocks {span} are more than the {MAX_ANSWER_BYTES >> 20} MB that a "
+            "server answers at once: ask for a shorter text or fewer rows"
+        )
+    return inner, num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from swarmllm.network.wire.compression import THREAD_BYTES
 from swarmllm.network.wire.frames import Message
 from swarmllm.network.wire.messages import AdapterHeader, BatchHeader, StepHeader
 from swarmllm.network.wire.tensor_codec import decode_tensors, decompressed_bytes
-from swarmllm.server.batches.pushes import Pushed
+from swarmllm.server.peers.pushes import Pushed
 
 T = TypeVar("T")
 

@@ -1,0 +1,208 @@
+"""Adapters that requests may name: those that this server offers to all clients, and those that clients have sent.
+
+`ServedAdapters` (`--adapters`) are read, checked against the blocks, and kept up to date. A request that has begun
+keeps its adapter, whatever happens to the file. `AdapterStore` holds uploaded adapters by peer and handle; it is
+bounded, and drops the least recently used ones. A client sends one again when it is told that it isn't here (any
+more).
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swarmllm.errors import (
+    BlocksNotServedError,
+    ConfigurationError,
+    RemoteProtocolError,
+    ServerOverloadedError,
+    SwarmError,
+    WeightsMismatchError,
+)
+from swarmllm.files import user_path
+from swarmllm.models.adapters.adapter_files import CONFIG, PICKLE, WEIGHTS, open_adapter
+from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
+from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.server.device.device import ADAPTERS_BYTES
+from swarmllm.server.downloads import in_background
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES_PER_PEER = 256 << 20
+"""At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
+
+MAX_ADAPTERS = 32
+"""Adapters of one server; their names have to fit into its record."""
+
+MAX_NAME_LENGTH = 128
+MAX_NAMES_BYTES = 3 << 10
+"""Bytes of all names together."""
+
+Stamp = tuple[tuple[int, int], ...]
+"""When a directory's files were changed, and how large they are."""
+
+
+class AdapterStore:
+    """What was uploaded for the blocks that are served now."""
+
+    def __init__(self, max_bytes: int = ADAPTERS_BYTES) -> None:
+        """`max_bytes` of all peers together: a share of the memory (`CacheRoom`)."""
+        self._max_bytes = max_bytes
+        self._max_bytes_per_peer = min(MAX_BYTES_PER_PEER, self._max_bytes // 2)
+        self._adapters: OrderedDict[tuple[str, int], tuple[BlockAdapter, int]] = OrderedDict()
+
+    def put(self, peer_id: str, handle: int, adapter: BlockAdapter) -> None:
+        """Keep it, in place of older ones if need be.
+
+        Raises:
+            ServerOverloadedError: it alone is larger than one peer may have.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in adapter.tensors())
+        most = self._max_bytes_per_peer
+        if num_bytes > most:
+            raise ServerOverloadedError(f"one client's adapters may take {most} bytes on this server")
+        self._adapters.pop((peer_id, handle), None)
+        self._make_room(num_bytes, most, peer_id)
+        self._make_room(num_bytes, self._max_bytes, None)
+        self._adapters[peer_id, handle] = adapter, num_bytes
+
+    def get(self, peer_id: str, handle: int | None) -> BlockAdapter | None:
+        """The adapter that a request names.
+
+        Raises:
+            BlocksNotServedError: it isn't here.
+        """
+        if handle is None:
+            return None
+        if (peer_id, handle) not in self._adapters:
+            raise BlocksNotServedError("this server doesn't have that adapter (any more): send it again")
+        self._adapters.move_to_end((peer_id, handle))
+        return self._adapters[peer_id, handle][0]
+
+    def _make_room(self, num_bytes: int, limit: int, peer_id: str | None) -> None:
+        known = [(key, size) for key, (_, size) in self._adapters.items() if peer_id in (None, key[0])]
+        total = num_bytes + sum(size for _, size in known)
+        for key, size in known:
+            if total <= limit:
+                return
+            del self._adapters[key]
+            total -= size
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One source as it was read last."""
+
+    stamp: Stamp
+    adapter: BlockAdapter | None
+    """None: it has never been usable."""
+
+
+class ServedAdapters:
+    """The adapters on offer; a directory's adapter gets a new name when it changes."""
+
+    def __init__(
+        self, sources: Sequence[str], checkpoint: Checkpoint, *, token: str | None, cache_dir: str | None
+    ) -> None:
+        self._sources = sources
+        self._checkpoint = checkpoint
+        self._token, self._cache_dir = token, cache_dir
+        self._offers: Mapping[str, _Offer] = {}  # by source; replaced as a whole
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is offered now."""
+        return tuple(sorted(adapter.name for adapter in _adapters(self._offers).values()))
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything can change: what comes from the hub stays as it was at the start."""
+        return any(user_path(source).is_dir() for source in self._sources)
+
+    def get(self, name: str) -> BlockAdapter:
+        """The adapter that a request names.
+
+        Raises:
+            BlocksNotServedError: it isn't offered (any more).
+        """
+        for adapter in _adapters(self._offers).values():
+            if adapter.name == name:
+                return adapter
+        raise BlocksNotServedError(f"this server doesn't offer the adapter {name} (any more)")
+
+    def load(self, blocks: BlockSpan) -> None:
+        """Read all adapters anew, for these blocks.
+
+        Raises:
+            SwarmError: one of them can't be offered; the message says which.
+        """
+        offers: dict[str, _Offer] = {}
+        for source in self._found():
+            stamp = _stamp(source)
+            offers[source] = _Offer(stamp, self._read(source, blocks, offers))
+        self._offers = offers
+
+    async def refresh(self, blocks: BlockSpan) -> bool:
+        """Look into the directories again; whether anything has changed.
+
+        An adapter that can't be read (any more) stays as it was, and the log says why: perhaps it is half written.
+        """
+        before = self.names
+        known = dict(self._offers)
+        self._offers = await in_background(lambda: self._looked_at_again(known, blocks))
+        return self.names != before
+
+    def _looked_at_again(self, offers: dict[str, _Offer], blocks: BlockSpan) -> dict[str, _Offer]:
+        found = list(self._found())
+        for source in offers.keys() - set(found):
+            logger.info("the adapter %s is gone, and no longer offered", source)
+            del offers[source]
+        for source in found:
+            stamp, known = _stamp(source), offers.get(source)
+            if known is not None and known.stamp == stamp:
+                continue
+            offers[source] = _Offer(stamp, None if known is None else known.adapter)
+            try:
+                offers[source] = _Offer(stamp, self._read(source, blocks, offers))
+            except SwarmError as error:
+                logger.warning("%s", error)
+        return offers
+
+    def _read(self, source: str, blocks: BlockSpan, offers: Mapping[str, _Offer]) -> BlockAdapter:
+        stored = open_adapter(source, self._checkpoint, token=self._token, cache_dir=self._cache_dir)
+        patches, values = stored.values(blocks.span)
+        try:
+            adapter = replace(checked(patches, values.to(blocks.device), blocks.slots), name=stored.name)
+        except RemoteProtocolError as error:
+            raise WeightsMismatchError(f"the adapter {source} doesn't fit {self._checkpoint.name}: {error}") from None
+        others = [other for key, other in _adapters(offers).items() if key != source]
+        plain_name = stored.name.rpartition("@")[0]
+        if plain_name in (other.name.rpartition("@")[0] for other in others):
+            raise ConfigurationError(f"two adapters are called {plain_name}: rename one")
+        if len(others) >= MAX_ADAPTERS:
+            raise ConfigurationError(f"a server can offer {MAX_ADAPTERS} adapters, so it can't offer {source}")
+        names = [*(other.name for other in others), stored.name]
+        if len(stored.name) > MAX_NAME_LENGTH or sum(len(name.encode()) for name in names) > MAX_NAMES_BYTES:
+            raise ConfigurationError(f"the adapter {source} can't be announced: names are too long, so shorten its own")
+        logger.info("offers the adapter %s, which changes %d modules of these blocks", stored.name, len(patches))
+        return adapter
+
+    def _found(self) -> Iterator[str]:
+        """The sources, and in place of a directory of adapters what is in it."""
+        for source in self._sources:
+            directory = user_path(source)
+            if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):
+                yield source
+            else:
+                yield from sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}"))
+
+
+def _adapters(offers: Mapping[str, _Offer]) -> dict[str, BlockAdapter]:
+    return {source: offer.adapter for source, offer in offers.items() if offer.adapter is not None}
+
+
+def _stamp(source: str) -> Stamp:
+    files = [user_path(source) / name for name in (CONFIG, WEIGHTS)]
+    stats = [file.stat() for file in files if file.is_file()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

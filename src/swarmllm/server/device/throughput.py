@@ -1,0 +1,311 @@
+"""Measure how fast this server's blocks are, once after loading, for the announcement.
+
+Called by `span_loader` in the device thread, at each start: the same blocks are faster or slower on another machine,
+or beside other programs. A rough estimate is enough: routing and placement only need the ratios between servers. The
+figures that matter most are measured first; when time is up, the rest is left out. Measured as well: the fastest of
+the right ways to compute steps of several sessions (`span/packing` lists them), on decode steps of some of the blocks.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.free_memory import return_free_memory
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
+from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import random_inputs
+from swarmllm.server.device.device_thread import DecodeTimes
+
+logger = logging.getLogger(__name__)
+
+PACKING_CONTEXTS = (20, 120, 8, 60)
+"""Tokens in the caches of this many sessions."""
+PACKING_STEPS_S = 0.05
+"""Time of a step of each, one by one: as many blocks take part, one at least. Assumed."""
+PACKING_BUDGET_S = 0.3
+"""Seconds after which no round begins."""
+PACKING_ROUNDS = 3
+"""Rounds, of which the fastest counts: what disturbs a measurement only ever makes it slower."""
+WORTH_A_CHANGE = 0.9
+"""Share of the time: a way that usually is slower must be this much faster."""
+
+FORWARD_TOKENS = 128
+REPEATS = 3
+BATCH = 8
+PART_S = 0.1
+"""Time of a forward over those blocks that are measured, in place of all: one at least. Assumed, with the two below, so
+that a server starts a second or two later at most, however many blocks it has, unless one of them takes longer."""
+BUDGET_S = 1.0
+"""Seconds after which nobody begins another measurement."""
+SLOW_S = 0.25
+"""Seconds from which on something is measured only twice: warming up makes no difference there."""
+CONTEXT_TOKENS = 1024
+CONTEXT_BUDGET_S = 0.4
+"""Seconds for filling the cache; where blocks are slower than that, a shorter context must do."""
+WORTH_A_THREAD = 0.9
+"""More threads must be this much faster: they take the cores from somebody else, and oversubscribed cores are 5 to 20
+times slower (measured with two servers on two cores)."""
+PREFILL_SHARE = 0.3
+"""Share of the time of one session's decode step, for the prompt's tokens that are computed beside it. Measured with 4
+sessions, hidden 512, 2 servers: with 8 tokens the 95th percentile of their time between tokens grows 1.5- to 1.7-fold
+beside a prompt of 2000; with 13 to 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.2. With half of the time it was 8 tokens
+on one machine and 13 on another."""
+MIN_PREFILL_TOKENS = 8
+"""Fewer take as long on every CPU."""
+PIECES = (64, 256, 1024)
+"""Tokens of prompts whose forwards are measured on devices that compute beside the thread that asks them to."""
+COMPUTING = 2.0
+"""A forward of four times as many tokens takes at least so many times as long, if it isn't the asking that takes the
+time. Assumed: halfway between 1 and 4."""
+
+
+def first_blocks(blocks: BlockSpan, num_blocks: int) -> Span:
+    """The first of the blocks, at least one; some more than `num_blocks` where the model can't be cut there."""
+    end = min(blocks.span.start + max(1, num_blocks), blocks.span.end)
+    while end in blocks.traits.forbidden_cuts:
+        end += 1
+    return Span(blocks.span.start, end)
+
+
+def seconds(blocks: BlockSpan, run: Callable[[], object]) -> float:
+    """Seconds until the device of `blocks` has done what `run` asks of it."""
+    started = time.perf_counter()
+    run()
+    if blocks.device.type != "cpu":
+        torch.accelerator.synchronize(blocks.device)  # until here it has only been asked
+    return time.perf_counter() - started
+
+
+def choose_packing(
+    ways: Sequence[Packing], measure: Callable[[Packing], float], now: Callable[[], float] = time.perf_counter
+) -> Packing:
+    """The fastest of `ways`, the usually best first, by what `measure` gives for each of them, in seconds."""
+    deadline = now() + PACKING_BUDGET_S
+    least = dict.fromkeys(ways, float("inf"))
+    for _ in range(PACKING_ROUNDS):
+        least = {way: min(before, measure(way)) for way, before in least.items()}
+        if now() > deadline:
+            break
+    best = ways[0]
+    for way in ways[1:]:
+        if least[way] < WORTH_A_CHANGE * least[best]:
+            best = way
+    return best
+
+
+@torch.inference_mode()
+def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
+    """The fastest of the ways that are right for the packer's blocks."""
+    blocks, ways = packer.blocks, packer.ways
+    most_steps = PACKING_ROUNDS * len(ways)  # of one session
+    longest = (
+        int(min(blocks.max_positions or max(PACKING_CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
+    )
+    if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # whose steps are recorded for all blocks only
+        return ways[0]
+    part = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
+    calls = []
+    for context in PACKING_CONTEXTS:
+        cache = blocks.new_cache(part)
+        blocks.forward(random_inputs(blocks, min(context, longest)), part, cache)
+        calls.append(SessionCall(random_inputs(blocks, 1), part, cache))
+    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run, calls, way)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Speed through the whole span."""
+
+    forward_tokens_per_s: float
+    decode_ms_per_block: float
+    decode_ms_per_block_batch8: float = 0.0
+    """0 = not measured, here and below."""
+    piece_ms_per_block: Mapping[int, float] = field(default_factory=dict)
+    """A prompt's forward, by its tokens: those of `PIECES` that were measured."""
+    context_ms_per_block_per_1k: float = 0.0
+    num_threads: int = 0
+    """The number of threads that was best; 0 = not chosen by measurement."""
+
+
+def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
+    """Measure, and set how `packer` runs several sessions; with `choose_threads` also the number of threads."""
+    blocks, began_at = packer.blocks, time.perf_counter()
+    with torch.inference_mode():
+        measured = _measure(packer, choose_threads=choose_threads and blocks.device.type == "cpu")
+        way = measure_packing(packer, measured.decode_ms_per_block)
+    packer.use(way)
+    took_s = time.perf_counter() - began_at
+    logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
+    return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
+    return measured
+
+
+def decode_times(throughput: Throughput) -> DecodeTimes:
+    """With which real steps are compared."""
+    return DecodeTimes(
+        throughput.decode_ms_per_block,
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+    )
+
+
+def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
+    """Tokens which such a server computes in batches in the time of one session's decode step."""
+    return round(throughput.decode_ms_per_block * num_blocks / 1e3 * throughput.forward_tokens_per_s)
+
+
+def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int:
+    """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps.
+
+    They take a share of a step's time, but are never so few that asking for the forward takes longer than computing it:
+    more pieces would only make everybody wait more often.
+    """
+    piece_ms = throughput.piece_ms_per_block
+    in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
+    in_time = max((tokens for tokens, ms in piece_ms.items() if ms <= in_time_ms), default=0)
+    share = round(PREFILL_SHARE * doubling_tokens(throughput, num_blocks))
+    return max(MIN_PREFILL_TOKENS, share, in_time, least_worth_asking_for(piece_ms))
+
+
+def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
+    """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
+    sizes = sorted(piece_ms)
+    for size, larger in pairwise(sizes):
+        if piece_ms[larger] >= COMPUTING * piece_ms[size]:
+            return size
+    return sizes[-1] if len(sizes) > 1 else 0
+
+
+def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
+    deadline, blocks = time.perf_counter() + BUDGET_S, packer.blocks
+    logger.info("measuring how fast blocks %s are here", blocks.span)
+    most = torch.get_num_threads()
+    if choose_threads:
+        torch.set_num_threads(1)  # begin with what is never slow beyond measure
+    measured = _Part(packer)
+    decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
+    num_threads = 0
+    if choose_threads:
+        num_threads = 1
+        for candidate in sorted({max(2, most // 2), most} - {1}):
+            if candidate > most or time.perf_counter() > deadline:
+                break
+            torch.set_num_threads(candidate)
+            with_more = measured.decode_s(), measured.forward_s()
+            if with_more[0] * with_more[1] < WORTH_A_THREAD * decode_s * forward_s:
+                num_threads, (decode_s, forward_s) = candidate, with_more
+        torch.set_num_threads(num_threads)
+    batch8_s = context_s = 0.0
+    if blocks.keeps_cache and time.perf_counter() < deadline:
+        batch8_s = measured.decode_s(BATCH)
+    if blocks.keeps_cache and time.perf_counter() < deadline:
+        context_s = measured.context_s_per_1k(decode_s, forward_s)
+    num_measured = len(measured.part)
+    pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
+    # On a device a batch of `FORWARD_TOKENS` may take as long as asking for it.
+    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
+    return Throughput(
+        forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
+        decode_ms_per_block=decode_s * 1e3 / num_measured,
+        decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
+        context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
+        piece_ms_per_block={tokens: piece_s * 1e3 / num_measured for tokens, piece_s in pieces_s.items()},
+        num_threads=num_threads,
+    )
+
+
+class _Part:
+    """Those of the blocks that are measured."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._packer, self._blocks = packer, packer.blocks
+        blocks = self._blocks
+        self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
+        self.forward_tokens = min(FORWARD_TOKENS, self._positions)
+        first = self.part = first_blocks(blocks, 1)
+        first_s = self.forward_s()
+        self.part = first_blocks(blocks, int(PART_S / first_s * len(first)))
+        self.chosen_s = first_s if self.part == first else None
+        """Seconds of a batch through them, if it showed that there can't be more: large blocks take a second each."""
+
+    def forward_s(self) -> float:
+        """Seconds of a batch of one row."""
+        return self._batch_s(self.forward_tokens)
+
+    def pieces_s(self, deadline: float) -> dict[int, float]:
+        """Seconds of batches of those `PIECES` that fit into the model's positions and the time."""
+        found: dict[int, float] = {}
+        for num_tokens in PIECES:
+            if num_tokens <= self._positions and time.perf_counter() < deadline:
+                found[num_tokens] = self._batch_s(num_tokens)
+        return found
+
+    def _batch_s(self, num_tokens: int) -> float:
+        batch = random_inputs(self._blocks, num_tokens)
+        return self._median_s(lambda: self._blocks.forward(batch, self.part))
+
+    def decode_s(self, num_rows: int = 1) -> float:
+        """Seconds of a step of one new position in each row."""
+        token = random_inputs(self._blocks, 1, num_rows)
+        cache = self._new_cache()
+
+        def decode() -> None:
+            nonlocal cache
+            if cache is not None and cache.position >= self._positions:
+                cache = self._new_cache()
+            self._step(token, cache)
+
+        return self._median_s(decode)
+
+    def context_s_per_1k(self, decode_s: float, forward_s: float) -> float:
+        """Seconds that 1000 positions in the cache add to a step; 0 = not measured."""
+        room = self._positions - REPEATS - 1  # the steps that follow need some
+        num_tokens = int(min(CONTEXT_TOKENS, room, self.forward_tokens * CONTEXT_BUDGET_S / forward_s))
+        if num_tokens < FORWARD_TOKENS:
+            return 0.0
+        cache, token = self._new_cache(), random_inputs(self._blocks, 1)
+        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
+        added_s = self._median_s(lambda: self._step(token, cache)) - decode_s
+        return max(0.0, added_s) * 1000 / num_tokens
+
+    def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
+        """A decode step, as the server will run it."""
+        if cache is not None and self._packer.way == Packing.PAGED:
+            self._packer.forward.run([SessionCall(token, self.part, cache)], Packing.PAGED)
+        else:
+            self._blocks.forward(token, self.part, cache)
+
+    def _new_cache(self) -> SpanCache | None:
+        return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None
+
+    def _median_s(self, run: Callable[[], object]) -> float:
+        first_s = seconds(self._blocks, run)
+        if first_s > SLOW_S:
+            # On a busy machine a stall of the first run would make the server look slow for as long as it serves.
+            return min(first_s, seconds(self._blocks, run))
+        return statistics.median(seconds(self._blocks, run) for _ in range(REPEATS))
+
+
+def _in_words(throughput: Throughput) -> str:
+    """The figures but those that were not measured, for lack of time or of a cache."""
+    batch8, context, threads = (
+        throughput.decode_ms_per_block_batch8,
+        throughput.context_ms_per_block_per_1k,
+        throughput.num_threads,
+    )
+    return (
+        f"{throughput.forward_tokens_per_s:.0f} tokens/s in batches; a decode step takes "
+        f"{throughput.decode_ms_per_block:.2f} ms per block"
+        + (f", {batch8:.2f} for {BATCH} rows" if batch8 else "")
+        + (f", {context:.3f} more per 1000 tokens of context" if context else "")
+        + (f", with {threads} thread{'s' if threads > 1 else ''}" if threads else "")
+    )

@@ -1,0 +1,168 @@
+"""FORWARD and BACKWARD: requests of clients without a session. Called by `connection`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, ServerOverloadedError
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.inner_states import InnerStates, plausible
+from swarmllm.network.wire.compression import Outgoing, compressed
+from swarmllm.network.wire.messages import BatchHeader, ResultHeader, parse
+from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
+from swarmllm.server.device.forward_backward import Batch, Turns, forward, gradients, record
+from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.peers.links import Links
+from swarmllm.server.peers.pushes import push
+from swarmllm.server.sessions.step_runner import INNER_FACTOR, wanted_inner
+from swarmllm.server.streams.input_checks import NOTHING, off_loop
+from swarmllm.server.streams.serving import Serving, StackPart
+
+
+async def run_batch(
+    serving: Serving, links: Links, compression: str, stream: FrameStream, message: Message
+) -> tuple[ResultHeader, Outgoing]:
+    """FORWARD: the outputs. BACKWARD: the gradients of the inputs, from a kept forward or from the inputs alone.
+
+    `compression` holds for clients that leave it to the server.
+
+    Raises:
+        SwarmError: as one sentence for the client.
+    """
+    header = parse(BatchHeader, message.header, None)
+    compression = compression if header.compression == "auto" else header.compression
+    request = _BatchRequest(serving, links, compression, stream, message, header)
+    span, adapter = request.checked()
+    if header.source is None:
+        return await request.run(span, adapter, NOTHING)
+    async with serving.pushes.taken(header.source, stream.peer_id) as pushed:
+        serving.check_stays()
+        read = partial(request.part.inputs.read_pushed, header, request.passed_on, pushed, header.source.peer_id)
+        return await request.run(span, adapter, await off_loop(read, pushed.message))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _BatchRequest:
+    serving: Serving
+    links: Links
+    compression: str
+    stream: FrameStream
+    message: Message
+    header: BatchHeader
+
+    @property
+    def part(self) -> StackPart:
+        """The server's blocks of the stack that is asked for."""
+        return self.serving.parts.of(self.header.start, self.header.end)
+
+    @property
+    def passed_on(self) -> str:
+        """What goes from server to server, in the direction of this request."""
+        return "hidden_states" if self.message.type == MessageType.FORWARD else "grad_outputs"
+
+    def checked(self) -> tuple[Span, BlockAdapter | None]:
+        """The blocks that are asked for, and the adapter.
+
+        Raises:
+            SwarmError: this server doesn't have them, or the batch is too large for it.
+        """
+        header, serving = self.header, self.serving
+        span = serving.check_span(header.start, header.end)
+        adapter = serving.adapter_of(header, self.stream.peer_id)
+        num_prefix = 0 if adapter is None else adapter.num_prefix
+        num_tokens = header.batch_size * (header.seq_len + num_prefix)
+        if num_tokens > serving.max_batch_tokens:
+            raise ServerOverloadedError(
+                f"a batch of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
+            )
+        self.part.inputs.check_length(header.seq_len + num_prefix)
+        return span, adapter
+
+    async def run(
+        self, span: Span, adapter: BlockAdapter | None, pushed: Mapping[str, Tensor]
+    ) -> tuple[ResultHeader, Outgoing]:
+        """Compute, pass on what a next server waits for, and answer with what the client shall have."""
+        header, serving = self.header, self.serving
+        inner, num_bytes = wanted_inner(header, span, self.part.blocks, self.part.inputs.hidden_bytes)
+        if inner is None:
+            return await self._run(span, adapter, pushed)
+        if header.keep or self.message.type != MessageType.FORWARD:
+            raise RemoteProtocolError("what passes between blocks is answered to FORWARD without keep alone")
+        num_bytes *= INNER_FACTOR
+        if not serving.limits.take_now(self.stream.peer_id, num_bytes):
+            raise ServerOverloadedError("too much of this client's batches is to be answered here at once")
+        try:
+            answer, tensors = await self._run(span, adapter, pushed, inner)
+            blocks, attentions, shown = inner.as_answer(span)
+            return answer.model_copy(update={"blocks": blocks, "attentions": attentions}), {**tensors, **shown}
+        finally:
+            serving.limits.give_back(self.stream.peer_id, num_bytes)
+
+    async def _run(
+        self,
+        span: Span,
+        adapter: BlockAdapter | None,
+        pushed: Mapping[str, Tensor],
+        inner: InnerStates | None = None,
+    ) -> tuple[ResultHeader, Outgoing]:
+        header, serving = self.header, self.serving
+        turns = await self._turns(span, adapter, pushed, inner)
+        account = serving.limits.standing.account(self.stream.peer_id)
+        timed = await serving.executor.run_in_turns(turns, Priority.BATCH, account)
+        kept, result = timed.value
+        if kept is not None:
+            serving.batches.put(self.stream.peer_id, header.id, kept)
+        sent = None
+        if header.target is not None:
+            tensor = result["hidden_states"]
+            sent = await push(self.links, header.target, self.passed_on, tensor, self.compression)
+        if sent is not None:  # the client shall have what its target has
+            others = {name: tensor for name, tensor in result.items() if name != "hidden_states"}
+            result = others if header.without_pushed else others | {"hidden_states": sent}
+        timings = ((span.start, timed.queue_us, timed.compute_us),)
+        answer = ResultHeader(id=header.id, end=span.end, timings=timings, pushed=sent is not None)
+        return answer, await compressed(result, self.stream, self.compression, exactly=sent is not None)
+
+    async def _turns(
+        self, span: Span, adapter: BlockAdapter | None, pushed: Mapping[str, Tensor], inner: InnerStates | None
+    ) -> Turns[tuple[Batch | None, dict[str, Tensor]]]:
+        """What the device thread is to do for this request: the batch that is kept for a backward, and the answer."""
+        header, message, serving = self.header, self.message, self.serving
+        blocks, checks = self.part.blocks, self.part.inputs
+        if header.forward is not None:
+            grad_outputs = await off_loop(partial(checks.read_gradient, header, message, pushed), message)
+            return _nothing_kept(serving.batches.take(self.stream.peer_id, header.forward).gradients(grad_outputs))
+        inputs, given = await off_loop(partial(checks.read, header, message, pushed), message)
+        if inputs.batch_size * inputs.source_len > serving.max_batch_tokens:
+            raise ServerOverloadedError(
+                f"encoder outputs of {inputs.batch_size * inputs.source_len} tokens are above this server's limit of "
+                f"{serving.max_batch_tokens}"
+            )
+        axis = blocks.traits.batch_axis
+        if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
+            source = None if header.source is None else header.source.peer_id
+            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", source)
+        inputs = replace(inputs, adapter=adapter, inner=inner)
+        if header.ones_mask:
+            inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))
+        short_turns = len(serving.sessions) > 0
+        if message.type == MessageType.FORWARD and header.keep:
+            return _kept(record(blocks, inputs, span, short_turns=short_turns))
+        if message.type == MessageType.FORWARD:
+            return _nothing_kept(forward(blocks, inputs, span, short_turns=short_turns))
+        if given is None:
+            raise RemoteProtocolError("BACKWARD needs grad_outputs")
+        return _nothing_kept(gradients(blocks, inputs, span, given, short_turns=short_turns))
+
+
+def _kept(turns: Turns[Batch]) -> Turns[tuple[Batch, dict[str, Tensor]]]:
+    batch = yield from turns
+    return batch, {"hidden_states": batch.outputs}
+
+
+def _nothing_kept(turns: Turns[dict[str, Tensor]]) -> Turns[tuple[None, dict[str, Tensor]]]:
+    return None, (yield from turns)
