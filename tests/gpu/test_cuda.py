@@ -19,8 +19,7 @@ from swarmllm.models.quantization.loading import Whole, check_matrix, pack
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))

@@ -32,15 +32,14 @@ from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.span import probes, small_copy
-from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs, trace
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import PackedForward, Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.small_copy import traits_of
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import kind_of
 from swarmllm.server.device import throughput
 from swarmllm.server.device.throughput import measure_packing, measure_throughput
 

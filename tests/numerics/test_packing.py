@@ -31,7 +31,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.server.device.throughput import measure_packing
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from swarmllm.errors import CacheFullError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import PAGE_TOKENS
-from swarmllm.models.span.paged_attention import window_of
+from swarmllm.models.span.paged_attention import PagedAttention, window_of
 
 NUM_PAGES = 64
 
@@ -150,7 +149,7 @@ def test_recorded_steps(llama: BlockSpan) -> None:
     assert llama.pool is not None
     sessions = PagedSessions(llama)
     forward = sessions.packer.forward
-    forward.graphs = GraphsWithoutCuda(forward.step, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
+    forward.graphs = GraphsWithoutCuda(forward.paged.step, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
     forward.graphs.record((4, 8))
     assert forward.graphs.sizes == (4, 8)
     sizes: list[int] = []
@@ -161,7 +160,7 @@ def test_recorded_steps(llama: BlockSpan) -> None:
 
 
 def test_traces_find_what_reads_on_the_host(llama: BlockSpan) -> None:
-    step = PackedForward(llama).step
+    step = PagedAttention(llama).step
 
     def reading(hidden: Tensor, *rest: Any) -> Tensor:
         return step(hidden, *rest) if bool(hidden.sum() >= 0) else hidden
@@ -218,5 +217,5 @@ def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCapt
 def test_fused_kernels_that_fail_are_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
     from swarmllm.models.span.fused_step import find_fused
 
-    assert find_fused(PackedForward(llama)) is None  # there is no GPU, nor the interpreter
+    assert find_fused(PagedAttention(llama)) is None  # there is no GPU, nor the interpreter
     assert "decode steps are run by the model's own kernels, as fused ones fail: " in caplog.text

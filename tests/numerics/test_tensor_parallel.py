@@ -17,7 +17,7 @@ from swarmllm.models.parallel.exchange import Plain
 from swarmllm.models.parallel.shared import Group, spread
 from swarmllm.models.quantization import Quantization
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 CPU = torch.device("cpu")
 
