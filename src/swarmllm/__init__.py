@@ -11,6 +11,7 @@ __main__         `swarmllm X`
 commands/        commands without a room of their own
 gateway/         an HTTP API and web pages
 demo/            a whole swarm on this machine
+api              names that guests may import: the gateway, notebooks, other projects
 client/          a model without its blocks
 server/          some blocks
 command_line     common parts of all commands

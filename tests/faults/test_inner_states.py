@@ -80,7 +80,7 @@ def test_a_text_shows_the_same_whoever_dies(
         with swarm.session(max_length=64, batch_size=batch_size) as session:
             for length, wish in steps:
                 got, wanted = (watched(hidden_states(batch_size, length), wish) for _ in range(2))
-                output = session.run(got)
+                output = session.run_step(got)
                 torch.testing.assert_close(
                     output, blocks.all.forward(wanted, blocks.all.span, cache), rtol=1e-4, atol=1e-4
                 )
@@ -119,7 +119,7 @@ def run(swarm: InProcessSwarm, kind: str, wish: tuple[frozenset[int], bool]) -> 
             swarm.batches(inputs, Span(0, 6))
     else:
         with swarm.session(max_length=16, batch_size=2) as session:
-            session.run(inputs)
+            session.run_step(inputs)
     return inputs
 
 
@@ -155,7 +155,7 @@ def test_a_session_that_began_on_an_old_server_leaves_it(blocks: Blocks) -> None
             assert session.route[0].server.peer_id == swarm.servers[0].peer_id
             blocks.all.forward(replace(watched(given, ALL), inner=None), span, cache)
             got, wanted = (watched(hidden_states(1, 2), BOTH) for _ in range(2))
-            session.run(got)
+            session.run_step(got)
             blocks.all.forward(wanted, span, cache)
             assert_same(got, wanted)
             assert session.route[0].server.peer_id == swarm.servers[1].peer_id
@@ -269,7 +269,7 @@ def test_what_is_shown_is_leased(blocks: Blocks) -> None:
         )[1]
         with swarm.session(max_length=16, batch_size=2) as session:
             session.step(hidden_states(2, 5))
-            session.run(watched(hidden_states(2, 5), ALL))
+            session.run_step(watched(hidden_states(2, 5), ALL))
             session.step(hidden_states(2, 5))
         usual, shows, after = leased[0], max(leased), leased[-1]
         assert shows >= usual + 6 * 2 * 5 * 64 * 4

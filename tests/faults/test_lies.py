@@ -10,7 +10,7 @@ from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 from torch import Tensor
 
 from swarmllm.client.view import routes
-from swarmllm.client.view.usable_servers import BY_DTYPE, BY_QUANT_TYPE, honest_error, is_checkable
+from swarmllm.client.view.servers import BY_DTYPE, BY_QUANT_TYPE, honest_error, is_checkable
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SwarmError

@@ -12,8 +12,8 @@ from swarmllm.client.text_generation import TextConfig
 from swarmllm.decoding.dry import Dry
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
 from swarmllm.decoding.text_so_far import tokens_with
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
 
 PROMPT = "Once upon a time there was a little"

@@ -18,12 +18,12 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.apis.audio_routes import TranscriptionRequest, TranslationRequest
-from swarmllm.gateway.apis.embedding_routes import EmbeddingsRequest
+from swarmllm.gateway.apis.audio import TranscriptionRequest, TranslationRequest
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.embeddings import EmbeddingsRequest
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, refuse_unknown
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, refuse_unknown
 from swarmllm.gateway.sampling import Constraint, NotYet, Sampler, SamplingOptions
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]

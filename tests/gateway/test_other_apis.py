@@ -15,11 +15,11 @@ from test_tools import TEMPLATE, TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.apis.anthropic_messages import MessagesRequest
+from swarmllm.gateway.apis.anthropic import MessagesRequest
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
+from swarmllm.gateway.apis.request_bodies import Body, refuse_unknown
 from swarmllm.gateway.apis.responses import Item, ResponsesRequest, StoredResponses
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.request_bodies import Body, refuse_unknown
 
 SAID = "Tell me a story about a fox."
 MESSAGES: list[Any] = [{"role": "user", "content": SAID}]
@@ -110,7 +110,11 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
         ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
-        ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "has no tokens for what stands between"),
+        (
+            "/api/generate",
+            {"messages": None, "prompt": "a", "suffix": "b"},
+            "has no tokens for the text between two others",
+        ),
         ("/v1/embeddings", {"messages": None, "input": "a"}, "gives no embeddings"),
         ("/api/embed", {"messages": None, "input": "a"}, "gives no embeddings"),
     ],

@@ -6,7 +6,6 @@ from torch import Tensor
 from swarmllm.client.batches.padding import Layout
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.shell.remote_cache import RemoteCache
 
 
 class PaddedRunner(InProcessRunner):
@@ -17,15 +16,13 @@ class PaddedRunner(InProcessRunner):
         self.traits, self.max_tokens = traits, max_tokens
         self.shapes: list[tuple[int, ...]] = []
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
-        if cache is not None:
-            return super().run_blocks(inputs, cache, part)
+    def run_blocks(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         layout = Layout(inputs, self.traits)
         parts = []
         for rows in layout.micro_batches(range(inputs.batch_size), self.max_tokens):
             cut, place = layout.cut(inputs, rows)
             self.shapes.append(tuple(cut.hidden_states.shape))
-            parts.append((super().run_blocks(cut, None, part), place))
+            parts.append((super().run_blocks(cut, part), place))
         return layout.put_back("hidden_states", parts)
 
 
@@ -36,8 +33,8 @@ class NothingForPadding(InProcessRunner):
         super().__init__(route)
         self.was_whole: list[bool] = []
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
-        output = super().run_blocks(inputs, cache, part)
+    def run_blocks(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        output = super().run_blocks(inputs, part)
         mask = inputs.attention_mask
         self.was_whole.append(inputs.whole)
         if inputs.whole or mask is None:

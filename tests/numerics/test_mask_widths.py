@@ -13,7 +13,7 @@ from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarmllm.client.session.user_inputs import block_inputs
+from swarmllm.client.session.inference_session import block_inputs
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import Task

@@ -65,7 +65,7 @@ class AheadSession(InProcessSession):
     def receive(self) -> Tensor:
         inputs, position = self.under_way.popleft()
         assert position == self.position
-        return self.run(inputs)
+        return self.run_step(inputs)
 
     def abandon(self) -> None:
         self.num_abandoned += len(self.under_way)
@@ -73,11 +73,7 @@ class AheadSession(InProcessSession):
 
 
 class AheadRunner(InProcessRunner):
-    """Steps through whatever session the cache has."""
-
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Any = None) -> Tensor:
-        assert cache is not None
-        return cache.session.run(inputs)
+    """Its sessions take steps ahead."""
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> AheadSession:
         return AheadSession(self.route)
@@ -214,6 +210,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("kind", "drafter", "plan"), CASES)
 def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter: type, plan: Plan) -> None:
     ahead.drafter, ahead.planner.fixed = drafter, plan
@@ -238,6 +235,7 @@ def with_head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return copied
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     "plan", [Plan(1, 1), Plan(1, 8), Plan(2, 3), pytest.param(Plan(16, 2), marks=pytest.mark.slow)]
 )
@@ -327,7 +325,7 @@ class MarkovChain:
 
     def forward(self, input_ids: Tensor, past_key_values: RemoteCache, **_: Any) -> CausalLMOutputWithPast:
         inputs = BlockInputs(hidden_states=input_ids[..., None], batch_size=1, seq_len=input_ids.shape[1])
-        last = past_key_values.session.run(inputs)[..., 0]
+        last = past_key_values.session.run_step(inputs)[..., 0]
         return CausalLMOutputWithPast(logits=self.table[last], past_key_values=past_key_values)
 
     __call__ = forward
@@ -359,7 +357,7 @@ class EchoSession(AheadSession):
     def position(self, value: int) -> None:
         self.length = value
 
-    def run(self, inputs: BlockInputs, part: Any = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Any = None) -> Tensor:
         self.length += inputs.seq_len
         return inputs.hidden_states
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.batches import pushed_batches
-from swarmllm.client.batches.hop_batches import Neighbours
-from swarmllm.client.batches.pushed_batches import PushedBatches
+from swarmllm.client.batches import hop_batches
+from swarmllm.client.batches.hop_batches import Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
@@ -125,14 +124,14 @@ def test_a_target_that_cannot_be_reached(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """It is relayed, without blame, and the two aren't asked again."""
-    between, middle = pushed_batches._with_neighbours, swarm.servers[1].peer_id
+    between, middle = hop_batches._with_neighbours, swarm.servers[1].peer_id
 
     def to_nobody(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
             nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
             yield part, replace(said, target=nobody) if part.peer_id == middle else said
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", to_nobody)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", to_nobody)
     with connected(llama, swarm.initial_peers) as model:
         got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
         for one, other in zip(got, expected, strict=True):
@@ -170,7 +169,7 @@ def test_a_push_that_never_comes(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """The server says that it still waits, so nobody knows whose fault it is, and it is relayed."""
-    between, answer = pushed_batches._with_neighbours, PushedBatches._answer
+    between, answer = hop_batches._with_neighbours, PushedBatches._answer
 
     def with_another_secret(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
@@ -187,7 +186,7 @@ def test_a_push_that_never_comes(
         finally:
             self._view.config = config
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", with_another_secret)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", with_another_secret)
     monkeypatch.setattr(PushedBatches, "_answer", not_for_long)
     with connected(llama, swarm.initial_peers) as model:
         for _ in range(2):

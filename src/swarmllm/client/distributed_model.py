@@ -6,7 +6,7 @@
 It is an instance of the architecture's class and of `DistributedModel`, or, to generate,
 `DistributedModelForCausalLM`. `open_in_swarm` joins the swarm and loads the checkpoint without its blocks.
 
-Models that see have their towers here, and pictures are part of single texts (`models/shell/vision_inputs`). Models
+Models that see have their towers here, and pictures are part of single texts (`models/shell/stack_forward`). Models
 with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
 sessions, which are given the encoder's outputs once.
 
@@ -32,8 +32,7 @@ from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
 from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
 from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.saving import SavedParts, describe_origin
-from swarmllm.client.session.inference_session import InferenceSession, entered_session
-from swarmllm.client.session.user_inputs import note_position
+from swarmllm.client.session.inference_session import InferenceSession, entered_session, note_position
 from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator, require_no_drafts
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
@@ -48,9 +47,8 @@ from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.stack_forward import SplitForward
+from swarmllm.models.shell.stack_forward import SplitForward, forget_offsets
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
-from swarmllm.models.shell.vision_inputs import forget_offsets
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.models.span.small_copy import traits_of
 

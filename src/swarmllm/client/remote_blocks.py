@@ -14,16 +14,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.batch_runner import BatchRunner
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
-from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.client.session.user_inputs import block_inputs
+from swarmllm.client.session.chain import noise_for
+from swarmllm.client.session.inference_session import InferenceSession, block_inputs
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.shell.remote_cache import RemoteCache
 
 
 class RemoteBlocks(nn.Module):
@@ -71,19 +69,7 @@ class RemoteBlocks(nn.Module):
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
         )
-        return self._batch(inputs, self.span)
-
-    def _batch(self, inputs: BlockInputs, span: Span) -> Tensor:
-        for part, here in self.local.parts(span):
-            if here is None:
-                inputs = self._noise(inputs)
-            for piece in pieces_with_gradient(inputs, part, self.local, self.traits):
-                wanted = inputs if piece is part else replace(inputs, inner=None)
-                hidden = self.batches(wanted, piece) if here is None else here.forward(wanted, piece)
-                inputs = inputs.with_hidden(hidden)
-                if inputs.inner is not None and piece is not part and piece.end - 1 in inputs.inner.outputs:
-                    inputs.inner.found[piece.end - 1] = hidden
-        return inputs.hidden_states
+        return self.run_blocks(inputs)
 
     def __len__(self) -> int:
         return len(self.span)
@@ -107,11 +93,18 @@ class RemoteBlocks(nn.Module):
 
     # ------------------------------------------------------------------ BlocksRunner, for the client shell
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
-        """A step of the cache's session, or a batch."""
-        if cache is None:
-            return self._batch(inputs, part or self.span)
-        return cache.session.run(inputs, part)
+    def run_blocks(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """The outputs of all these blocks, or of those of `part`, without a KV cache."""
+        for span, here in self.local.parts(part or self.span):
+            if here is None:
+                inputs = self._noise(inputs)
+            for piece in pieces_with_gradient(inputs, span, self.local, self.traits):
+                wanted = inputs if piece is span else replace(inputs, inner=None)
+                hidden = self.batches(wanted, piece) if here is None else here.forward(wanted, piece)
+                inputs = inputs.with_hidden(hidden)
+                if inputs.inner is not None and piece is not span and piece.end - 1 in inputs.inner.outputs:
+                    inputs.inner.found[piece.end - 1] = hidden
+        return inputs.hidden_states
 
     def new_session(self, batch_size: int, max_length: int | None, *, grows: bool = False) -> InferenceSession:
         """KV caches for that many rows of that many positions, or of more if it `grows`."""

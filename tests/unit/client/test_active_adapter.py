@@ -1,6 +1,6 @@
 """Which version of an adapter a client takes, and whom it leaves out."""
 
-from swarmllm.client.view.usable_servers import ActiveAdapter
+from swarmllm.client.view.servers import ActiveAdapter
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmllm.client.view.usable_servers import AgreedWeights
+from swarmllm.client.view.servers import AgreedWeights
 from swarmllm.data_structures import DIGEST_CHARS, RouteHop, ServerInfo, SwarmSnapshot
 
 

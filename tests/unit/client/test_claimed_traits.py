@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from swarmllm.client.view.usable_servers import (
+from swarmllm.client.view.servers import (
     check_abilities,
     check_claims,
     lacking_abilities,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmllm.client.view import look_ups as look_ups_module
-from swarmllm.client.view.look_ups import LookUps
+from swarmllm.client.view import servers as servers_module
+from swarmllm.client.view.servers import LookUps
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
@@ -69,7 +69,7 @@ async def test_a_swarm_of_the_local_network_that_was_started_again_is_found(
     async def no_servers(_: str) -> tuple[ServerInfo, ...]:
         return ()
 
-    monkeypatch.setattr(look_ups_module, "find_swarm", find_swarm)
+    monkeypatch.setattr(servers_module, "find_swarm", find_swarm)
     config = ClientConfig(initial_peers=initial_peers)
     look_ups = LookUps(config, name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
     monkeypatch.setattr(look_ups, "_directory", SimpleNamespace(servers=no_servers), raising=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmllm.client.batches.batch_runner import MICRO_BATCHES_PER_HOP, MIN_TOKENS, micro_batch_tokens
-from swarmllm.client.session.repairs import CHUNK_S, chunk_tokens
+from swarmllm.client.session.chain import CHUNK_S, chunk_tokens
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerInfo, Span
 

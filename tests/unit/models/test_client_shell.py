@@ -27,8 +27,14 @@ IDS = torch.tensor([[3, 4, 5]])
 class FakeSession:
     is_generating = False
 
-    def __init__(self) -> None:
+    def __init__(self, runner: "AddsOne") -> None:
         self.position = 0
+        self.runner = runner
+
+    def run_step(self, inputs: BlockInputs, part: Any = None) -> Tensor:
+        self.runner.steps += 1
+        self.position += inputs.seq_len
+        return self.runner.run_blocks(inputs).detach()
 
     def select_batch(self, indices: Sequence[int]) -> None: ...
     def record_past(self) -> None: ...
@@ -45,17 +51,13 @@ class AddsOne:
         self.steps = 0
         """Calls with a session."""
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Any = None) -> Tensor:
+    def run_blocks(self, inputs: BlockInputs, part: Any = None) -> Tensor:
         self.calls.append(inputs)
-        if cache is not None:
-            self.steps += 1
-            cache.session.position += inputs.seq_len
-            return inputs.hidden_states.detach() + 1
         return inputs.hidden_states + 1
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> FakeSession:
         self.sessions.append((batch_size, max_length))
-        return FakeSession()
+        return FakeSession(self)
 
     def longest_row(self) -> int:
         return 100
@@ -194,7 +196,7 @@ def test_a_plain_forward_inside_a_session_is_refused(
 ) -> None:
     """transformers would forget the text so far, other libraries would continue it."""
     model = load(saved, runner)
-    monkeypatch.setattr(Mixin, "active_cache_session", lambda self: FakeSession(), raising=False)
+    monkeypatch.setattr(Mixin, "active_cache_session", lambda self: FakeSession(AddsOne()), raising=False)
     with pytest.raises(ConfigurationError, match="use_cache=False"):
         model(IDS)
     assert model(IDS, use_cache=False).past_key_values is None
@@ -242,7 +244,7 @@ def test_generate_opens_one_session_of_known_length(model: Any, runner: AddsOne)
 
 
 def test_generate_continues_the_active_session(saved: Path, runner: AddsOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = FakeSession()
+    session = FakeSession(runner)
     monkeypatch.setattr(Mixin, "active_cache_session", lambda self: session, raising=False)
     load(saved, runner).generate(IDS, max_new_tokens=2, do_sample=False)
     assert runner.sessions == []

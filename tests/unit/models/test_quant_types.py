@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from swarmllm.client.view.usable_servers import BY_QUANT_TYPE
+from swarmllm.client.view.servers import BY_QUANT_TYPE
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.quantization.decoded import PLANES

@@ -21,9 +21,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from swarmllm.client.batches.hop_batches import BatchRequests, Gradients, HopBatches, Kept, added_up
+from swarmllm.client.batches.hop_batches import (
+    BatchRequests,
+    Gradients,
+    HopBatches,
+    Kept,
+    Part,
+    PushedBatches,
+    added_up,
+)
 from swarmllm.client.batches.padding import Excerpt, Layout, PaddingNotices
-from swarmllm.client.batches.pushed_batches import Part, PushedBatches
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.view.event_loop import Job, in_turns
 from swarmllm.client.view.swarm_view import SwarmView

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
+from swarmllm.client.view.servers import BY_COMPRESSION, honest_error
 from swarmllm.client.view.swarm_view import SwarmView
-from swarmllm.client.view.usable_servers import BY_COMPRESSION, honest_error
 from swarmllm.data_structures import BlockTraits, RouteHop, ServerInfo
 from swarmllm.errors import ConfigurationError, CorruptActivationsError, PeerError
 from swarmllm.models.boundary.block_inputs import BlockInputs

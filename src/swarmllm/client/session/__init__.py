@@ -1,14 +1,10 @@
-"""One text in the swarm: a chain of servers that hold its KV caches.
+"""Sessions: one text each, on a chain of servers that hold its KV caches.
 
-inference_session  the session as users hold it
-legs               its way through all blocks, of which some may be here
-user_inputs        what users hand to it, checked
-session_text       what the text's servers have seen, and room for more
-chain              steps through all servers, run again where one fails
-pipelined_chain    a chain that runs ahead of its results
-in_flight          what servers were asked and haven't answered
-repairs            servers opened, replaced, exchanged for better ones
+inference_session  the session as users hold it; checks of what they hand to it
+chain              steps through all servers of a chain; repairs and moves of it; noise
+in_flight          requests to a chain that wait for an answer; checks of the answers
 open_route         the servers of a chain, in the order of their blocks
-hop                one of these servers
-pending_step       a step under way, and which answers can belong to it
+hop                one of these servers, and the messages to it
+session_text       what the servers of a text have seen, and how long it may get
+legs               several chains, and blocks of the client itself, in place of one chain
 """

@@ -1,9 +1,8 @@
 """A client's view of the swarm, and its ways to the servers.
 
-swarm_view      what users ask, and where the following comes together; adapters on their way to servers
-look_ups        who serves what, and how far the servers are
-routes          which way to take, and whom to avoid
-usable_servers  claims, weights and adapters of servers, and how much honest ones differ
-connection      one stream to one server; questions about the inside of its blocks
-event_loop      the client's thread, and how callers cross into it; several things at once
+swarm_view  what users ask, and where the following comes together; adapters on their way to servers
+servers     who serves what, how far the servers are, and which of them may be used
+routes      which way to take, and whom to avoid
+connection  one stream to one server; questions about the inside of its blocks
+event_loop  the client's thread, and how callers cross into it; several things at once
 """

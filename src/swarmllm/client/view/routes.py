@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.client.view.look_ups import Distances, LookUps
-from swarmllm.client.view.usable_servers import ActiveAdapter, AgreedWeights
+from swarmllm.client.view.servers import ActiveAdapter, AgreedWeights, Distances, LookUps
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerState, Span, SwarmSnapshot
 from swarmllm.errors import ConfigurationError, MissingBlocksError, PeerError, SwarmError

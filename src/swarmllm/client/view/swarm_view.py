@@ -20,10 +20,11 @@ from torch import Tensor
 
 from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.client.view.look_ups import Distances, LookUps
 from swarmllm.client.view.routes import Routes
-from swarmllm.client.view.usable_servers import (
+from swarmllm.client.view.servers import (
     ActiveAdapter,
+    Distances,
+    LookUps,
     check_abilities,
     check_claims,
     lacking_abilities,

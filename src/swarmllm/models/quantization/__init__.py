@@ -12,7 +12,7 @@
     loading      quantizes each weight as it is read, and compares its products with those of the dequantized weight
 
 A new type has its name in `rules` and in `server/settings`, its class of `Packed` in a file of its own, its line in
-`loading.pack`, and its error in `client/view/usable_servers`. Used by `load_block_span`; knows no spans and no network.
+`loading.pack`, and its error in `client/view/servers`. Used by `load_block_span`; knows no spans and no network.
 Activations, norms, routers and biases stay as they are.
 """
 

@@ -1,11 +1,10 @@
 """The client's half of a model: embeddings, final norm and head here, blocks that only look as if they were.
 
-loading          the Hugging Face model, read without its blocks; whether a head or a loss looks at padding
+loading          the Hugging Face model, read without its blocks
 client_shell     what it does otherwise than a local one; which cache a call runs with
 blocks_proxy     what stands in its block list
-stack_forward    what is done before the forward of the module that loops over blocks; that forward in two halves
+stack_forward    the forward of the module that loops over blocks: its arguments checked, and made ready to travel
 playback         hidden states and attentions, as the model's own code returns them; hooks on whole blocks
-vision_inputs    what a model that sees gives its text model besides embeddings
 remote_cache     a cache whose keys and values are on servers
 hollow_blocks    the blocks as others see them: names and shapes, and weights where somebody looks at them
 hollow_modules   what they refuse, because it couldn't reach the servers

@@ -1,7 +1,8 @@
-"""The only module in the client's block list: it hands the hidden states to a `BlocksRunner`.
+"""The only module in the client's block list: it runs all blocks of the model, wherever they are.
 
-What the blocks need besides, `stack_forward` notes before (`StackCall`). Where something else than the blocks is to be
-run (`embed`, `head`), it takes their place by `detour`.
+A `Call` says what the blocks are given besides hidden states. `stack_forward` makes it. The proxy adds the hidden
+states and hands its `inputs` to the session of the call's cache or, without a cache, to a `BlocksRunner`. `embed()` and
+`head()` run something else in place of the blocks (`Call.instead`).
 """
 
 import inspect
@@ -16,132 +17,95 @@ from torch import Tensor, nn
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
 
 
 class BlocksRunner(Protocol):
-    """Runs the blocks; implemented by the client."""
+    """Runs the blocks without a KV cache, and opens sessions; implemented by the client."""
 
-    def run_blocks(self, inputs: BlockInputs, cache: RemoteCache | None, part: Span | None = None) -> Tensor:
-        """All blocks on `inputs`: with a cache, its session advances by `inputs.seq_len`; without, differentiable.
-
-        `part`: only these; then others behind them will follow, up to the last one.
-        """
+    def run_blocks(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+        """The outputs of all blocks, or of the blocks of `part`; differentiable."""
         ...
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> CacheSession:
-        """Begin a session for `batch_size` rows; it grows beyond `max_length` positions if need be."""
+        """A new session of `batch_size` rows; it grows beyond `max_length` positions if need be."""
         ...
 
     def longest_row(self) -> int:
-        """Positions that one row of a batch without a cache may have."""
+        """Most positions of one row that servers compute without a session."""
         ...
 
 
-@dataclass(frozen=True)
-class StackCall:
-    """The arguments of one forward of the stack; the proxy reads them in the middle of it."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the model, as far as this thread or task has got with it."""
 
-    batch_size: int
-    seq_len: int
-    tensors: dict[str, Tensor]
-    cache: RemoteCache | None
-    has_embeds: bool
-    """Whether the hidden states may be a tensor of the caller's own."""
-    adapter: BlockAdapter | None
-    trained: tuple[Tensor, ...]
-    inner: InnerStates | None = None
-    """What the caller wants to see of the inside of the blocks."""
+    model_mask: Tensor | None = None
+    """The mask that the model's forward was given. Models with vision make another one of it for their stack."""
+    reads_padding: bool | None = None
+    """True: the model's head or loss reads outputs of padding. None: unknown, as its caller may read them."""
+    instead: Callable[[Tensor], Tensor] | None = None
+    """Runs in place of the blocks."""
+    inputs: BlockInputs | None = None
+    """The inputs of the blocks, whose hidden states the model's code is computing. None: the stack's forward has not
+    begun."""
+    cache: RemoteCache | None = None
+    hidden_is_callers: bool = False
+    """The hidden states may be a tensor of the user's, who may change it in place later."""
     used_up: tuple[Any, ...] = ()
-    """What the blocks add themselves, so that the model's own forward must find nothing of it behind them."""
+    """Lists and dicts to clear when the blocks have run: the blocks have added their contents themselves."""
     played: list[Tensor] = field(default_factory=list)
-    """The result of all blocks, or of a piece of them, once there is one, where they are played back one by one."""
+    """The output of the blocks that ran last, while the model's code goes through them one by one (`playback`)."""
     hears: bool = False
-    """Whether hidden states come of sound, so that only they show how many there are (`heard`)."""
+    """The hidden states come from audio, so only they tell their number (`with_audio`)."""
     hooked: frozenset[int] = frozenset()
-    """Where hidden states pass through hooks of users; see `HollowBlocks.hooked`."""
+    """Boundaries at which users' hooks read hidden states; see `HollowBlocks.hooked`."""
 
     @property
     def is_played(self) -> bool:
-        """Whether the model meets its blocks one by one."""
-        return self.inner is not None or bool(self.hooked)
+        """Whether the model's code goes through the blocks one by one."""
+        return self.inputs is not None and (self.inputs.inner is not None or bool(self.hooked))
 
 
-_call: ContextVar[StackCall | None] = ContextVar("swarmllm_call", default=None)
-_reads_padding: ContextVar[bool | None] = ContextVar("swarmllm_reads_padding", default=None)
-_given_mask: ContextVar[Tensor | None] = ContextVar("swarmllm_given_mask", default=None)
-_detour: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("swarmllm_detour", default=None)
+_call: ContextVar[Call | None] = ContextVar("swarmllm_call", default=None)
+"""The call under way in this thread or task. transformers' own code lies between the forwards that make the call and
+the block list that runs it, and can't hand it on as an argument."""
+
+
+def current_call() -> Call:
+    """The call under way; an empty one if there is none."""
+    return _call.get() or Call()
 
 
 @contextmanager
-def calling(call: StackCall) -> Iterator[None]:
-    """Within, the blocks are run for that call."""
+def calling(call: Call) -> Iterator[Call]:
+    """Within, `call` is under way."""
     token = _call.set(call)
     try:
-        yield
+        yield call
     finally:
         _call.reset(token)
 
 
-def current_call() -> StackCall | None:
-    """The call for which blocks are run now; None: there is none, or something else runs instead of them."""
-    return None if is_detoured() else _call.get()
+def with_audio(call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call with the size and the mask that the first block is given.
 
-
-@contextmanager
-def forward_of_model(mask: Tensor | None, *, reads_padding: bool | None) -> Iterator[None]:
-    """Within, the model's forward runs with that mask; outputs of padding are wanted as well if it `reads_padding`.
-
-    None: nobody knows, because whoever gets the model's outputs may look at them.
-    """
-    tokens = _given_mask.set(mask), _reads_padding.set(reads_padding)
-    try:
-        yield
-    finally:
-        _given_mask.reset(tokens[0])
-        _reads_padding.reset(tokens[1])
-
-
-def given_mask() -> Tensor | None:
-    """The mask that the forward of the whole model was given; models that see make others of it for their stack."""
-    return _given_mask.get()
-
-
-@contextmanager
-def detour(instead: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within, this runs instead of the blocks."""
-    token = _detour.set(instead)
-    try:
-        yield
-    finally:
-        _detour.reset(token)
-
-
-def is_detoured() -> bool:
-    """Whether something else runs instead of the blocks."""
-    return _detour.get() is not None
-
-
-def heard(
-    call: StackCall, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> StackCall:
-    """The call with what the first block is given, where the model hears or its encoder pads the text: servers make the
-    same of a mask of padding.
+    For encoders of audio, and for those that pad their text themselves: nobody knows either before that block.
 
     Raises:
-        ConfigurationError: it is more than padding that is hidden, or something is known of the text's positions only.
+        ConfigurationError: the mask hides more than padding, or the call has tensors for the unpadded positions.
     """
-    if call.tensors.keys() - {"attention_mask"}:
+    assert call.inputs is not None
+    if call.inputs.tensors().keys() - {"hidden_states", "attention_mask"}:
         raise ConfigurationError(
             "this encoder pads the text, so its adapters can have neither dropout nor adapter_names: set lora_dropout=0"
         )
     given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     mask: Tensor | None = given.get("attention_mask")
-    tensors = dict(call.tensors)
-    if mask is not None:
+    if mask is None:
+        mask = call.inputs.attention_mask
+    else:
         shown = mask if mask.dtype == torch.bool else mask == 0
         if mask.ndim == 2:
             shown = mask != 0 if mask.max() > 0 else mask == 0
@@ -149,17 +113,18 @@ def heard(
             raise ConfigurationError("the encoder's mask hides more than padding, which servers can't be told")
         else:
             shown = shown[:, 0, 0]
-        tensors["attention_mask"] = shown.expand(hidden.shape[0], -1).long()
-    return replace(call, batch_size=hidden.shape[0], seq_len=hidden.shape[1], tensors=tensors, hears=False)
+        mask = shown.expand(hidden.shape[0], -1).long()
+    batch_size, seq_len = hidden.shape[:2]
+    return replace(call, inputs=replace(call.inputs, batch_size=batch_size, seq_len=seq_len, attention_mask=mask))
 
 
 class BlocksProxy(nn.Module):
-    """The only entry of the client's block list: all blocks of the model at once."""
+    """The only entry of the client's block list: runs all blocks at once."""
 
     def __init__(self, block: nn.Module, runner: BlocksRunner, traits: BlockTraits, end: int, *, encodes: bool) -> None:
-        """`end`: one more than the last block's number; `encodes`: the blocks are an encoder's beside a decoder."""
+        """`end`: the last block's number plus one; `encodes`: the blocks are those of an encoder that has a decoder."""
         super().__init__()
-        # through __dict__: none of these is a submodule
+        # Through __dict__, because none of these is a submodule.
         self.__dict__.update(block=block, runner=runner, traits=traits, end=end, encodes=encodes)
         self.__dict__["first_argument"] = next(iter(inspect.signature(block.forward).parameters))
 
@@ -172,48 +137,35 @@ class BlocksProxy(nn.Module):
             return getattr(self.__dict__["block"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["block"], name, value)  # which refuses
+        setattr(self.__dict__["block"], name, value)  # it refuses
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs[self.first_argument]
-        traits: BlockTraits = self.traits
-        call = current_call()
-        padded = call is not None and self.encodes and hidden.shape[1] != call.seq_len
-        if call is not None and (call.hears or padded):
-            with calling(heard(call, self.block, hidden, args, kwargs)):
-                output = self.run(hidden)
-        else:
-            output = self.run(hidden)
-        return output if traits.block_output == 0 else (output, *(None,) * (traits.block_output - 1))
+        call, num_outputs = current_call(), self.traits.block_output
+        if call.inputs is not None and (call.hears or (self.encodes and hidden.shape[1] != call.inputs.seq_len)):
+            call = with_audio(call, self.block, hidden, args, kwargs)
+        output = self.run_call(call, hidden)
+        return output if num_outputs == 0 else (output, *(None,) * (num_outputs - 1))
 
-    def run(self, hidden: Tensor, part: Span | None = None) -> Tensor:
-        """All blocks, or a part of them after the others, for the forward of the model that is under way."""
-        if (instead := _detour.get()) is not None:
-            return instead(hidden)
-        call = _call.get()
-        if call is None:
+    def run_call(self, call: Call, hidden: Tensor, part: Span | None = None) -> Tensor:
+        """Run all blocks of a call, or those of `part` after the blocks before it."""
+        if call.instead is not None:
+            return call.instead(hidden)
+        if call.inputs is None:
             raise LocalProtocolError("the blocks were called outside the forward of their model")
-        inputs = BlockInputs(
-            hidden_states=hidden,
-            batch_size=call.batch_size,
-            seq_len=call.seq_len,
-            adapter=call.adapter,
-            trained=call.trained,
-            inner=call.inner,
-            whole=_reads_padding.get() is True or bool(call.hooked),
-            of_texts_alone=_reads_padding.get() is False,
-            **call.tensors,
-        )
-        cache = call.cache
-        output: Tensor = self.runner.run_blocks(inputs, None if cache is None or cache.deferred else cache, part)
+        inputs, cache = call.inputs.with_hidden(hidden), call.cache
+        if cache is None or cache.deferred:
+            output: Tensor = self.runner.run_blocks(inputs, part)
+        else:
+            output = cache.session.run_step(inputs, part)
         for added in call.used_up:
             added.clear()
         if cache is None:
             return output
-        cache.has_graph |= hidden.requires_grad or any(tensor.requires_grad for tensor in call.trained)
+        cache.has_graph |= hidden.requires_grad or any(tensor.requires_grad for tensor in inputs.trained)
         if cache.deferred:
             cache.deferred = part is not None and part.end < self.end
-            cache.session.remember(_remembered(inputs, call.has_embeds or bool(call.hooked)), part)
+            cache.session.remember(_remembered(inputs, call.hidden_is_callers or bool(call.hooked)), part)
         elif cache.has_graph and torch.is_grad_enabled():
             output = _no_gradient(output)
             if inputs.inner is not None:
@@ -221,12 +173,12 @@ class BlocksProxy(nn.Module):
         return output
 
 
-def _remembered(inputs: BlockInputs, has_embeds: bool) -> BlockInputs:
-    """Outside of the graph, and with copies of what callers may change in place later."""
+def _remembered(inputs: BlockInputs, copy_hidden: bool) -> BlockInputs:
+    """The inputs without a graph, with copies of all tensors that users may change in place later."""
     copies = {
         name: tensor.detach().clone()
         for name, tensor in inputs.tensors().items()
-        if has_embeds or name != "hidden_states"
+        if copy_hidden or name != "hidden_states"
     }
     return replace(inputs.detached().with_tensors(copies), inner=None)
 
@@ -237,7 +189,7 @@ def _no_gradient(output: Tensor) -> Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """The result of a step with a remote cache: a backward through it is refused instead of silently cut off."""
+    """Refuse a backward through a step with a remote cache, which would silently end there."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *_: Tensor) -> Tensor:

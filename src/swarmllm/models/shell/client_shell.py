@@ -18,8 +18,8 @@ adapters. `TrainingNotices` tells somebody who trains, once, how it differs from
 
 import logging
 import weakref
-from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from swarmllm.models.adapters.block_adapter import AUTOCAST
 from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, is_encoder, sees
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
-from swarmllm.models.shell.blocks_proxy import BlocksRunner, detour
+from swarmllm.models.shell.blocks_proxy import BlocksRunner, Call, calling
 from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
@@ -47,10 +47,6 @@ they rarely have more than 100 tokens; the servers' cache for them costs little.
 
 NO_CACHE_IN_TRAINING = {"falcon_mamba", "mamba", "mamba2", "rwkv"}
 """Types of models that make a cache in train mode only if `use_cache` says so (their forward in transformers)."""
-_prepared: ContextVar[tuple["weakref.ref[Any]", "weakref.ref[RemoteCache]"] | None] = ContextVar(
-    "swarmllm_prepared", default=None
-)
-"""The model and the cache of this thread's last `generate()`."""
 _spent: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Local caches that were taken for a prefix. Locally they would hold the text of that call by now."""
 
@@ -80,6 +76,8 @@ class ClientShell:
     swarm_adapters: BlockAdapters
     """Those of the last stack, as its runner and traits are."""
     swarm_notices: "TrainingNotices"
+    swarm_prepared: "weakref.WeakValueDictionary[int, RemoteCache]"
+    """By thread, the cache of its last `generate()`; peft puts a prefix in its place."""
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
 
@@ -159,7 +157,7 @@ class ClientShell:
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[name] = cache
-        note_prepared(self, cache)
+        self.swarm_prepared[get_ident()] = cache
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Whisper's, which would copy each row's keys and values, though they are on servers: without them."""
@@ -194,7 +192,7 @@ def embed(model: PreTrainedModel, input_ids: Tensor | None = None, **kwargs: Any
         entering.append(hidden)
         raise ForwardStopped
 
-    with detour(stop):
+    with calling(Call(instead=stop)):
         try:
             model(input_ids=input_ids, use_cache=False, **kwargs)
         except ForwardStopped:
@@ -207,7 +205,7 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
     traits: BlockTraits = model.swarm_traits
     batch_size, seq_len = hidden_states.shape[traits.batch_axis : traits.batch_axis + 2]
     ids = torch.zeros((batch_size, seq_len), dtype=torch.long, device=hidden_states.device)
-    with detour(lambda _: hidden_states):
+    with calling(Call(instead=lambda _: hidden_states)):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 
@@ -215,11 +213,6 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
 def _rows_per_prompt(generation_config: Any) -> int:
     """generate() repeats each prompt before the prefill."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-
-
-def note_prepared(shell: Any, cache: RemoteCache) -> None:
-    """`generate()` begins with this cache, as long as it may need; peft puts a prefix in its place."""
-    _prepared.set((weakref.ref(shell), weakref.ref(cache)))
 
 
 def cache_of_call(
@@ -295,11 +288,10 @@ def note_spent(cache: Any) -> None:
 
 def _of_generate(prefix: TunedPrefix | None, shell: Any, batch_size: int) -> RemoteCache | None:
     """The cache of `generate()`, as long as it needs, in whose place peft has put a prefix."""
-    model, cache = (reference() for reference in _prepared.get() or (lambda: None, lambda: None))
-    if prefix is None or model is not shell or cache is None or cache.session.position:
+    cache: RemoteCache | None = None if prefix is None else shell.swarm_prepared.get(get_ident())
+    if cache is None or cache.session.position or cache.batch_size != batch_size:
         return None
-    found: RemoteCache = cache
-    return found if found.batch_size == batch_size else None
+    return cache
 
 
 class TrainingNotices:

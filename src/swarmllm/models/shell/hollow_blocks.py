@@ -24,7 +24,7 @@ from swarmllm.models.architecture import Stack, blocks_class, find_blocks
 from swarmllm.models.block_slots import BlockSlots
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import load_pruned, on_meta, prune_to_span, pruned
-from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call, is_detoured
+from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call
 from swarmllm.models.shell.hollow_modules import (
     ModulePlace,
     close_hooks,
@@ -84,9 +84,9 @@ class HollowBlocks(nn.ModuleList):
         """The proxy alone; to a forward of which somebody sees what passes between blocks, a stand-in for each; and to
         all others the blocks, whose weights are elsewhere."""
         call = current_call()
-        if call is None and not is_detoured():
+        if call.inputs is None and call.instead is None:
             return self.blocks()
-        return (self.__dict__["proxy"],) if call is None or not call.is_played else self._played_back
+        return self._played_back if call.is_played else (self.__dict__["proxy"],)
 
     @cached_property
     def _played_back(self) -> tuple[nn.Module, ...]:

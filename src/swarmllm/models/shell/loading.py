@@ -1,24 +1,19 @@
 """Loading a client's model: the architecture's own class, without the weights of its blocks.
 
 Called by the client. What a loaded model can do more than others is told in `client_shell`.
-
-The model's forward gets a subclass (`adopt_head`), which notes before the stack runs whether the head or the loss
-looks at outputs of padding: then a batch can't do without them. Mostly it doesn't. But a loss counts labels of padding
-unless they are -100, a head for classes may take what it has for the last token, and answers are looked for
-everywhere. `blocks_proxy` says it to whoever runs the blocks.
 """
 
 import copy
-import functools
 import inspect
 import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import BlockTraits
@@ -26,10 +21,8 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import (
     Stack,
     blocks_class,
-    decoder_stack,
     find_blocks,
     hears,
-    is_encoder,
     sees,
     stack_module,
     stack_root,
@@ -37,15 +30,14 @@ from swarmllm.models.architecture import (
 )
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
-from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner, forward_of_model
+from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner
 from swarmllm.models.shell.client_shell import ClientShell, ShellStack, TrainingNotices
 from swarmllm.models.shell.hollow_adapters import BlockAdapters
 from swarmllm.models.shell.hollow_blocks import BlockReader, hollow_blocks
 from swarmllm.models.shell.hollow_modules import ModulePlace, fix_children
-from swarmllm.models.shell.stack_forward import adopt_stack
+from swarmllm.models.shell.stack_forward import adopt_head, adopt_stack, keep_offsets_apart
 from swarmllm.models.shell.tuned_prompts import attach_prompts
 from swarmllm.models.shell.unseen_changes import UnseenChanges
-from swarmllm.models.shell.vision_inputs import keep_offsets_apart
 
 HEAD_SETTINGS = re.compile(
     r"num_labels|id2label|label2id|problem_type|classifier_dropout|use_cache|return_dict|output_.*|.*_token_id"
@@ -53,9 +45,6 @@ HEAD_SETTINGS = re.compile(
 """Config fields that a caller may give to `from_pretrained`, as with transformers: they concern no block."""
 _OTHERWISE = ("dtype", "torch_dtype", "tie_word_embeddings", "attn_implementation", "experts_implementation")
 """Fields that are arguments of their own."""
-
-IGNORED = -100
-"""The label that no loss of transformers counts."""
 
 
 def load_client_shell(
@@ -97,7 +86,7 @@ def load_client_shell(
     read = None if checkpoint.comes_packed or encoder is not None else BlockReader(checkpoint, dtype)
     model.swarm_stacks = [_hollow_out(model, model_class, stack, here, read) for stack in of_stacks]
     model.swarm_adapters = model.swarm_stacks[-1].adapters
-    model.swarm_notices = TrainingNotices(model.swarm_adapters)
+    model.swarm_notices, model.swarm_prepared = TrainingNotices(model.swarm_adapters), WeakValueDictionary()
     model.tuned_prompts = None
     if tuning_mode is not None:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
@@ -182,56 +171,3 @@ def _new_head(checkpoint: Checkpoint, model_class: type[PreTrainedModel]) -> set
 
     known = names(usual, **without)
     return {name for bare, name in names(model_class).items() if bare not in known}
-
-
-def adopt_head(model: PreTrainedModel) -> None:
-    """Give the model a subclass with our forward, if it has a head."""
-    cls = type(model)
-    if decoder_stack(model) is model:
-        return
-    positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
-
-    @functools.wraps(cls.forward)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(positional, args, strict=False)), **kwargs}
-        mask = given.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        with forward_of_model(mask, reads_padding=reads_padding(self, given)):
-            return cls.forward(self, *args, **kwargs)
-
-    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-
-
-def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
-    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides.
-
-    None: it doesn't, but has no loss either, so whoever gets its outputs may.
-    """
-    mask, labels, task = given.get("attention_mask"), given.get("labels"), type(model).__name__
-    if task.endswith("ForQuestionAnswering"):
-        return True
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return False
-    if task.endswith("ForSequenceClassification"):
-        read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
-    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # as of generate()
-        read = torch.zeros_like(mask, dtype=torch.bool)
-        read[:, -kept:] = True
-    elif labels is None:
-        return None
-    else:
-        read = labels != IGNORED
-        read[:, :-1] |= labels[:, 1:] != IGNORED  # what language models predict a label from
-    if read.ndim != 2 or len(read) != len(mask) or read.shape[1] > mask.shape[1]:
-        return True  # a mistake, or unknown
-    hidden = mask[:, mask.shape[1] - read.shape[1] :].to(read.device) == 0  # of a prefix, nothing comes back
-    return bool((read & hidden).any())
-
-
-def _read_by_head_for_classes(model: PreTrainedModel, ids: Tensor | None, mask: Tensor) -> Tensor:
-    """True at one position of each row: the first of encoders, what decoders take for the text's last one."""
-    pad = model.config.get_text_config().pad_token_id
-    is_text = torch.ones_like(mask) if ids is None or pad is None else ids != pad
-    last = (torch.arange(is_text.shape[-1], device=is_text.device) * is_text).argmax(dim=-1, keepdim=True)
-    position = torch.zeros_like(last) if is_encoder(model.config) else last
-    return torch.zeros_like(is_text, dtype=torch.bool).scatter_(-1, position, True)

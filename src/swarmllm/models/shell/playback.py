@@ -51,7 +51,8 @@ class _Playback(nn.Module):
         proxy: BlocksProxy = self.__dict__["proxy"]
         block_idx: int = self.__dict__["block_idx"]
         call = current_call()
-        if call is None or not call.is_played:
+        inner = None if call.inputs is None else call.inputs.inner
+        if not call.is_played:
             raise LocalProtocolError("blocks were played back outside the forward of their model")
         given: Tensor = args[0] if args else kwargs[proxy.first_argument]
         hidden = given
@@ -60,14 +61,14 @@ class _Playback(nn.Module):
         end = min([num_blocks, *(bound for bound in call.hooked if bound > block_idx)])
         if block_idx == start:
             part = None if end - start == num_blocks else Span(first + start, first + end)
-            call.played[:] = [proxy.run(given, part)]
+            call.played[:] = [proxy.run_call(call, given, part)]
         if block_idx == end - 1:
             hidden = call.played[0]
-        elif call.inner is not None and block_idx in call.inner.outputs:
-            hidden = call.inner.found[block_idx]
+        elif inner is not None and block_idx in inner.outputs:
+            hidden = inner.found[block_idx]
         for inside in self.children():
             inside(given, hidden)
-        return _as_returned(hidden, call.inner, block_idx, proxy.traits.block_output)
+        return _as_returned(hidden, inner, block_idx, proxy.traits.block_output)
 
     def __getattr__(self, name: str) -> Any:  # models ask their blocks for attention_type and the like
         if "like" not in self.__dict__:

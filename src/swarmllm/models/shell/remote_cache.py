@@ -48,7 +48,7 @@ class CacheSession(Protocol):
         """Rollbacks are going to happen: keep what they need."""
         ...
 
-    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Run all blocks, or a part of them after the others, on what follows `position`."""
         ...
 

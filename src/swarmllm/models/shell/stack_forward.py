@@ -4,36 +4,49 @@ It is given a subclass by `loading`. Before the architecture's own forward, its 
 chosen (`client_shell`), trained prompts are put in, and what the blocks need besides hidden states is noted for the
 proxy (`blocks_proxy`). The outputs of an encoder are checked as well, and sent once per session (`source_of_call`).
 
+The model's forward gets a subclass (`adopt_head`), which notes before the stack runs whether the head or the loss
+looks at outputs of padding: then a batch can't do without them. Mostly it doesn't. But a loss counts labels of padding
+unless they are -100, a head for classes may take what it has for the last token, and answers are looked for
+everywhere. `blocks_proxy` says it to whoever runs the blocks.
+
 `SplitForward` is one forward in two halves: up to the blocks, and from them on. In between the blocks' inputs travel,
 and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 """
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.masking_utils import create_masks_for_generate
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
-from swarmllm.models.architecture import cache_argument, decoder_stack
+from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.shell.blocks_proxy import StackCall, calling, is_detoured
+from swarmllm.models.boundary.pictures import DeepstackArguments, pack_masks
+from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
-from swarmllm.models.shell.vision_inputs import Seen, seen_by
 
+NO_HIDDEN = torch.empty(0)
+"""Hidden states that the model's code has not computed yet."""
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
+IGNORED = -100
+"""The label that no loss of transformers counts."""
 _ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -56,7 +69,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
                 "hidden states and attentions inside an encoder-decoder can't be shown: leave output_hidden_states and "
                 "output_attentions out"
             )
-        if is_detoured():
+        if current_call().instead is not None:
             return cls.forward(self, **_of_half_a_forward(self, kwargs, name))
         given = kwargs.get(name)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
@@ -64,7 +77,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_describe(shell, of_shell, kwargs, cache, prefix, inner)):
+        with whole_length(cache), calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
@@ -100,19 +113,17 @@ def _of_half_a_forward(stack: PreTrainedModel, kwargs: dict[str, Any], cache_nam
     return kwargs | dict.fromkeys(asked, False)
 
 
-def _describe(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any], *more: Any) -> StackCall:
-    of_shell.unseen.refuse(kwargs)
-    return _of_sound(shell, of_shell, kwargs) if of_shell.hears else _described(shell, of_shell, kwargs, *more)
-
-
-def _described(
+def _call_of(
     shell: PreTrainedModel,
     of_shell: ShellStack,
     kwargs: dict[str, Any],
     cache: RemoteCache | None,
     prefix: TunedPrefix | None,
     inner: InnerStates | None,
-) -> StackCall:
+) -> Call:
+    of_shell.unseen.refuse(kwargs)
+    if of_shell.hears:
+        return _call_of_audio(shell, of_shell, kwargs)
     stack = of_shell.module
     given = _given(stack, kwargs)
     if of_shell.stack.role == "encoder":
@@ -132,16 +143,25 @@ def _described(
     tensors |= seen.tensors | _extra_inputs(of_shell, kwargs)
     if of_shell.stack.role == "decoder":
         tensors |= source_of_call(kwargs, given.shape[0], cache)
-    has_embeds = kwargs.get("inputs_embeds") is not None
     adapter, trained = _adapter(shell, of_shell, cache, prefix)
     if adapter is not None and adapter.has_dropout:
         tensors["dropout_seeds"] = draw_seeds(*given.shape[:2])
     if adapter is not None and adapter.has_numbers:
         tensors["adapter_numbers"] = _adapter_numbers(of_shell, given)
-    hooked = of_shell.adapters.blocks.hooked()
-    return StackCall(
-        given.shape[0], given.shape[1], tensors, cache, has_embeds, adapter, trained, inner, seen.used_up, hooked=hooked
+    hooked, reads_padding = of_shell.adapters.blocks.hooked(), current_call().reads_padding
+    inputs = BlockInputs(
+        hidden_states=NO_HIDDEN,
+        batch_size=given.shape[0],
+        seq_len=given.shape[1],
+        adapter=adapter,
+        trained=trained,
+        inner=inner,
+        whole=reads_padding is True or bool(hooked),
+        of_texts_alone=reads_padding is False,
+        **tensors,
     )
+    callers = kwargs.get("inputs_embeds") is not None
+    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=seen.used_up, hooked=hooked)
 
 
 def _refuse_other_masks(kwargs: dict[str, Any]) -> None:
@@ -160,7 +180,7 @@ def _adapter_numbers(of_shell: ShellStack, given: Tensor) -> Tensor:
     return numbers
 
 
-def _of_sound(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> StackCall:
+def _call_of_audio(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> Call:
     """What is known before the encoder has made hidden states of it: how many they are, and a mask, comes with them."""
     given = next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
     if given is None or 0 in given.shape:
@@ -173,7 +193,10 @@ def _of_sound(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, An
         )
     if of_shell.adapters.blocks.hooked():
         raise ConfigurationError("hooks on blocks of an encoder that hears can't be run: hook the encoder itself")
-    return StackCall(given.shape[0], 0, {}, None, False, adapter, trained, hears=True)
+    inputs = BlockInputs(
+        hidden_states=NO_HIDDEN, batch_size=given.shape[0], seq_len=0, adapter=adapter, trained=trained
+    )
+    return Call(inputs=inputs, hears=True)
 
 
 def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -265,6 +288,60 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
     return {}
 
 
+def adopt_head(model: PreTrainedModel) -> None:
+    """Give the model a subclass with our forward, if it has a head."""
+    cls = type(model)
+    if decoder_stack(model) is model:
+        return
+    positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
+
+    @functools.wraps(cls.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        mask = given.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        instead = current_call().instead
+        with calling(Call(model_mask=mask, reads_padding=reads_padding(self, given), instead=instead)):
+            return cls.forward(self, *args, **kwargs)
+
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
+    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides.
+
+    None: it doesn't, but has no loss either, so whoever gets its outputs may.
+    """
+    mask, labels, task = given.get("attention_mask"), given.get("labels"), type(model).__name__
+    if task.endswith("ForQuestionAnswering"):
+        return True
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return False
+    if task.endswith("ForSequenceClassification"):
+        read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
+    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # as of generate()
+        read = torch.zeros_like(mask, dtype=torch.bool)
+        read[:, -kept:] = True
+    elif labels is None:
+        return None
+    else:
+        read = labels != IGNORED
+        read[:, :-1] |= labels[:, 1:] != IGNORED  # what language models predict a label from
+    if read.ndim != 2 or len(read) != len(mask) or read.shape[1] > mask.shape[1]:
+        return True  # a mistake, or unknown
+    hidden = mask[:, mask.shape[1] - read.shape[1] :].to(read.device) == 0  # of a prefix, nothing comes back
+    return bool((read & hidden).any())
+
+
+def _read_by_head_for_classes(model: PreTrainedModel, ids: Tensor | None, mask: Tensor) -> Tensor:
+    """True at one position of each row: the first of encoders, what decoders take for the text's last one."""
+    pad = model.config.get_text_config().pad_token_id
+    is_text = torch.ones_like(mask) if ids is None or pad is None else ids != pad
+    last = (torch.arange(is_text.shape[-1], device=is_text.device) * is_text).argmax(dim=-1, keepdim=True)
+    position = torch.zeros_like(last) if is_encoder(model.config) else last
+    return torch.zeros_like(is_text, dtype=torch.bool).scatter_(-1, position, True)
+
+
 class SplitForward:
     """A step that begins at `position`; the session of the cache that the model sees meanwhile.
 
@@ -303,7 +380,7 @@ class SplitForward:
 
     is_generating = False
 
-    def run(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
+    def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
         """Called where the blocks would run."""
         if self._hidden is None:
             self._inputs = inputs
@@ -324,3 +401,116 @@ class SplitForward:
 
     def close(self) -> None:
         """Nothing to free: the session is somebody else's."""
+
+
+_TRAVELS = frozenset(
+    (
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "per_layer_inputs"),
+        *("cache_position", "labels"),
+    )
+)
+"""Tensors that servers are given or know themselves, and labels, which are passed on to stacks that don't read them."""
+
+
+_OFFSETS = "rope_deltas"
+"""Under this name models with positions of several axes keep by how much those of the last text's pictures are behind
+the number of its tokens, for the next call that continues it."""
+_KEY = "swarm_offsets_key"
+_offsets: ContextVar[Mapping[object, Any]] = ContextVar("swarmllm_offsets", default=MappingProxyType({}))
+"""By the module's `_KEY`, in each thread or task: texts are written at the same time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The arguments of a text model's forward as far as they have their usual forms, and what travels beside them."""
+
+    kwargs: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    used_up: tuple[Any, ...] = ()
+    """Lists and dicts that have to be empty once the blocks have run."""
+
+
+def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None) -> Seen:
+    """Make everything ready to travel; what `kwargs` has for use between blocks is replaced by a copy that ends empty.
+
+    Raises:
+        ConfigurationError: there is something among them that can't be transported.
+    """
+    deepstack = DeepstackArguments.of(stack)
+    own = set() if deepstack is None else {deepstack.features, deepstack.mask}
+    for name, value in kwargs.items():
+        if name not in _TRAVELS | own and any(True for _ in _tensors(value)):
+            raise ConfigurationError(
+                f"{type(stack).__name__} is given {name} besides embeddings, which servers don't take: run this model "
+                "locally, or without what it sees"
+            )
+    tensors: dict[str, Tensor] = {}
+    used_up: list[Any] = []
+    if deepstack is not None and (features := kwargs.get(deepstack.features)) is not None:
+        tensors |= deepstack.pack(kwargs, stack.config.num_hidden_layers)
+        kwargs[deepstack.features] = dict(features) if isinstance(features, dict) else list(features)
+        used_up.append(kwargs[deepstack.features])
+    usual = dict(kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
+        usual["attention_mask"] = None
+        if _is_usual(stack, mask, kwargs, given, cache):
+            usual["attention_mask"] = current_call().model_mask
+        else:
+            tensors |= pack_masks(mask, stack.config) if isinstance(mask, dict) else {"attention_mask": mask}
+    return Seen(usual, tensors, tuple(used_up))
+
+
+def keep_offsets_apart(model: PreTrainedModel) -> None:
+    """Give each thread or task its own offsets of positions, which code of models that see keeps in its modules."""
+    for part in model.modules():
+        if _OFFSETS in vars(part):
+            del vars(part)[_OFFSETS]
+            vars(part)[_KEY] = object()
+            cls = type(part)
+            members = {_OFFSETS: property(_get_offsets, _set_offsets), "__module__": cls.__module__}
+            part.__class__ = type(cls.__name__, (cls,), members)
+
+
+def forget_offsets(model: PreTrainedModel) -> None:
+    """What follows goes on with a text that has no pictures."""
+    for part in model.modules():
+        if _KEY in vars(part):
+            _set_offsets(part, None)
+
+
+def _get_offsets(part: Any) -> Any:
+    return _offsets.get().get(vars(part)[_KEY])
+
+
+def _set_offsets(part: Any, value: Any) -> None:
+    _offsets.set({**_offsets.get(), vars(part)[_KEY]: value})
+
+
+def _is_usual(
+    stack: PreTrainedModel, mask: Any, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
+) -> bool:
+    """Whether the text model would make the same of the mask that the whole model was given."""
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is None:
+        embeds = given[..., None].to(stack.dtype)
+    made = create_masks_for_generate(stack.config, embeds, current_call().model_mask, cache, position_ids=None)
+    if not isinstance(mask, dict):
+        return isinstance(made, Tensor) and torch.equal(made, mask)
+    if not isinstance(made, dict):
+        made = dict.fromkeys(mask, made)
+    return all(_same(mask[name], made.get(name)) for name in mask)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)

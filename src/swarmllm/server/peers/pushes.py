@@ -1,8 +1,8 @@
 """Tensors that servers pass on to each other for requests without a session.
 
 The client sends every server of a route its own request at once, and names, by secrets, which server sends what to
-which (`batches/pushed_batches`). A PUSH is taken in here for the request that names it, and sent to the next server.
-Called by the code that handles streams and requests; knows nothing about blocks.
+which (`client/batches/hop_batches`). A PUSH is taken in here for the request that names it, and sent to the next
+server. Called by the code that handles streams and requests; knows nothing about blocks.
 
     a PUSH comes                                    what happens
     from the server that a waiting request names    the request goes on

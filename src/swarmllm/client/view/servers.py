@@ -1,0 +1,532 @@
+"""The servers of one checkpoint: who they are, how far, and which of them a client may use.
+
+Used by `SwarmView`, `routes` and spot checks; runs in the client's event loop. `LookUps` is this client's node of the
+DHT. Announcements may be anybody's inventions: `p2p/verified_peers` says which servers have been met. `Distances` pings
+servers as long as the client is in use, over streams that it has anyway and new ones.
+
+Greetings are compared with the traits that this client has found out itself (`check_claims`, for every greeting):
+
+    trait                      whose word counts
+    batch_axis, block_output   the client's: a server that claims another value is left out
+    takes_source, encoder      the same
+    extra_inputs               the client's: a server that asks for more is left out, one that asks for less is used
+    forbidden_cuts             the client's where the client cuts; each server's for its own blocks, in routes
+    skips_padding, length_borders, own_length_beyond
+                               the client's: servers have no say
+    chunked_prefill, rollback  the client's; a server that claims less is used only if nobody else serves its blocks,
+                               and then its word counts from the beginning. Other code, as some accelerators run it,
+                               may be able to do less than what the client has tried
+
+A model that can't be tried here (`models/span/small_copy`): servers are believed if the user has named them in
+`allowed_servers`, and nobody otherwise. So no server is sent what the model doesn't need. A trait that is added to
+`BlockTraits` belongs into one of the tuples below, or into a function of its own here.
+
+Where servers hold different weights for the same blocks, a client uses one kind (`AgreedWeights`): a session's caches
+were computed with it. Only servers that have been met have a say, and none that is avoided. A server that says a false
+digest can win all the same; then it is used, as if it had said what the others say, until it fails or is caught, and
+the choice is forgotten.
+
+Servers announce adapters as `name@digest`. A client uses one version of `ClientConfig.active_adapter` for as long as
+it lives (`ActiveAdapter`), for the same reason.
+
+Honest servers differ a little, by dtype and quantization. Spot checks forgive that (`honest_error`), and a server
+whose honest error is above the client's tolerance can't be checked and isn't used (`is_checkable`).
+"""
+
+import asyncio
+import logging
+import math
+import os
+import random
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from weakref import WeakSet
+
+from swarmllm.client.view.connection import Connection
+from swarmllm.config import ClientConfig, address_book_path
+from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span, StackTraits, SwarmSnapshot
+from swarmllm.errors import (
+    ConfigurationError,
+    MissingBlocksError,
+    RemoteProtocolError,
+    SwarmError,
+    WeightsMismatchError,
+)
+from swarmllm.network.p2p.block_directory import BlockDirectory
+from swarmllm.network.p2p.discovery import LOOK_ON_S, find_swarm
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
+from swarmllm.swarm.block_map import describe_different_weights
+from swarmllm.swarm.claims import agreed_digests, contradicts
+from swarmllm.swarm.retry import PeerHealth
+from swarmllm.swarm.round_trips import RoundTrips
+from swarmllm.swarm.stacks import command_to_serve, describe_span
+
+logger = logging.getLogger(__name__)
+
+
+PINGS_PER_ROUND = 8
+"""Servers, at most."""
+NEIGHBOURS_MET = 8
+"""Servers that are met after each look, if they weren't, because this client is connected to their nodes of the DHT."""
+
+PING_SAMPLES = 3
+"""Pings of which the least counts: everything else that a sample holds is somebody's delay."""
+LAN_LOOK_INTERVAL_S = 5.0
+"""Seconds from one look at the local network to the next, while no peer answers. Assumed; a look takes 3 s."""
+IDLE_S = 120.0
+"""Seconds without a route or a step after which nobody is pinged any more."""
+
+
+class LookUps:
+    """The servers of one checkpoint, as far as they are known, and ways to know more."""
+
+    def __init__(
+        self, config: ClientConfig, *, name: str, fingerprint: str, num_blocks: int, check_greeting: CheckGreeting
+    ) -> None:
+        self.config = config
+        self.name = name
+        """The model's name in the swarm."""
+        self.fingerprint = fingerprint
+        self.num_blocks = num_blocks
+        self.spans: tuple[Span, ...] = (Span(0, num_blocks),)
+        """The blocks that servers are to run."""
+        self.encoder_blocks = 0
+        """How many blocks, the first ones, are an encoder's."""
+        self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
+        path = config.contributor_identity
+        contributor = None if path is None else Identity.load(path)
+        self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor, check=check_greeting)
+        self.news = 0
+        """Counts what a running session might change its route for: looks and rounds of pings."""
+        self.is_outdated = False
+        """A server has failed since the last look, so what was announced may no longer be true."""
+        self._peer: Peer | None = None
+        self._refreshing = asyncio.Lock()
+        self._lan_look: asyncio.Task[None] | None = None
+        self._lan_looked_at = -math.inf
+
+    @property
+    def peer(self) -> Peer:
+        """This process in the swarm."""
+        if self._peer is None:
+            raise RuntimeError("the swarm view is not connected")
+        return self._peer
+
+    async def connect(self) -> None:
+        """Join the swarm's DHT as a client.
+
+        Raises:
+            ConfigurationError: no initial peers although discovery is off, or not an address.
+            MissingBlocksError: there are none on the local network either.
+            PeerUnreachableError: none of them answers.
+        """
+        initial_peers = self.config.initial_peers
+        if not initial_peers:
+            if not self.config.lan_discovery:
+                raise ConfigurationError(
+                    "name peers of the swarm with --initial_peers (in Python: initial_peers=[…]), which servers "
+                    "print when they start, or set SWARMLLM_INITIAL_PEERS"
+                )
+            initial_peers = await find_swarm(
+                self.name, self.fingerprint, look_on_s=min(LOOK_ON_S, self.config.start_timeout_s)
+            )
+        self._peer = await Peer.create(
+            initial_peers=initial_peers,
+            identity_path=self.config.identity_path,
+            client_mode=True,
+            address_book=address_book_path(),
+        )
+        self._peer.prefer_records(self.verified.__contains__)
+        self._directory = BlockDirectory(self._peer, self.config.swarm_name)
+
+    async def close(self) -> None:
+        """Leave the DHT and end the daemon."""
+        if self._lan_look is not None:
+            self._lan_look.cancel()
+            await asyncio.gather(self._lan_look, return_exceptions=True)
+        await self.verified.close()
+        if self._peer is not None:
+            await self._peer.close()
+            self._peer = None
+
+    async def refresh(self) -> SwarmSnapshot:
+        """Look into the DHT now; calls at the same time share one look."""
+        asked_at = time.monotonic()
+        async with self._refreshing:
+            if self.snapshot.taken_at < asked_at:
+                if self.peer.is_alone and self._found_on_lan:
+                    self._look_at_lan_soon()
+                servers = await self._directory.servers(self.fingerprint)
+                usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
+                self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
+                self.verified.forget_others(usable)
+                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # else all are met by pings
+                    self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])
+                self.news += 1
+            return self.snapshot
+
+    @property
+    def _found_on_lan(self) -> bool:
+        return not self.config.initial_peers
+
+    def _look_at_lan_soon(self) -> None:
+        """Look for servers that were started since the last peer was lost: their addresses are new."""
+        now = time.monotonic()
+        if self._lan_look is not None and not self._lan_look.done():
+            return
+        if now - self._lan_looked_at >= LAN_LOOK_INTERVAL_S:
+            self._lan_looked_at = now
+            self._lan_look = asyncio.get_running_loop().create_task(self._look_at_lan(), name="look at the LAN again")
+
+    async def _look_at_lan(self) -> None:
+        try:
+            found = await find_swarm(self.name, self.fingerprint, look_on_s=0.0)
+        except MissingBlocksError:
+            return  # the route's error says what is missing
+        self.peer.join_by(found)
+
+    async def look_again(self) -> None:
+        """`refresh`, whose failure is only logged."""
+        try:
+            await self.refresh()
+        except SwarmError as error:
+            logger.warning("could not look into the DHT: %s", error)
+
+    async def check_fingerprint(self) -> None:
+        """Look whether somebody serves another checkpoint of the same name, where nobody serves this one."""
+        for record in (await self._directory.models()).values():
+            if record.name == self.name and record.fingerprint != self.fingerprint:
+                raise WeightsMismatchError(
+                    f"the swarm serves another version of {self.name} (fingerprint {record.fingerprint[:12]}) "
+                    f"than yours ({self.fingerprint[:12]}): use the same revision and files as its servers"
+                )
+
+    async def explained(self, error: MissingBlocksError, adapter: str | None, left_out: str) -> MissingBlocksError:
+        """The error in words that name the mend; `adapter`: the one that servers have to offer; `left_out`: who wasn't
+        used because of other weights."""
+        names = sorted({record.name for record in (await self._directory.models()).values()})
+        if not self.snapshot.servers and self.peer.is_alone:
+            place = "on this network" if self._found_on_lan else "where it was"
+            return MissingBlocksError(
+                f"nobody serves {self.name}: no peer of the swarm that this one has met answers any more; start one "
+                f"again {place}, or name peers that are there with --initial_peers",
+                error.block_idxs,
+            )
+        if not self.snapshot.servers:
+            others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
+            return MissingBlocksError(f"nobody serves {self.name}{others}", error.block_idxs)
+        if adapter is not None:
+            return MissingBlocksError(
+                f"{error} of {self.name} with the adapter {adapter}: start servers with --adapters {adapter}, "
+                "or leave active_adapter out",
+                error.block_idxs,
+            )
+        if left_out:
+            return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
+        text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
+        if missing := error.block_idxs:  # none are, where spans can't be joined
+            is_private = self.config.swarm_name is not None
+            command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
+            text += f": start a server of them, {command}"
+        return MissingBlocksError(text, missing)
+
+    def _may_use(self, server: ServerInfo) -> bool:
+        config, peer_id = self.config, server.peer_id
+        if peer_id in config.blocked_servers or (config.verify_fraction and not is_checkable(server, config)):
+            return False
+        return config.allowed_servers is None or peer_id in config.allowed_servers
+
+
+class Distances:
+    """The pings of one client."""
+
+    def __init__(self, config: ClientConfig, look_ups: LookUps, health: PeerHealth) -> None:
+        self.round_trips = RoundTrips()
+        self.connections: WeakSet[Connection] = WeakSet()
+        """Streams that are there anyway."""
+        self.used_at = -math.inf
+        """Time at which somebody last asked for a route or took a step, by `time.monotonic()`."""
+        self._config = config
+        self._look_ups = look_ups
+        self._health = health
+        self._random = random.Random()  # the module's own belongs to the user's program, which may have seeded it
+
+    async def keep_measuring(self) -> None:
+        """Look into the DHT, and ping servers, as long as somebody uses this client."""
+        while True:
+            await asyncio.sleep(self._config.ping_period_s)
+            now = time.monotonic()
+            if now - self.used_at > IDLE_S:
+                continue
+            if now - self._look_ups.snapshot.taken_at > self._config.update_period_s:
+                await self._look_ups.look_again()
+            await self.ping_some()
+
+    async def ping_some(self) -> None:
+        now = time.monotonic()
+        in_use = {c.peer_id: c for c in self.connections if c.error is None}
+        others = self.round_trips.to_measure(
+            self._look_ups.snapshot,
+            count=max(0, PINGS_PER_ROUND - len(in_use)),
+            avoid=self._health.avoided(now) | in_use.keys(),
+            generator=self._random,
+        )
+        connected = self._random.sample(list(in_use.values()), min(PINGS_PER_ROUND, len(in_use)))
+        await asyncio.gather(
+            *(self._ping(connection.server, connection) for connection in connected),
+            *(self._ping(server) for server in others),
+        )
+        self._look_ups.news += 1
+
+    async def _ping(self, server: ServerInfo, connection: Connection | None = None) -> None:
+        """Measure one server's distance, over a stream that is there already or a new one.
+
+        One that can't be reached is nobody's concern here.
+        """
+        self.round_trips.begin(server.peer_id, time.monotonic())
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                if connection is not None:
+                    samples = [await connection.ping() for _ in range(PING_SAMPLES)]
+                    self._look_ups.verified.renew(server)
+                else:
+                    samples = await self._ping_over_new_stream(server)
+        except (SwarmError, TimeoutError) as error:
+            logger.debug("no ping to %s: %s", server.peer_id, error)
+            self.round_trips.fail(server.peer_id)
+            return
+        self.round_trips.observe(server.peer_id, 1e3 * min(samples), time.monotonic())
+
+    async def _ping_over_new_stream(self, server: ServerInfo) -> list[float]:
+        timeout_s = self._config.connect_timeout_s
+        stream, _ = await self._look_ups.verified.open_stream(server, timeout_s=timeout_s)
+        try:
+            return [await stream.ping() for _ in range(PING_SAMPLES)]
+        finally:
+            stream.abort()
+
+
+SAME = ("batch_axis", "block_output")
+"""Traits that are the same in all blocks of a stack."""
+ABILITIES = ("chunked_prefill", "rollback")
+"""Traits that are true of blocks which can do something."""
+
+BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
+"""Relative error of one position's hidden states. Assumed: ten times what other batch shapes and threads change."""
+BY_QUANT_TYPE = {
+    "none": 0.0, "int8": 0.15, "llm_int8": 0.3, "int6": 0.3, "int5": 0.4, "int4": 0.5, "nf4": 0.5, "q3.5": 0.7,
+    "int3": 0.8, "int2": 2.0,
+}  # fmt: skip
+"""The difference between a server that quantizes and one that doesn't. Measured through all blocks of the embedded
+model, the largest error of each of 2400 positions in 20 texts: int8 0.029, llm_int8 0.081, int6 0.078, int5 0.17, int4
+0.27, nf4 0.41, q3.5 0.43, int3 0.46, int2 1.23; bfloat16, which comes on top, 0.092 alone. On single tokens an earlier
+measurement gave up to 0.05 for int8 and 0.29 for nf4. Deeper models add up more. No tolerance of a client lets int2
+in."""
+BY_COMPRESSION = 0.05
+"""Added for messages of 8 bits a value, which both sides of a comparison have rounded. Measured: 0.009 per boundary
+(docs/benchmarks.md)."""
+
+
+def check_claims(peer_id: str, served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> None:
+    """Compare a greeting with the traits of the model; `encoder` are the blocks of its encoder, if it has one.
+
+    Raises:
+        RemoteProtocolError: the server says something else.
+    """
+    if served.traits is None:
+        return
+    _check_stacks(peer_id, served, encoder)
+    for own_stack, claimed, name in _stacks(served, own, encoder):
+        for trait in SAME:
+            if getattr(claimed, trait) != getattr(own_stack, trait):
+                raise _contradiction(peer_id, f"the {trait} of its {name} is {getattr(claimed, trait)}")
+        if bool(claimed.takes_source) != bool(own_stack.takes_source):
+            raise _contradiction(peer_id, f"takes_source of its {name} is {claimed.takes_source}")
+        if more := sorted({*claimed.extra_inputs} - {*own_stack.extra_inputs}):
+            raise _contradiction(peer_id, f"its {name} need {' and '.join(more)}")
+
+
+def lacking_abilities(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> tuple[str, ...]:
+    """What the model's blocks can do and this server's can't, as it says."""
+    return tuple(
+        trait
+        for own_stack, claimed, _ in _stacks(served, own, encoder)
+        for trait in ABILITIES
+        if getattr(own_stack, trait) and not getattr(claimed, trait)
+    )
+
+
+def check_abilities(peer_id: str, served: ServedBlocks, agreed: BlockTraits, encoder: Span | None) -> None:
+    """Raises RemoteProtocolError if the server says that its blocks can do less than what this client builds on."""
+    for trait in lacking_abilities(served, agreed, encoder):
+        raise _contradiction(peer_id, f"its blocks lack {trait}")
+
+
+def with_abilities_of(own: BlockTraits, greetings: Iterable[ServedBlocks], encoder: Span | None) -> BlockTraits:
+    """The traits that hold for all these servers, of which some may be able to do less."""
+    lacking = {trait for served in greetings for trait in lacking_abilities(served, own, encoder)}
+    return own.model_copy(update=dict.fromkeys(lacking, False))
+
+
+def trusted_traits(greetings: Sequence[ServedBlocks], encoder: Span | None) -> BlockTraits:
+    """The traits that all these servers together claim, which the user trusts."""
+    parts = [served.traits for served in greetings if served.traits and (not encoder or served.end > encoder.end)]
+    found = _together(parts)
+    if encoder is None:
+        return found
+    parts = [served.traits.of_encoder for served in greetings if served.traits and served.start < encoder.end]
+    of_encoder = StackTraits(**_together(parts).model_dump(exclude={"encoder"}))
+    return found.model_copy(update={"encoder": of_encoder})
+
+
+def _together(claims: Sequence[BlockTraits]) -> BlockTraits:
+    first = claims[0] if claims else BlockTraits()
+    return first.model_copy(
+        update={
+            "extra_inputs": tuple(sorted({name for claimed in claims for name in claimed.extra_inputs})),
+            "forbidden_cuts": tuple(sorted({cut for claimed in claims for cut in claimed.forbidden_cuts})),
+            "length_borders": tuple(sorted({border for claimed in claims for border in claimed.length_borders})),
+            "own_length_beyond": min(filter(None, (claimed.own_length_beyond for claimed in claims)), default=None),
+            "skips_padding": tuple(
+                side for side in first.skips_padding if all(side in one.skips_padding for one in claims)
+            ),
+            **{trait: all(getattr(claimed, trait) for claimed in claims) for trait in ABILITIES},
+        }
+    )
+
+
+def _stacks(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> list[tuple[BlockTraits, BlockTraits, str]]:
+    """(own traits, claimed ones, what they are of) for each stack that the server has blocks of."""
+    claimed = served.traits or own
+    if encoder is None:
+        return [(own, claimed, "blocks")]
+    found = [(own, claimed, "decoder's blocks")] if served.end > encoder.end else []
+    if served.start < encoder.end:
+        found.append((own.of_encoder, claimed.of_encoder, "encoder's blocks"))
+    return found
+
+
+def _check_stacks(peer_id: str, served: ServedBlocks, encoder: Span | None) -> None:
+    """A server of an older version doesn't know of the two stacks that its blocks are of."""
+    if encoder is None or served.traits is None:
+        return
+    lacks_encoder = served.start < encoder.end and served.traits.encoder is None
+    lacks_decoder = served.end > encoder.end and not served.traits.takes_source
+    if lacks_encoder or lacks_decoder:
+        blocks = describe_span(served.start, served.end, encoder.end)
+        raise RemoteProtocolError(
+            f"the server {peer_id} offers {blocks}, but is of a version that serves no models with an encoder and a "
+            "decoder: update swarmllm there",
+            peer_id,
+        )
+
+
+def _contradiction(peer_id: str, claim: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"the server {peer_id} says that {claim}, which is not so for this model: it lies, or runs another version of "
+        "swarmllm or transformers",
+        peer_id,
+    )
+
+
+class AgreedWeights:
+    """The choice, by what servers announce of their blocks."""
+
+    def __init__(self, verified: VerifiedPeers) -> None:
+        self._verified = verified
+        self._kept: dict[int, str] = {}
+        self._snapshot: SwarmSnapshot | None = None
+        self._digests: dict[str, dict[int, str]] = {}
+        self._together: dict[int, str] = {}
+        """What all say, if they agree."""
+        self._all_agree = True
+        self._told: list[str] = []
+
+    def is_open(self, snapshot: SwarmSnapshot) -> bool:
+        """Whether there is something to choose, and nothing has been chosen."""
+        self._read(snapshot)
+        return not self._all_agree and not self._kept
+
+    def differing(self, snapshot: SwarmSnapshot, avoided: Collection[str]) -> frozenset[str]:
+        """Peer ids of servers with other weights than those in use; of the others, those `avoided` have no say."""
+        self._read(snapshot)
+        if self._all_agree and not contradicts(self._together, self._kept):
+            return frozenset()
+        met = self._verified.confirmed(snapshot.online())
+        chosen = agreed_digests([server for server in met if server.peer_id not in avoided], self._kept)
+        return frozenset(peer_id for peer_id, digests in self._digests.items() if contradicts(digests, chosen))
+
+    def keep(self, route: Iterable[RouteHop]) -> None:
+        """A route has been found: from now on the weights of those of its servers that were met, and no others."""
+        for server in self._verified.confirmed(hop.server for hop in route):
+            for block, digest in server.digests().items():
+                self._kept.setdefault(block, digest)
+
+    def forget(self) -> None:
+        """No route is left with these weights, so what begins from now on may have others."""
+        self._kept.clear()
+
+    def _read(self, snapshot: SwarmSnapshot) -> None:
+        if snapshot is self._snapshot:
+            return
+        self._snapshot = snapshot
+        self._digests = {server.peer_id: server.digests() for server in snapshot.online()}
+        self._together, self._all_agree = {}, True
+        for digests in self._digests.values():
+            self._all_agree = self._all_agree and not contradicts(digests, self._together)
+            self._together.update(digests)
+        lines = [] if self._all_agree else describe_different_weights(snapshot)
+        for line in lines:
+            if line not in self._told:
+                logger.warning("%s", line)
+        self._told = lines
+
+
+class ActiveAdapter:
+    """The choice, once made, stays."""
+
+    def __init__(self, wanted: str | None) -> None:
+        is_directory = os.path.isdir(wanted or "")  # noqa: PTH112 - Path fails if the name is too long for a file
+        self.wanted = Path(wanted).resolve().name if wanted and is_directory else wanted
+        self.version: str | None = None
+        """The version as servers announce it; None: no adapter is wanted, or no route has been found yet."""
+
+    def choose(self, snapshot: SwarmSnapshot) -> str | None:
+        """The version in use, or else the one that most blocks are served with; None if there is none."""
+        if self.version is not None or self.wanted is None:
+            return self.version
+        blocks: dict[str, set[int]] = {}
+        for server in snapshot.online():
+            for name in server.adapters:
+                if self.wanted in (name, name.rpartition("@")[0]):
+                    blocks.setdefault(name, set()).update(server.span)
+        return max(sorted(blocks), key=lambda name: len(blocks[name]), default=None)
+
+    def lacked_by(self, snapshot: SwarmSnapshot) -> frozenset[str]:
+        """Peer ids of servers that are of no use."""
+        if self.wanted is None:
+            return frozenset()
+        version = self.choose(snapshot)
+        return frozenset(server.peer_id for server in snapshot.servers if version not in server.adapters)
+
+    def keep(self, snapshot: SwarmSnapshot) -> None:
+        """A route has been found: from now on this version and no other."""
+        self.version = self.choose(snapshot)
+
+
+def honest_error(server: ServerInfo) -> float:
+    """The largest error of an honest server of that kind; infinite if nobody knows."""
+    by_dtype = BY_DTYPE.get(server.dtype, math.inf)
+    return max(by_dtype, BY_QUANT_TYPE.get(server.quant_type, math.inf))
+
+
+def is_checkable(server: ServerInfo, config: ClientConfig) -> bool:
+    """Whether an honest server of that kind is always within the client's tolerance.
+
+    What a server announces decides whether it is used, never how much it may be wrong by: otherwise a liar would
+    announce the coarsest kind of weights, and be forgiven everything.
+    """
+    return honest_error(server) <= config.verify_tolerance
