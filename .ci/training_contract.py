@@ -28,7 +28,7 @@ def table() -> str:
             elif isinstance(entry, Refused):
                 rows.append(f"| `{name}` | refused: {entry.because} |")
         lines = [f"| {part} | |", "|---|---|", *rows]
-        for cls, begin in ((Equal, "Equal without more to say"), (Apart, "Without effect on the model's numbers")):
+        for cls, begin in ((Equal, "Equal, without remarks"), (Apart, "No effect on the model's numbers")):
             names = [f"`{name}`" for name, one in contract.items() if isinstance(one, cls) and not _has_row(part, one)]
             if names:
                 lines += ["", fill(f"{begin}: {', '.join(names)}.", 120, break_on_hyphens=False)]
