@@ -44,7 +44,7 @@ def save_model(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Runs:
-    """What is measured of one span."""
+    """The measurements of one span."""
 
     def __init__(self, blocks: BlockSpan, prompt: int) -> None:
         self._packer = Packer(blocks, right_ways(blocks))
@@ -72,7 +72,7 @@ class Runs:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """How long it takes once."""
+    """Time one call."""
     began_at = time.perf_counter()
     run()
     return time.perf_counter() - began_at
