@@ -21,7 +21,7 @@ from swarmllm.server.__main__ import main
 from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
 from swarmllm.server.device.throughput import Throughput
-from swarmllm.server.streams.serving import StackParts
+from swarmllm.server.streams.serving import Serving
 
 
 class Fault(Enum):
@@ -75,9 +75,9 @@ def misbehave(fault: Fault, trigger: Path) -> None:
         return outputs
 
     if fault is Fault.PRYING:
-        traits: Any = StackParts.traits
+        traits: Any = Serving.traits
         asks = {"extra_inputs": ("input_ids", "inputs_embeds")}
-        StackParts.traits = property(lambda parts: traits.fget(parts).model_copy(update=asks))  # type: ignore[assignment]
+        Serving.traits = property(lambda one: traits.fget(one).model_copy(update=asks))  # type: ignore[assignment]
 
     honest_ran = Scheduler.ran
 

@@ -27,14 +27,15 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 FINGERPRINT = "0123456789abcdef"
 CLIENT = "client".ljust(46, "x")
@@ -50,10 +51,10 @@ class Blocks:
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
         self.loop = EventLoop("swarm-in-process")
-        self.executor: Executor = self.loop.run(self._new_executor())
+        self.device_thread: DeviceThread = self.loop.run(self._new_device_thread())
 
-    async def _new_executor(self) -> Executor:
-        return Executor(Budget(pause_s=0.0))
+    async def _new_device_thread(self) -> DeviceThread:
+        return DeviceThread(Budget(pause_s=0.0))
 
     def of(self, span: Span) -> BlockSpan:
         if span not in self._loaded:
@@ -69,7 +70,7 @@ class Blocks:
         self.loop.close()
 
     async def _close(self) -> None:
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
@@ -91,17 +92,18 @@ class Server:
         self.access = Access(None)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
-        executor, limits = swarm.blocks.executor, self.access.limits
-        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
+        cache_bytes = (blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS
         self.serving = self.access.serving = Serving(
-            parts=StackParts((StackPart(blocks, inputs),)),
-            executor=executor,
-            sessions=self.sessions,
-            limits=limits,
-            max_batch_tokens=self.info.max_batch_tokens,
-            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
+            packer_of(blocks),
+            [StackBlocks(blocks, inputs)],
+            swarm.blocks.device_thread,
+            CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
+            limits=self.access.limits,
+            settings=ServerLimits(max_batch_tokens=self.info.max_batch_tokens, compression="none"),
+            offered=ServedAdapters((), None, token=None, cache_dir=None),
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.sessions = self.serving.sessions
 
     @property
     def span(self) -> Span:

@@ -311,7 +311,7 @@ def fuzz(blocks: Blocks, count: int, seed: int, mistakes: list[str]) -> None:
                 and len(blocks.loop._tasks) <= num_tasks
                 and not any(server.serving.pushes._waiting for server in swarm.servers)
                 and not any(server.access.limits._bytes for server in swarm.servers)
-                and not blocks.executor.num_calls
+                and not blocks.device_thread.num_calls
             )
 
         while swarm.count < count:

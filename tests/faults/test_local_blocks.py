@@ -29,6 +29,8 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 HIDDEN, NUM_BLOCKS = 64, 6
 TYPES = {"llama": 6, "gemma3_text": 4, "qwen3_next": 4}
 """Caches that can be rolled back anywhere, that forget early, and that can't be rolled back; and numbers of blocks."""

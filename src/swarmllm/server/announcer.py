@@ -7,7 +7,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmllm.config import RECORD_PERIODS, RENEWAL_PERIODS
@@ -16,13 +16,13 @@ from swarmllm.errors import SwarmError
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.server.device.device import free_bytes, hardware_name
-from swarmllm.server.device.niceness import MAX_MS, Niceness
+from swarmllm.server.device.niceness import MAX_MS
 from swarmllm.server.device.throughput import least_worth_asking_for
 from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.other_servers import Successors, Twins
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
-from swarmllm.server.span_loader import Loaded, SpanLoader
+from swarmllm.server.span_loader import SpanLoader
+from swarmllm.server.streams.serving import Access, Serving
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -43,34 +43,26 @@ NOTABLE_QUEUE_MS = 50.0
 
 @dataclass(eq=False)
 class OwnRecord:
-    """The state of this server, which `span_life` keeps true, and where the figures beside it come from."""
+    """The state of this server, kept true by `span_life`, and the objects from which the record is filled in."""
 
     config: ServerConfig
     peer: Peer
     loader: SpanLoader
-    niceness: Niceness
+    access: Access
     links: Links
     successors: Successors
     span: Span
+    """Blocks that this server has chosen."""
     state: ServerState = ServerState.JOINING
     claim: Span | None = None
     """Blocks to which this server is about to move."""
-    loaded: Loaded | None = None
-    asleep: ServerInfo | None = None
-    """What was last announced of blocks that nobody has used since, while they aren't in memory."""
-    sessions: Sized = ()
-    """Those on the blocks that are loaded."""
     twins: Twins = field(default_factory=Twins)
 
-    @property
-    def budget(self) -> CacheBudget:
-        """The room for sessions; none while no blocks are loaded."""
-        return CacheBudget(0) if self.loaded is None else self.loaded.budget
-
     def describe(self) -> ServerInfo:
-        """What is to be announced now."""
-        if self.asleep is not None:
-            return self.asleep.model_copy(update={"addrs": self.peer.addrs, "identity_shared": self.twins.seen})
+        """Fill in the record as of now."""
+        sleep, serving = self.access.sleep, self.access.serving
+        if sleep is not None:
+            return sleep.record.model_copy(update={"addrs": self.peer.addrs, "identity_shared": self.twins.seen})
         config, claim = self.config, self.claim
         info = ServerInfo(
             peer_id=self.peer.peer_id,
@@ -93,23 +85,24 @@ class OwnRecord:
             claim=None if claim is None else (claim.start, claim.end),
             relays_for=0 if self.peer.relay is None else self.peer.relay.num_reservations,
         )
-        return info if self.loaded is None else self.niceness.announced(self._with_figures(info, self.loaded))
+        if serving is None:
+            return info
+        return self.loader.device_thread.niceness.announced(self._with_figures(info, serving))
 
     def _host_name(self) -> str:
         """The host's name, and the end of the peer id: a host may run several servers, and hosts may share a name."""
         end = self.peer.peer_id[-4:]
         return f"{socket.gethostname()[: MOST_NAME - len(end) - 2]} …{end}"
 
-    def fall_asleep(self, wake_s: float) -> None:
-        """Go on announcing what is known of the blocks, and what it takes to load them."""
+    def describe_asleep(self, wake_s: float) -> ServerInfo:
+        """Fill in the record for blocks that leave the memory now, and are loaded again in `wake_s`."""
         wake_s = min(wake_s, MAX_WAKE_S)
-        self.asleep = self.describe().model_copy(update={"wake_s": round(wake_s, 3), "queue_ms": 1e3 * wake_s})
-        self.loaded = None
+        return self.describe().model_copy(update={"wake_s": round(wake_s, 3), "queue_ms": 1e3 * wake_s})
 
-    def _with_figures(self, info: ServerInfo, loaded: Loaded) -> ServerInfo:
-        thread = self.loader.executor.thread
-        throughput, mbps = loaded.throughput, self.links.mbps(self.peer.peer_id)
-        network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / loaded.inputs.hidden_bytes
+    def _with_figures(self, info: ServerInfo, serving: Serving) -> ServerInfo:
+        thread = self.loader.device_thread
+        throughput, mbps = serving.throughput, self.links.mbps(self.peer.peer_id)
+        network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / serving.inputs.hidden_bytes
         return info.model_copy(
             update={
                 "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
@@ -124,10 +117,10 @@ class OwnRecord:
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,
                 "failures_seen": thread.load.num_failures,
-                "num_sessions": len(self.sessions),
-                "cache_tokens_left": self.budget.left_bytes // loaded.bytes_per_token,
-                "traits": loaded.parts.traits,
-                "weights": loaded.parts.digests if len(self.span) <= MAX_DIGESTS else "",
+                "num_sessions": len(serving.sessions),
+                "cache_tokens_left": serving.cache_tokens_left,
+                "traits": serving.traits,
+                "weights": serving.digests if len(self.span) <= MAX_DIGESTS else "",
             }
         )
 

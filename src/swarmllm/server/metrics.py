@@ -16,10 +16,9 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.network.relay.service import RelayService
 from swarmllm.network.wire.stream import traffic
 from swarmllm.server.announcer import OwnRecord
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.streams.serving import Access
 from swarmllm.swarm.block_map import state_name
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,8 @@ logger = logging.getLogger(__name__)
 class ServerMetrics(Collector):
     """Reads a running server."""
 
-    def __init__(self, access: Access, executor: Executor, record: OwnRecord) -> None:
-        self._access, self._executor, self._record = access, executor, record
+    def __init__(self, record: OwnRecord) -> None:
+        self._record, self._access, self._device_thread = record, record.access, record.loader.device_thread
 
     def collect(self) -> Iterator[Metric]:
         """Called in a thread of its own; reads plain numbers only."""
@@ -52,15 +51,16 @@ class ServerMetrics(Collector):
             yield from _of_relay(self._record.peer.relay)
 
     def _now(self, info: ServerInfo) -> Iterator[tuple[str, str, float]]:
-        budget, load, sessions, pages = self._record.budget, self._executor.thread.load, self._sessions, self._pages
+        load, sessions, pages = self._device_thread.load, self._sessions, self._pages
+        budget = CacheBudget(0) if sessions is None else sessions.budget
         yield "blocks", "Blocks served.", info.end - info.start
         yield "throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput
         yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()
         yield "relayed_streams", "Of them, those through relays.", self._record.peer.num_relayed_streams
         yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
-        yield "queued_calls", "Steps and batches that wait or are computed.", self._executor.num_calls
+        yield "queued_calls", "Steps and batches that wait or are computed.", self._device_thread.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
-        p95 = self._executor.thread.step_ms_p95
+        p95 = self._device_thread.step_ms_p95
         yield "step_ms_p95", "Within which 95 % of the last 512 decode steps were ready.", p95
         yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
         yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
@@ -68,7 +68,7 @@ class ServerMetrics(Collector):
         yield "prefix_cache_bytes", "Pages of prompts, kept for others.", 0 if pages is None else pages.num_bytes
 
     def _so_far(self) -> Iterator[tuple[str, str, float]]:
-        load, pages = self._executor.thread.load, self._pages
+        load, pages = self._device_thread.load, self._pages
         yield "steps", "Steps of sessions.", load.num_steps
         yield "tokens", "Tokens of those steps.", load.num_tokens
         yield "failures", "Steps and batches that failed.", load.num_failures

@@ -25,14 +25,10 @@ from swarmllm.command_line import unless_stopped
 from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.announcer import Announcer, OwnRecord
 from swarmllm.server.downloads import in_background
 from swarmllm.server.peers.other_servers import OtherServers
-from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.span_loader import LOADING_FAILURES, Loaded, describe_changed
-from swarmllm.server.streams.serving import Access, Serving
+from swarmllm.server.span_loader import LOADING_FAILURES, describe_changed
 from swarmllm.swarm.placement import claim_stands, plan_move
 
 logger = logging.getLogger(__name__)
@@ -102,22 +98,20 @@ class SpanLife:
     def __init__(
         self,
         record: OwnRecord,
-        access: Access,
         announcer: Announcer,
         others: OtherServers,
         on_online: Callable[[], None],
     ) -> None:
         config = record.config
         self._config = config
-        self._record, self._access, self._announcer, self._others = record, access, announcer, others
-        self._on_online = on_online
-        self._loader = record.loader
+        self._record, self._access, self._loader = record, record.access, record.loader
+        self._announcer, self._others, self._on_online = announcer, others, on_online
         self._idle_s = config.idle_unload or 0.0
         self._load_s = 0.0
-        """What loading took last."""
+        """Seconds that the last load took."""
         self._rebalancer = Rebalancer(
             record.peer.peer_id,
-            # Whoever was told which blocks to serve doesn't move.
+            # A server that was told which blocks to serve doesn't move.
             balance_quality=config.balance_quality if config.block_indices is None else 0.0,
             period_s=config.update_period,
         )
@@ -125,35 +119,31 @@ class SpanLife:
     async def run(self, stop: asyncio.Event) -> None:
         """Return when the server has been told to stop, and serves nothing any more."""
         loaded = await self._load(stop)
-        if loaded is not None:
-            # Imports count: they are what a user waited for.
+        if loaded:
+            # Imports count: the user has waited for them.
             logger.info("ready %.1f s after the start", time.time() - psutil.Process().create_time())
-        while loaded is not None:
-            target = await self._serve(loaded, stop)
-            del loaded  # its memory is for the next blocks, or for others
-            gc.collect()  # tasks that have ended lie in circles with their errors, and with what they used
+        while loaded:
+            target = await self._serve(stop)
+            gc.collect()  # tasks that have ended lie in circles with their errors, and with the blocks that they used
             if target is None:
-                loaded = None
-            elif target == self._record.span:
-                loaded = await self._sleep(stop)
-            else:
-                loaded = await self._move(target, stop)
+                return
+            loaded = await (self._sleep(stop) if target == self._record.span else self._move(target, stop))
 
-    async def _load(self, stop: asyncio.Event) -> Loaded | None:
-        """Load and measure the blocks of the record; None if told to stop meanwhile."""
-        record = self._record
-        if record.asleep is None:
-            record.state, self._access.loading = ServerState.JOINING, record.span
+    async def _load(self, stop: asyncio.Event) -> bool:
+        """Load and measure the blocks of the record; False if told to stop meanwhile."""
+        record, access = self._record, self._access
+        if access.sleep is None:
+            record.state, access.loading = ServerState.JOINING, record.span
             await self._announcer.announce()
         began_at = time.monotonic()
-        loaded = await unless_stopped(stop, self._loader.load(record.span))
+        access.serving = await unless_stopped(stop, self._loader.load(record.span))
         self._load_s = time.monotonic() - began_at
-        if loaded is None:
+        if access.serving is None:
             logger.info("leaving, though blocks %s are still loading", record.span)
-        return loaded
+        return access.serving is not None
 
-    async def _sleep(self, stop: asyncio.Event) -> Loaded | None:
-        """Wait until somebody asks for the blocks, and load them again, or others; None if told to stop meanwhile."""
+    async def _sleep(self, stop: asyncio.Event) -> bool:
+        """Wait until a client asks for the blocks, and load them again, or others; False if told to stop meanwhile."""
         sleep = self._access.sleep
         assert sleep is not None
         return_free_memory()
@@ -162,19 +152,18 @@ class SpanLife:
         target = await unless_stopped(stop, self._moved_or(sleep.wanted.wait()))
         if target is None:
             self._access.end_sleep()
-            return None
+            return False
         if target != self._record.span:
-            self._record.asleep = None
             self._access.end_sleep()
             return await self._move(target, stop)
         logger.info("somebody asks for blocks %s: loading them again", target)
         return await self._load(stop)
 
-    async def _move(self, target: Span, stop: asyncio.Event) -> Loaded | None:
-        """Load other blocks; those of before if that fails. None if told to stop meanwhile."""
+    async def _move(self, target: Span, stop: asyncio.Event) -> bool:
+        """Load other blocks; if that fails, the previous ones. False if told to stop meanwhile."""
         record = self._record
         before = record.span
-        record.span, record.loaded, record.claim = target, None, None
+        record.span, record.claim = target, None
         try:
             loaded = await self._load(stop)
         except LOADING_FAILURES as error:
@@ -188,29 +177,26 @@ class SpanLife:
         record.span = before
         return await self._load(stop)
 
-    async def _serve(self, loaded: Loaded, stop: asyncio.Event) -> Span | None:
-        """Serve the loaded blocks until told to stop (None), or until other blocks need this server more."""
+    async def _serve(self, stop: asyncio.Event) -> Span | None:
+        """Serve the loaded blocks until told to stop (None), unused (the same blocks), or needed more elsewhere."""
         record, access = self._record, self._access
-        access.serving = self._serving(loaded)
-        record.loaded, record.state = loaded, ServerState.ONLINE
-        if record.asleep is None:
+        record.state = ServerState.ONLINE
+        if access.sleep is None:
             await self._introduce()
         else:
-            record.asleep = None
             access.end_sleep()
             await self._announcer.announce()
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(self._watch_adapters(loaded), name="watch adapters"),
+                tasks.create_task(self._watch_adapters(), name="watch adapters"),
                 tasks.create_task(self._watch_weights(), name="watch weights"),
-                tasks.create_task(_watch_followers(loaded), name="watch followers"),
+                tasks.create_task(self._watch_followers(), name="watch followers"),
             ]
-            target = await unless_stopped(stop, self._moved_or(self._idle(access.serving)))
+            target = await unless_stopped(stop, self._moved_or(self._idle()))
             for task in watching:
                 task.cancel()
         if target == record.span:
-            access.fall_asleep()
-            record.fall_asleep(self._load_s)
+            access.fall_asleep(record.describe_asleep(self._load_s))
             await access.retire(DRAIN_S)
             return target
         logger.info("leaving" if target is None else f"moving from blocks {record.span} to {target}")
@@ -243,38 +229,15 @@ class SpanLife:
             if not moving.done() or moving.cancelled():
                 self._record.claim = None
 
-    async def _idle(self, serving: Serving) -> None:
-        """Return when nobody has used the blocks for as long as the owner says."""
+    async def _idle(self) -> None:
+        """Return when no client has used the blocks for as long as the owner says."""
         if self._config.idle_unload is None:
             await asyncio.Event().wait()
-        while True:
+        while (serving := self._access.serving) is not None:
             left_s = self._access.used_at + self._idle_s - time.monotonic()
-            if left_s <= 0 and not len(serving.sessions) and not serving.executor.num_calls:
+            if left_s <= 0 and not len(serving.sessions) and not serving.device_thread.num_calls:
                 return
             await asyncio.sleep(max(left_s, LOOK_S))
-
-    def _serving(self, loaded: Loaded) -> Serving:
-        config, loader, limits = self._config, self._loader, self._access.limits
-        pages = PrefixCache(loaded.room.pages) if loaded.room.pages else None
-        sessions = self._record.sessions = SessionTable(
-            loaded.packer,
-            loaded.inputs.hidden_bytes,
-            loader.executor,
-            loaded.budget,
-            pages,
-            compression=config.compression,
-            limits=limits,
-            max_sessions=config.max_sessions,
-        )
-        return Serving(
-            parts=loaded.parts,
-            executor=loader.executor,
-            sessions=sessions,
-            limits=limits,
-            max_batch_tokens=config.max_batch_tokens,
-            served_adapters=loader.adapters,
-            adapters=AdapterStore(loaded.room.adapters),
-        )
 
     async def _look(self) -> SwarmSnapshot:
         return await self._others.look(self._record.describe())
@@ -283,12 +246,12 @@ class SpanLife:
         self._record.claim = target
         await self._announcer.announce()
 
-    async def _watch_adapters(self, loaded: Loaded) -> None:
+    async def _watch_adapters(self) -> None:
         adapters = self._loader.adapters
-        while adapters.watches:
+        while adapters.watches and (serving := self._access.serving) is not None:
             await asyncio.sleep(self._config.update_period)
             try:
-                if await adapters.refresh(loaded.blocks):
+                if await adapters.refresh(serving.blocks):
                     await self._announcer.announce()
             except OSError as error:  # a file that has just gone, or can't be read for the moment
                 logger.warning("could not look for adapters: %s", error)
@@ -310,12 +273,11 @@ class SpanLife:
                 )
             told = changed
 
-
-async def _watch_followers(loaded: Loaded) -> None:
-    """Raises GroupLostError when a process that shares the blocks has ended, also if nobody asks for anything."""
-    while (group := loaded.blocks.group) is not None:
-        group.check()
-        await asyncio.sleep(LOOK_S)
+    async def _watch_followers(self) -> None:
+        """Raise GroupLostError when a process that shares the blocks has ended, also if no client asks for anything."""
+        while (serving := self._access.serving) is not None and (group := serving.blocks.group) is not None:
+            group.check()
+            await asyncio.sleep(LOOK_S)
 
 
 async def at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:

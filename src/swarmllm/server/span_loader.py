@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +19,9 @@ from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names, stage
-from swarmllm.models.span.packed_forward import Packing
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.page_access import why_no_kernels
+from swarmllm.models.span.page_pool import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.server.adapters import ServedAdapters
 from swarmllm.server.device.device import (
@@ -38,58 +37,25 @@ from swarmllm.server.device.device import (
     resolve_device,
     usable_bytes,
 )
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.device.throughput import (
     Throughput,
-    decode_times,
     doubling_tokens,
     measure_throughput,
     prefill_tokens_beside_decode,
 )
 from swarmllm.server.downloads import in_background
-from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import StackPart, StackParts
+from swarmllm.server.streams.serving import Serving, StackBlocks
 from swarmllm.swarm.placement import choose_span, describe_choice
 
 logger = logging.getLogger(__name__)
 
 LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
 """What loading blocks may raise; torch says by a RuntimeError that memory is out."""
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """Blocks that can be served."""
-
-    packer: Packer
-    inputs: InputChecks
-    throughput: Throughput
-    room: CacheRoom
-    before: StackPart | None = None
-    """The encoder's blocks, where the span begins in the encoder and ends in the decoder."""
-
-    @property
-    def blocks(self) -> BlockSpan:
-        return self.packer.blocks
-
-    @cached_property
-    def budget(self) -> CacheBudget:
-        """The room for sessions on them."""
-        return CacheBudget(self.room.sessions)
-
-    @property
-    def parts(self) -> StackParts:
-        """The blocks of each stack."""
-        last = StackPart(self.blocks, self.inputs)
-        return StackParts((last,) if self.before is None else (self.before, last))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What one position of a session takes on all these blocks."""
-        return _bytes_per_token(self.blocks, self.inputs)
 
 
 @dataclass(frozen=True)
@@ -105,12 +71,14 @@ class _Measured:
 class SpanLoader:
     """Knows how this server keeps blocks: on which device, in which format, with which adapters."""
 
-    def __init__(self, config: ServerConfig, checkpoint: Checkpoint, executor: Executor) -> None:
-        self._config, self._checkpoint = config, checkpoint
-        self.executor = executor
+    def __init__(
+        self, config: ServerConfig, checkpoint: Checkpoint, device_thread: DeviceThread, limits: PeerLimits
+    ) -> None:
+        self._config, self._checkpoint, self._limits = config, checkpoint, limits
+        self.device_thread = device_thread
         self._last: _Measured | None = None
         self.device = resolve_device(config.device[0])
-        executor.thread.accelerator = accelerator_of(self.device)
+        device_thread.accelerator = accelerator_of(self.device)
         self._num_threads = config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
         """CPU threads of each process, if there are several."""
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
@@ -159,13 +127,13 @@ class SpanLoader:
         sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)[span.start : span.end]
         return num_to_offload(sizes, self._cache_bytes(), self._usable_bytes)
 
-    async def load(self, span: Span) -> Loaded:
+    async def load(self, span: Span) -> Serving:
         """Load and measure these blocks.
 
         Raises:
             SwarmError, OSError, MemoryError, RuntimeError: they can't be loaded.
         """
-        return (await self.executor.run(lambda: self._load(span), Priority.BATCH)).value
+        return (await self.device_thread.run_call(lambda: self._load(span), Priority.BATCH)).value
 
     def changed_files(self) -> list[str]:
         """Files of weights that aren't any more what they were when this server opened the checkpoint."""
@@ -176,12 +144,12 @@ class SpanLoader:
         if changed := self.changed_files():
             raise WeightsMismatchError(describe_changed(self._checkpoint.name, changed))
 
-    def _load(self, span: Span) -> Loaded:
+    def _load(self, span: Span) -> Serving:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
         own_files = Path(self._config.cache_dir or own_cache_dir())
         group = self._group()
-        *others, blocks = [
+        loaded = [
             load_block_span(
                 self._checkpoint,
                 part,
@@ -196,24 +164,36 @@ class SpanLoader:
             )
             for part in parts_of(self._checkpoint.config, span)
         ]
-        before = StackPart(others[0], InputChecks(others[0])) if others else None
+        stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
+        blocks = stacks[-1].blocks
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
             logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
         self._check_files()  # or they may be of both
         self.adapters.load(blocks)
-        inputs = InputChecks(blocks)
-        room = self._room(blocks, inputs, sum(other.num_bytes for other in others))
+        room = self._room(stacks)
         self._use_pages(blocks, room)
         packer, throughput = self._measured(blocks)
-        if others:  # measured were those of the decoder
+        if len(stacks) > 1:  # only the decoder's blocks were measured
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
         logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
-        self.executor.thread.adopt(doubling_tokens=doubling_tokens(throughput, len(span)), beside_decode=beside_decode)
-        self.executor.thread.expect(decode_times(throughput))
-        return Loaded(packer, inputs, throughput, room, before)
+        self.device_thread.adopt(
+            doubling_tokens=doubling_tokens(throughput, len(span)),
+            beside_decode=beside_decode,
+            step_ms=throughput.step_ms,
+        )
+        return Serving(
+            packer,
+            stacks,
+            self.device_thread,
+            room,
+            limits=self._limits,
+            settings=self._config,
+            offered=self.adapters,
+            throughput=throughput,
+        )
 
     def _group(self) -> Group | None:
         """The processes that share these blocks; they are gone when the blocks are."""
@@ -261,19 +241,19 @@ class SpanLoader:
                 packer.record()
         return packer
 
-    def _room(self, blocks: BlockSpan, inputs: InputChecks, other_bytes: int) -> CacheRoom:
-        config = self._config
-        left = min(self._usable_bytes - blocks.num_bytes - other_bytes, int(free_bytes(self.device) * FREE_SHARE))
+    def _room(self, stacks: Sequence[StackBlocks]) -> CacheRoom:
+        config, sizes = self._config, stacks[-1].blocks.cache_sizes
+        num_bytes = sum(stack.blocks.num_bytes for stack in stacks)
         room = cache_room(
-            left,
-            bytes_per_token=_bytes_per_token(blocks, inputs),
-            bytes_per_session=blocks.cache_sizes.bytes_per_session,
+            min(self._usable_bytes - num_bytes, int(free_bytes(self.device) * FREE_SHARE)),
+            bytes_per_token=sizes.bytes_per_token + stacks[-1].inputs.hidden_bytes,
+            bytes_per_session=sizes.bytes_per_session,
             session_tokens=config.attn_cache_tokens,
             prefix_tokens=config.prefix_cache_tokens,
         )
         logger.info(
             "the blocks take %s of memory; %s are for sessions, %s for prompts that begin alike",
-            size_in_words(blocks.num_bytes + other_bytes),
+            size_in_words(num_bytes),
             size_in_words(room.sessions),
             size_in_words(room.pages),
         )
@@ -285,7 +265,7 @@ class SpanLoader:
             await in_background(self._check_files)
             for part in parts_of(self._checkpoint.config, span):
                 look = partial(span_tensor_names, self._checkpoint, part)
-                names = await self.executor.run(look, Priority.BATCH)
+                names = await self.device_thread.run_call(look, Priority.BATCH)
                 await in_background(partial(self._checkpoint.tensors, names.value))
         except LOADING_FAILURES as error:
             logger.warning("blocks %s can't be loaded: %s", span, str(error) or repr(error))
@@ -300,7 +280,3 @@ def describe_changed(name: str, filenames: Sequence[str]) -> str:
         f"{filenames[0]}{more} of {name} changed on disk, or went, after this server had opened it: start the server "
         "again to serve what is there now, or put back what was there"
     )
-
-
-def _bytes_per_token(blocks: BlockSpan, inputs: InputChecks) -> int:
-    return blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes

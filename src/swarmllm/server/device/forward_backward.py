@@ -90,7 +90,7 @@ class Graph:
         return found
 
 
-class Batch:
+class KeptForward:
     """One forward as graphs: of groups of rows, and for each of the parts of the blocks in their order."""
 
     def __init__(self, groups: list[list[Graph]], batch_axis: int = 0) -> None:
@@ -158,7 +158,7 @@ def forward(
     return {"hidden_states": _joined(outputs, blocks.traits.batch_axis)}
 
 
-def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: bool = False) -> Turns[Batch]:
+def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: bool = False) -> Turns[KeptForward]:
     """A forward for which a backward will come.
 
     Raises:
@@ -173,16 +173,16 @@ def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: b
             hidden = graphs[-1].outputs.detach() if graphs else rows.hidden_states
             graphs.append(Graph.record(blocks, rows.with_hidden(hidden), part))
         groups.append(graphs)
-    return Batch(groups, blocks.traits.batch_axis)
+    return KeptForward(groups, blocks.traits.batch_axis)
 
 
 def gradients(
     blocks: BlockSpan, inputs: BlockInputs, span: Span, grad_outputs: Tensor, *, short_turns: bool = False
 ) -> Turns[dict[str, Tensor]]:
-    """The gradients that `Batch.gradients` gives, from the inputs alone."""
-    batch = yield from record(blocks, inputs, span, short_turns=short_turns)
+    """The gradients that `KeptForward.gradients` gives, from the inputs alone."""
+    kept = yield from record(blocks, inputs, span, short_turns=short_turns)
     yield
-    return (yield from batch.gradients(grad_outputs))
+    return (yield from kept.gradients(grad_outputs))
 
 
 def _parts(blocks: BlockSpan, span: Span, num_tokens: int) -> list[Span]:
@@ -212,7 +212,7 @@ def _joined(tensors: list[Tensor], axis: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
 
-class KeptBatches:
+class KeptForwards:
     """Forwards by peer and request; the oldest go when there are too many tokens, each goes after `KEEP_S`.
 
     `max_tokens` is what one request may have: a server has room to compute the gradients of that anyway.
@@ -220,40 +220,40 @@ class KeptBatches:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._batches: OrderedDict[tuple[str, int], tuple[Batch, asyncio.TimerHandle]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], tuple[KeptForward, asyncio.TimerHandle]] = OrderedDict()
 
-    def put(self, peer_id: str, request: int, batch: Batch) -> None:
+    def put(self, peer_id: str, request: int, forward: KeptForward) -> None:
         """Keep a forward for a while."""
         key = peer_id, request
         self._drop(key)
-        num_tokens = batch.num_tokens + sum(kept.num_tokens for kept, _ in self._batches.values())
-        while self._batches and num_tokens > self._max_tokens:
-            num_tokens -= self._drop(next(iter(self._batches)))
+        num_tokens = forward.num_tokens + sum(kept.num_tokens for kept, _ in self._kept.values())
+        while self._kept and num_tokens > self._max_tokens:
+            num_tokens -= self._drop(next(iter(self._kept)))
         timer = asyncio.get_running_loop().call_later(KEEP_S, self._drop, key)
-        self._batches[key] = batch, timer
+        self._kept[key] = forward, timer
 
-    def take(self, peer_id: str, request: int) -> Batch:
+    def take(self, peer_id: str, request: int) -> KeptForward:
         """Take a forward, which is gone from here then.
 
         Raises:
             SessionLostError: it isn't here.
         """
         key = peer_id, request
-        if key not in self._batches:
+        if key not in self._kept:
             raise SessionLostError("this server doesn't have that forward (any more): send its inputs")
-        batch = self._batches[key][0]
+        forward = self._kept[key][0]
         self._drop(key)
-        return batch
+        return forward
 
     def clear(self) -> None:
         """Forget all, as the blocks that they belong to are going."""
-        for key in list(self._batches):
+        for key in list(self._kept):
             self._drop(key)
 
     def _drop(self, key: tuple[str, int]) -> int:
         """Forget it; how many tokens it was of."""
-        if key not in self._batches:
+        if key not in self._kept:
             return 0
-        batch, timer = self._batches.pop(key)
+        forward, timer = self._kept.pop(key)
         timer.cancel()
-        return batch.num_tokens
+        return forward.num_tokens

@@ -47,7 +47,7 @@ class Niceness:
     """Share of the time that may be computed at present."""
     paused: bool = False
     resumes_at: float = 0.0
-    """When the last pause ends, on the executor's clock."""
+    """When the last pause ends, on the device_thread's clock."""
     _left_at: float | None = None
 
     def look(self, others_cores: float, num_cores: int, wanted_cores: int, now: float) -> None:

@@ -235,7 +235,7 @@ class Work:
     granule: int
     """Tokens of the smallest piece, of which all pieces are multiples; `num_tokens` if it can't be cut."""
     priority: Priority
-    queued_at: float
+    queued_at: float = 0.0
     """Seconds, on the clock of `now`."""
     session: str | None = None
     """The session whose step it is; None: it can't be packed with others."""

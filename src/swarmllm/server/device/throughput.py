@@ -20,11 +20,9 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.server.device.device_thread import DecodeTimes
+from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +132,17 @@ class Throughput:
     """A prompt's forward, by its tokens: those of `PIECES` that were measured."""
     context_ms_per_block_per_1k: float = 0.0
     num_threads: int = 0
-    """The number of threads that was best; 0 = not chosen by measurement."""
+    """The best number of threads; 0 = not chosen by measurement."""
+
+    def step_ms(self, num_blocks: int, num_rows: int, context_tokens: int) -> float:
+        """Expected time of a decode step of these rows, with so many tokens in the caches of all rows together."""
+        per_row = max(0.0, self.decode_ms_per_block_batch8 - self.decode_ms_per_block) / (BATCH - 1)
+        ms = (
+            self.decode_ms_per_block
+            + per_row * (num_rows - 1)
+            + self.context_ms_per_block_per_1k * context_tokens / 1e3
+        )
+        return num_blocks * ms
 
 
 def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
@@ -148,15 +156,6 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
     return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
     return measured
-
-
-def decode_times(throughput: Throughput) -> DecodeTimes:
-    """With which real steps are compared."""
-    return DecodeTimes(
-        throughput.decode_ms_per_block,
-        throughput.decode_ms_per_block_batch8,
-        throughput.context_ms_per_block_per_1k,
-    )
 
 
 def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:

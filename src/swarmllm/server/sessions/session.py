@@ -186,7 +186,7 @@ class Session:
             self.unlink()
             self.waiting_room.close()
             self.runner.lease.release()
-            self.runner.executor.thread.forget(self.id)
+            self.runner.device_thread.forget(self.id)
             self.on_close(self)
 
     def dismiss(self) -> None:

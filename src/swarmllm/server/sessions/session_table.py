@@ -15,7 +15,7 @@ from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import FrameStream
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.sessions.kv_cache import CacheBudget, WaitingRoom, session_size
 from swarmllm.server.sessions.prefix_cache import PrefixCache
@@ -37,7 +37,7 @@ class SessionTable:
         self,
         packer: Packer,
         hidden_bytes_per_token: int,
-        executor: Executor,
+        device_thread: DeviceThread,
         budget: CacheBudget,
         pages: PrefixCache | None = None,
         *,
@@ -53,7 +53,7 @@ class SessionTable:
         self._hidden_bytes_per_token = hidden_bytes_per_token
         self._packer = packer
         self._compression = compression
-        self._executor = executor
+        self._device_thread = device_thread
         self._sessions: dict[str, Session] = {}
         self._num_ended = 0
         self._empty = asyncio.Event()
@@ -88,7 +88,7 @@ class SessionTable:
         try:
             runner = StepRunner(
                 self._packer,
-                self._executor,
+                self._device_thread,
                 header,
                 size,
                 lease,

@@ -29,12 +29,11 @@ from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
 from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates, plausible
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
-from swarmllm.server.device.device_thread import Executor, Timed
+from swarmllm.server.device.device_thread import DeviceThread, SessionStep, Timed
 from swarmllm.server.device.scheduler import HOUSE, Account, Priority
 from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
 from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
@@ -93,7 +92,7 @@ class StepRunner:
     def __init__(
         self,
         packer: Packer,
-        executor: Executor,
+        device_thread: DeviceThread,
         header: OpenHeader,
         size: SessionSize,
         lease: CacheLease,
@@ -107,7 +106,7 @@ class StepRunner:
         `account` says on whom the device's time is spent.
         """
         self.account = account
-        self.packer, self.executor = packer, executor
+        self.packer, self.device_thread = packer, device_thread
         self.size, self.lease = size, lease
         self.batch_size = header.batch_size
         self.num_choices = 0
@@ -179,7 +178,7 @@ class StepRunner:
         try:
             with memory_errors_translated():
                 keep = partial(self._prefix.keep, self.cache, outputs.hidden_states)
-                await self.executor.run(keep, Priority.PREFILL, self.account())
+                await self.device_thread.run_call(keep, Priority.PREFILL, self.account())
         except ServerOutOfMemoryError:
             self._prefix = None  # the step went well, only nobody can share what it computed
 
@@ -199,7 +198,7 @@ class StepRunner:
             num_rows = len(header.batch_index or ())
             self._lease_rows(max(self.batch_size, num_rows))
             try:
-                await self.executor.run(partial(self._select_batch, header), Priority.DECODE, self.account())
+                await self.device_thread.run_call(partial(self._select_batch, header), Priority.DECODE, self.account())
             except BaseException:
                 self.empty_cache()
                 raise
@@ -284,7 +283,7 @@ class StepRunner:
             with block_errors_translated():
                 if prefix is not None:
                     reuse = partial(self._reuse, prefix, header, inputs)
-                    known = await self.executor.run(reuse, Priority.PREFILL, self.account())
+                    known = await self.device_thread.run_call(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
                     if length == header.seq_len:
@@ -294,9 +293,9 @@ class StepRunner:
                     header = header.model_copy(update=later)
                 work = _StepInPieces(self, header, inputs, select)
                 try:
-                    timed = await self.executor.step(work)
+                    timed = await self.device_thread.run_step(work)
                 finally:
-                    begun = begun or work.begun
+                    begun = begun or work.has_run
                 work.join_inner()
         except SwarmError:
             if begun:
@@ -332,39 +331,40 @@ class StepRunner:
         return prefix.reuse(self.cache, header.position, inputs)
 
 
-class _StepInPieces:
-    """One step as `executor` runs it, whole or in pieces; the outputs of all pieces are those of the step."""
+class _StepInPieces(SessionStep):
+    """One step, which the device thread runs whole or in pieces; its outputs are those of all pieces together."""
 
     def __init__(self, runner: StepRunner, header: StepHeader, inputs: BlockInputs, select: bool) -> None:
-        self.session = header.session
-        self.account = runner.account()
-        self.priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
-        self.num_tokens = header.seq_len * header.batch_size
-        can_be_cut = self.priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
+        priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
+        num_tokens = header.seq_len * header.batch_size
+        can_be_cut = priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
         # Clients cut where a first piece has to be longer than others.
         can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
-        self.granule = header.batch_size if can_be_cut else self.num_tokens
-        self.num_blocks, self.context_tokens = len(runner.span), header.position * header.batch_size
-        self.begun = False
+        super().__init__(
+            session=header.session,
+            account=runner.account(),
+            priority=priority,
+            num_tokens=num_tokens,
+            granule=header.batch_size if can_be_cut else num_tokens,
+            packer=runner.packer,
+            num_blocks=len(runner.span),
+            context_tokens=header.position * header.batch_size,
+        )
+        self.has_run = False
         """Whether blocks may have seen some of it."""
         self._runner, self._header, self._inputs, self._select = runner, header, inputs, select
         self._num_columns = 0  # taken so far
         self._inner: list[InnerStates | None] = []  # of the pieces
-
-    @property
-    def packer(self) -> Packer:
-        """Where it may run together with others."""
-        return self._runner.packer
 
     def take(self, num_tokens: int) -> SessionCall:
         """The next piece. Raises SessionLostError: the cache can't be rolled back to where the step begins."""
         runner, header, blocks = self._runner, self._header, self.packer.blocks
         if not self._num_columns:
             runner.bring_cache_to(header, self._select)
-        self.begun = True
+        self.has_run = True
         inputs, start = self._inputs, self._num_columns
         self._num_columns += num_tokens // header.batch_size
-        if num_tokens < self.num_tokens:
+        if num_tokens < header.seq_len * header.batch_size:
             inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
         self._inner.append(inputs.inner)
         return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
