@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fuzzed_messages import ODD_VALUES, Conversation, wire
+from hostile import held_bytes, num_awaited
 from mistakes import logged_mistakes
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
@@ -309,8 +310,8 @@ def fuzz(blocks: Blocks, count: int, seed: int, mistakes: list[str]) -> None:
             return (
                 [server.sessions.budget.leased_bytes for server in swarm.servers] == leased
                 and len(blocks.loop._tasks) <= num_tasks
-                and not any(server.serving.pushes._waiting for server in swarm.servers)
-                and not any(server.access.limits._bytes for server in swarm.servers)
+                and not any(num_awaited(server) for server in swarm.servers)
+                and not any(held_bytes(server) for server in swarm.servers)
                 and not blocks.device_thread.num_calls
             )
 

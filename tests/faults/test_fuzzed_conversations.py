@@ -22,8 +22,12 @@ from hostile import (
     HonestClient,
     Server,
     hang_up,
+    held_bytes,
+    num_awaited,
     serving,
     step_header,
+    stop_reading,
+    write_bytes,
 )
 from mistakes import logged_mistakes
 
@@ -84,8 +88,8 @@ class Caller:
     def listen(self) -> None:
         """Or not."""
         if self._random.random() < 0.1:
-            if self.stream._transport is not None:
-                self.stream._transport.pause_reading()
+            if not self.stream.closed:
+                stop_reading(self.stream)
         else:
             self._reading = asyncio.create_task(self._read())
 
@@ -120,7 +124,7 @@ class Caller:
     def write_some(self) -> None:
         size = len(self.waiting) if self._random.random() < 0.7 else self._random.randint(1, len(self.waiting))
         with suppress(SwarmError):  # the server has ended the stream
-            self.stream._write(bytes(self.waiting[:size]))
+            write_bytes(self.stream, bytes(self.waiting[:size]))
         del self.waiting[:size]
 
     async def leave(self, server: Server) -> None:
@@ -209,7 +213,7 @@ async def check_nothing_left(server: Server, leased: int) -> None:
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
-            limits._bytes
+            held_bytes(server)
             or server.handler._intake.num_bytes
             or limits.num_streams() > 2
             or server.device_thread.num_calls
@@ -217,7 +221,7 @@ async def check_nothing_left(server: Server, leased: int) -> None:
             await asyncio.sleep(0.001)
     assert [session.id for session in server.sessions] == [HONEST_SESSION]
     assert server.budget.leased_bytes == leased
-    assert not server.serving.pushes._waiting
+    assert not num_awaited(server)
 
 
 async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) -> None:

@@ -19,6 +19,7 @@ from hostile import (
     ask,
     error_code,
     hang_up,
+    held_bytes,
     load_blocks,
     open_header,
     result,
@@ -364,7 +365,7 @@ class Sessions(RuleBasedStateMachine):
 
     async def _check(self) -> None:
         server = self.server
-        await self._until(lambda: not server.access.limits._bytes)
+        await self._until(lambda: not held_bytes(server))
         sessions = {session.id: session for session in server.sessions}
         assert sessions.keys() == {one.id for one in self.alive}
         for one in self.alive:
@@ -389,7 +390,7 @@ class Sessions(RuleBasedStateMachine):
         assert len(self.server.sessions) == self.server.budget.leased_bytes == 0
         await self.server.links.close()
         await self._until(lambda: not self.tasks)
-        assert not self.server.access.limits._bytes
+        assert not held_bytes(self.server)
         await self._until(lambda: not self.server.access.limits.num_streams())
         assert self.server.handler._intake.num_bytes == 0
         await self.server.close()

@@ -16,6 +16,8 @@ from swarmllm.client.distributed_model import AutoDistributedModelForFeatureExtr
 from swarmllm.data_structures import BlockTraits
 from swarmllm.network.wire.stream import traffic
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 LENGTHS = (7, 40, 3, 12, 25, 9, 1, 18)
 WIDTH = 40
 
@@ -181,7 +183,6 @@ def two_routes(llama: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-@pytest.mark.rotates(3)
 def test_over_two_routes_of_which_one_dies_before_the_backward(
     llama: Path, two_routes: LocalSwarm, model: Any, local: PreTrainedModel
 ) -> None:

@@ -17,7 +17,7 @@ from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.relay.messages import AUTONAT, encode, framed, read_message
 from swarmllm.network.relay.service import Caller, RelayRules
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3, whole_file=True)]
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 

@@ -16,6 +16,8 @@ from transformers.utils import output_capturing
 from swarmllm import LocalSwarm
 from swarmllm.errors import SwarmError
 
+pytestmark = pytest.mark.rotates(3)
+
 IDS, TWO = prompt(), prompt(2)
 Call = Callable[[Any], object]
 

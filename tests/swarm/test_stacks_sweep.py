@@ -24,7 +24,7 @@ SPANS = [(0, 2), (2, 5), (5, 7)]
 """Of 4 blocks of the encoder and 3 of the decoder."""
 
 
-@pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 10))
+@pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 30))
 def test_through_server_processes(name: str, tmp_path: Path) -> None:
     """Forward, greedy, sampling, beams and gradients; then several texts at once."""
     local = tiny_model(name)
