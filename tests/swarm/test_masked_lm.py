@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast, pipeline
 from swarmllm import AutoDistributedModelForMaskedLM, LocalSwarm
 from swarmllm.models.architecture import Task
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 WORDS = [*"abcdefghijkl", "the", "cat", "ran", "over", "mat", "tree", "big", "sat", "on", "then"]
 SPECIAL = {
     "pad_token": "[PAD]",

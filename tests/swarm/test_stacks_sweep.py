@@ -54,6 +54,7 @@ def _check_texts_at_once(local: Any, model: Any) -> None:
     assert list(found) == wanted
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", REFUSED_ENCODER_DECODERS)
 def test_servers_and_clients_refuse_with_the_reason(name: str, tmp_path: Path) -> None:
     """Before anything is computed."""
