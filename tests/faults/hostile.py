@@ -101,7 +101,7 @@ class Server:
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}
         self.failures: list[BaseException] = []
-        """What handlers have raised: nothing may get that far."""
+        """Exceptions that handlers have raised: none may get that far."""
 
     async def _dial(self, successor: Successor) -> FrameStream:
         if successor.peer_id != SERVER:
@@ -251,7 +251,7 @@ def hidden_states(blocks: BlockSpan, length: int = 1) -> Tensor:
 
 
 def request_header(inputs: Tensor, span: Span = ALL, **fields: Any) -> dict[str, Any]:
-    """Of a request without a session."""
+    """The header of a sessionless request."""
     shape = {"batch_size": inputs.shape[0], "seq_len": inputs.shape[1]}
     return {"id": 1, "start": span.start, "end": span.end, **shape, **fields}
 
@@ -277,7 +277,7 @@ def stop_reading(stream: FrameStream) -> None:
 
 
 def is_paused(stream: FrameStream) -> bool:
-    """Whether so much waits that this end reads no more."""
+    """True if so much waits that this end reads no more."""
     return stream._inbox.is_paused
 
 
@@ -303,7 +303,7 @@ def num_early(server: Server) -> int:
 
 
 def dials(server: Server) -> bool:
-    """Whether the server has links, or is dialling for one."""
+    """True if the server has links, or is dialling for one."""
     return bool(len(server.links) or server.links._dialling)
 
 

@@ -56,7 +56,7 @@ WIDE = {"id": 1, "x": [{}] * 30_000}
 
 @dataclass(frozen=True)
 class Swarm:
-    """Those that are attacked."""
+    """The swarm that is attacked."""
 
     servers: list[tuple[str, list[str]]]
     name: str
@@ -98,7 +98,7 @@ class Mallory:
                 yield number
 
     async def did(self, times_per_s: float) -> None:
-        """What it does, which it does at most so often."""
+        """Count an action, and wait: so many of them a second at most."""
         self.count += 1
         await asyncio.sleep(1 / times_per_s)
 
@@ -319,7 +319,7 @@ async def accuses_others(mallory: Mallory) -> None:
 
 
 async def traits_of(mallory: Mallory, number: int) -> Any:
-    """What an honest server says of its blocks."""
+    """The traits that an honest server announces in its greeting."""
     peer_id, maddrs = mallory.swarm.servers[number]
     stream = await mallory.peer.open_stream(peer_id, [maddr.partition("/p2p/")[0] for maddr in maddrs])
     try:

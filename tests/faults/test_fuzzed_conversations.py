@@ -43,7 +43,7 @@ CALLERS = (MALLORY, MALLORY, EVE, SERVER)
 HONEST_SESSION = "honest".ljust(32, "0")
 HELLO = {"min_version": 1, "max_version": 1, "software": "", "fingerprint": FINGERPRINT, "encodings": ["int8"]}
 GAMES_PER_STEP = 4
-"""Of the honest client: each costs as much as a game."""
+"""Games for each step of the honest client: a step costs as much as a game."""
 MEMORY_SLACK_BYTES = 48 << 20
 """Allocators don't give everything back; a leak of a hundred thousand messages would be larger."""
 
@@ -66,7 +66,7 @@ class Caller:
     def __init__(self, stream: FrameStream, random: Random) -> None:
         self.stream = stream
         self.waiting = bytearray()
-        """What it is going to write."""
+        """Bytes that it is going to write."""
         self._random = random
         self._reading: asyncio.Task[None] | None = None
 
@@ -157,7 +157,7 @@ def in_frames(kind: MessageType, header: dict[str, object], payload: bytes, rand
 
 
 def theft(random: Random, hidden_size: int) -> tuple[bytes, bytes]:
-    """What only the owner and the predecessor of a session may ask, after a token that is none."""
+    """Requests that only the owner and the predecessor of a session may make, after a wrong token."""
     about: dict[str, object] = {"id": 1, "session": HONEST_SESSION}
     attach = wire(MessageType.ATTACH, about | {"token": random.choice((HONEST_SESSION, "0" * 32))})
     match random.randrange(3):
@@ -208,7 +208,7 @@ async def play(server: Server, seed: int) -> int:
 
 
 async def check_nothing_left(server: Server, leased: int) -> None:
-    """Of any game."""
+    """Nothing is left of any game."""
     limits = server.access.limits
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.

@@ -290,7 +290,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_push(blocks: BlockSpan, mo
 
 
 async def test_request_flood_waits_with_the_peer(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is above a peer's share isn't even read until there is room."""
+    """Requests above a peer's share aren't even read until there is room."""
     batch = hidden_states(blocks, 64)
     monkeypatch.setattr(peer_limits, "MAX_BYTES_PER_PEER", 3 * batch.nbytes)
     async with serving(blocks) as server:
@@ -352,7 +352,7 @@ async def test_malformed_headers(blocks: BlockSpan, header: dict[str, Any]) -> N
     ids=str,
 )
 async def test_wrong_shapes_and_types(blocks: BlockSpan, shape: list[int], dtype: torch.dtype) -> None:
-    """Of hidden states and of gradients, without a session and within one."""
+    """Hidden states and gradients, without a session and within one."""
     right, wrong = hidden_states(blocks, 4), torch.zeros(shape, dtype=dtype)
     async with serving(blocks) as server:
         client = await opened(server)

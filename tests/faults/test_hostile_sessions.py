@@ -174,7 +174,7 @@ async def test_wrong_positions(blocks: BlockSpan) -> None:
 # ---------------------------------------------------------------------- tensors of steps
 
 POSITIONS = 256
-"""Of the tiny models."""
+"""Positions of the tiny models."""
 
 
 @pytest.fixture(scope="module")
@@ -575,7 +575,7 @@ async def test_a_chain_in_a_circle(blocks: BlockSpan) -> None:
 
 
 async def test_nan_from_a_predecessor_is_its_own_fault(blocks: BlockSpan) -> None:
-    """What a server in the middle passes on is checked by its successor, who names it to the client."""
+    """A server's outputs are checked by its successor, which names it to the client."""
     async with serving(blocks) as server:
         owner, predecessor = await opened(server, peer_id=HONEST), await server.connect(MALLORY)
         await ask(predecessor, MessageType.ATTACH, {"id": 1, "session": SESSION, "token": SESSION[::-1]})

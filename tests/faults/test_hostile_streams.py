@@ -133,7 +133,7 @@ async def test_large_before_the_greeting(blocks: BlockSpan) -> None:
 
 
 async def test_strangers_send_nothing_large(blocks: BlockSpan) -> None:
-    """Whom an allow-list leaves out may not even have a large message read, but for what servers pass on."""
+    """A client that isn't on the allow-list can send large messages only where servers push outputs to each other."""
     async with serving(blocks, allowed_clients=[HONEST]) as server:
         for kind, refused in (
             (MessageType.STEP, True),

@@ -87,7 +87,7 @@ class Sessions:
             assert self.packer.forward.graphs.sizes == (1, 2, 8)
         self.packed = [blocks.new_cache(record_past=True) for _ in LENGTHS]
         self.failures: list[Exception] = []
-        """Of packed steps, which a packer tries again one by one."""
+        """Packed steps, which a packer tries again one by one."""
         self._run = self.packer.forward.run
         self.packer.forward.run = self._noted  # type: ignore[method-assign]
 

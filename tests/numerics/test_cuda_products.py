@@ -65,7 +65,7 @@ def test_nf4(num_inputs: int, rows: int, columns: int, dtype: torch.dtype) -> No
 @interpreted
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
 def test_published_formats(name: str) -> None:
-    """Those with groups of usual sizes; the others are dequantized, and multiplied then."""
+    """Groups of usual sizes are multiplied packed; weights with others are dequantized first."""
     packed = kept(name, torch.float32)
     matrix = packed._cuda_matrix()
     assert matrix is not None
@@ -117,7 +117,7 @@ def test_all_that_a_matrix_may_have(group: int, parts: str) -> None:
 
 
 def run(instructions: str, word: int) -> list[int]:
-    """What such instructions leave in `$0` to `$3`, by the description of each in NVIDIA's manual of PTX."""
+    """The values that such instructions leave in `$0` to `$3`, as NVIDIA's manual of PTX describes each."""
     registers = {"$4": word}
 
     def value(operand: str) -> int:

@@ -28,7 +28,7 @@ def mask_of(side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor) -> Tensor:
-    """Those of the texts, but for each first token, which a padded batch predicts from padding."""
+    """Labels of the texts, except each first token, which a padded batch predicts from padding."""
     return ids.where((mask != 0) & (mask.roll(1, 1) != 0), -100)
 
 

@@ -1,4 +1,4 @@
-"""What people try with a model of transformers: each is what it is there, or refused in one sentence."""
+"""Calls that people try with a model of transformers: each works as there, or is refused in one sentence."""
 
 import copy
 import pickle

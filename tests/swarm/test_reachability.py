@@ -1,4 +1,4 @@
-"""Whether others can dial a peer, and what it does if not: real peers on 127.0.0.1, where libp2p itself can't tell."""
+"""Reachability of a peer, and what it does without: real peers on 127.0.0.1, where libp2p itself can't tell."""
 
 import asyncio
 import os

@@ -21,7 +21,7 @@ from swarmllm import AutoDistributedModelForSeq2SeqLM, ClientConfig, LocalSwarm
 from swarmllm.errors import CacheFullError, SwarmError, UnsupportedModelError
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
 @pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 30))

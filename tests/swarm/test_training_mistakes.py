@@ -1,4 +1,4 @@
-"""What goes wrong in training is one sentence, and the next step works as if nothing had been."""
+"""A mistake in training is one sentence, and the next step works as if nothing had been."""
 
 import copy
 from collections.abc import Callable, Iterator
