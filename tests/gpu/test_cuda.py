@@ -1,4 +1,4 @@
-"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others. Skipped without CUDA."""
+"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one.
-
-Skipped without CUDA.
-"""
+"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one."""
 
 import logging
 import sys
