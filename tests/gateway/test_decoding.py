@@ -16,6 +16,8 @@ from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 PROMPT = "Once upon a time there was a little"
 
 
