@@ -37,7 +37,7 @@ CHARTS = (
     Chart(
         "one-stream",
         "One text through servers on one machine: tokens/s as a share of the local model's",
-        "### Inference, one stream",
+        "## Inference, one stream",
         (
             ("hidden 512 × 8, fp32|1", "hidden 512, 1 server"),
             ("hidden 512 × 8, fp32|2", "hidden 512, 2 servers"),
@@ -51,7 +51,7 @@ CHARTS = (
     Chart(
         "clients",
         "Clients at once on two servers: tokens/s of all together",
-        "### Many clients",
+        "## Many clients",
         (("1", "1 client"), ("8", "8 clients"), ("32", "32 clients (another run)")),
         1,
         unit=" tokens/s",
@@ -59,7 +59,7 @@ CHARTS = (
     Chart(
         "distance",
         "One text over a network: tokens/s, hidden 512 × 12, after 128 tokens",
-        "### Slow networks",
+        "## Slow networks",
         (
             ("local", "local model"),
             ("offload to disk", "the same, offloaded to disk"),
@@ -74,7 +74,7 @@ CHARTS = (
     Chart(
         "guesses",
         "With guesses, 50 ms one way: times the tokens/s without them",
-        "### Speculation",
+        "## Speculation",
         (
             ("50 ms|list copies, greedy", "copies of a list"),
             ("50 ms|code rename, prescribed", "a renaming in code"),
@@ -87,7 +87,7 @@ CHARTS = (
     Chart(
         "recovery",
         "A server is lost in mid-text: seconds until the text goes on, median",
-        "### Chaos",
+        "## Chaos",
         (
             ("KILL", "killed"),
             ("two KILLs", "two killed"),

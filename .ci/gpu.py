@@ -86,7 +86,7 @@ class Part:
 
 
 PARTS = (
-    Part("tests", ("-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "tests/gpu"), 150),
+    Part("tests", ("-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "--lane", "gpu", "tests/gpu"), 150),
     Part("gpu", ("benchmarks/gpu.py",), 120, ("--device", "cpu")),
     Part("gpu_serving", ("benchmarks/gpu_serving.py",), 270, ("--device", "cpu")),
 )

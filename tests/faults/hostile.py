@@ -4,14 +4,16 @@ The blocks are real ones of a tiny model, so that what gets past the checks meet
 """
 
 import asyncio
+import gc
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -44,6 +46,10 @@ MALLORY = "12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo"
 SERVER = "12D3KooWJFxJRUaCsPYKtBVmAWGxuUVq2WJjT2zvEP7b1Ynb4Q3s"
 MAX_BATCH_TOKENS = 64
 CACHE_TOKENS = 512
+HIDDEN = 16
+SESSION, OTHER = "a" * 32, "b" * 32
+ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
+"""Spans of the two blocks that the servers have."""
 
 
 def load_blocks(directory: Path, span: Span) -> BlockSpan:
@@ -65,6 +71,7 @@ class Server:
         tasks: asyncio.TaskGroup,
         *,
         cache_tokens: int = CACHE_TOKENS,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
         allowed_clients: Sequence[str] | None = None,
         stream_type: type[FrameStream] = FrameStream,
         pages: PrefixCache | None = None,
@@ -84,7 +91,7 @@ class Server:
             self.device_thread,
             CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
             limits=self.access.limits,
-            settings=ServerLimits(max_batch_tokens=MAX_BATCH_TOKENS, compression="none"),
+            settings=ServerLimits(max_batch_tokens=max_batch_tokens, compression="none"),
             offered=ServedAdapters((), None, token=None, cache_dir=None),
             throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
@@ -223,6 +230,36 @@ def error_code(message: Message) -> str:
     assert message.type is MessageType.ERROR, message
     code: str = message.header["code"]
     return code
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110 - nobody tells of these states
+            await asyncio.sleep(0.005)
+
+
+async def opened(server: Server, session: str = SESSION, peer_id: str = MALLORY, **fields: Any) -> FrameStream:
+    """A stream with a session on all blocks."""
+    stream = await server.connect(peer_id)
+    message = await ask(stream, MessageType.OPEN, open_header(session, ALL, **fields))
+    assert message.type is MessageType.RESULT, message.header
+    return stream
+
+
+def hidden_states(blocks: BlockSpan, length: int = 1) -> Tensor:
+    return torch.randn(1, length, blocks.embedding_dim)
+
+
+def request_header(inputs: Tensor, span: Span = ALL, **fields: Any) -> dict[str, Any]:
+    """Of a request without a session."""
+    shape = {"batch_size": inputs.shape[0], "seq_len": inputs.shape[1]}
+    return {"id": 1, "start": span.start, "end": span.end, **shape, **fields}
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    memory: int = psutil.Process().memory_info().rss
+    return memory
 
 
 async def hang_up(stream: FrameStream) -> None:

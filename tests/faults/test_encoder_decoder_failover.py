@@ -10,11 +10,13 @@ import pytest
 import torch
 from fault_tools import at_token
 from swarm_models import OPTIONS
-from tests.numerics.test_encoder_decoders import EXACT
+from tests.numerics.architectures import ENCODER_DECODERS
 from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
 from transformers import PreTrainedModel
 
 from swarmllm import AutoDistributedModelForSeq2SeqLM, LocalSwarm
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 SPANS = [(0, 3), (3, 5), (5, 6), (6, 7)]
 """Of 4 blocks of the encoder and 3 of the decoder; each twice."""
@@ -91,7 +93,7 @@ def test_death_between_forward_and_backward(swarm: LocalSwarm, directory: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_servers_of_every_type_die_while_several_texts_are_written(name: str, tmp_path: Path) -> None:
     """One with the encoder's last block and the decoder's first in mid-text, and then one of the encoder's alone."""
     local, directory = tiny_model(name), str(save_tiny_model(name, tmp_path))

@@ -13,6 +13,8 @@ from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm import AutoDistributedModel, AutoDistributedModelForSpeechSeq2Seq, LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SPANS = [(0, 3), (3, 5), (5, 6), (6, 7)]
 """Of 4 blocks of the encoder and 3 of the decoder; each twice."""
 

@@ -15,6 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from swarmllm import AutoDistributedModelForSequenceClassification, ClientConfig
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NUM_TOKENS = 12
 
 

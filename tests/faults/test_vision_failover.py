@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from swarmllm import AutoDistributedModelForImageTextToText, LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SPANS = [(0, 1), (1, 3), (3, 4)]
 """Of 4 blocks; each twice."""
 

@@ -97,10 +97,10 @@ def test_names_that_are_not_the_requests(templates: ChatTemplates, name: str) ->
 def test_a_closed_one_leaves_nothing() -> None:
     templates = ChatTemplates()
     templates.start()
-    (process,) = templates._all
+    (process,) = templates.processes
     templates.close()
     assert process.poll() is not None
-    with pytest.raises(ConfigurationError, match="going away"):
+    with pytest.raises(ConfigurationError, match="shutting down"):
         rendered(templates, "")
 
 

@@ -110,7 +110,11 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
         ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
-        ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "has no tokens for what stands between"),
+        (
+            "/api/generate",
+            {"messages": None, "prompt": "a", "suffix": "b"},
+            "has no tokens for the text between two others",
+        ),
         ("/v1/embeddings", {"messages": None, "input": "a"}, "gives no embeddings"),
         ("/api/embed", {"messages": None, "input": "a"}, "gives no embeddings"),
     ],

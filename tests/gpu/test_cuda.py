@@ -19,8 +19,7 @@ from swarmllm.models.quantization.loading import Whole, check_matrix, pack
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))
@@ -28,7 +27,7 @@ from gguf_writer import BLOCKS
 from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
 from test_published_weights import KEPT_BITS, kept
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
 SPAN = Span(0, 4)

@@ -19,14 +19,13 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.span_cache import SpanCache
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 DEVICE, HIDDEN, NUM_BLOCKS = "cuda", 256, 3
 SIZES = {

@@ -1,20 +1,16 @@
 """The kernel for packed weights on CUDA, in Triton's interpreter, which runs it on a CPU; `tests/gpu` has it on a GPU.
 
-Triton is 190 MB to download, and no dependency where there is no GPU. To run these:
-`pip install 'triton<3.7' 'numpy<2.4'`, and TRITON_INTERPRET=1 in the environment.
+Triton is 190 MB to download, and no dependency where there is no GPU: `make test-kernels` installs it.
 """
 
 import ast
 import importlib.util
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 from test_published_weights import KEPT_BITS, kept
 from torch import Tensor
 
@@ -29,17 +25,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3}
 """The interpreter takes bfloat16 for whole numbers in products."""
 
 
-def why_not() -> str:
-    if torch.cuda.is_available():
-        return "tests/gpu does the same on this GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton isn't installed"
-    if os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, which transformers does
-        return "TRITON_INTERPRET isn't 1"
-    return "" if Version(np.__version__) < Version("2.4") else "Triton's interpreter needs numpy before 2.4"
-
-
-interpreted = pytest.mark.skipif(bool(why_not()), reason=why_not())
+interpreted = pytest.mark.lane("triton")
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

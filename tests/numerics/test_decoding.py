@@ -97,6 +97,7 @@ def generate(model: Any, ids: Tensor = IDS, seed: int = 11, **options: Any) -> A
         return model.generate(ids, **{"max_new_tokens": 32, "do_sample": False, "top_k": 0, **options})
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_guesses_change_nothing(plain: Any, guessing: Any, way: str) -> None:
     expected = generate(plain, **WAYS[way])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.numerics.rope_models import BORDER, KINDS, UNEVEN, load_rope
-from tests.numerics.test_kept_state import LENGTHS, Client
+from tests.numerics.server_properties import Client
+from tests.numerics.test_kept_state import LENGTHS
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits

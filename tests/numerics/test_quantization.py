@@ -112,7 +112,7 @@ def _one_of_few_bits(model_type: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 8))
+@pytest.mark.parametrize("model_type", sampled(ARCHITECTURES, 12))
 def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))

@@ -9,10 +9,12 @@ import peft
 import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt
-from tests.numerics.test_block_hooks import CHECKS, blocks_of, compared
+from tests.numerics.block_hooks import CHECKS, blocks_of, compared
 from torch import Tensor, nn
 
 from swarmllm import LocalSwarm
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import ConfigurationError, ServerOverloadedError
 from swarmllm.network.p2p.identity import Identity
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 @pytest.fixture
 def identity(tmp_path: Path) -> Path:

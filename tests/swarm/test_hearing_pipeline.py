@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from commands import command
 from swarm_models import OPTIONS
@@ -10,6 +11,8 @@ from tests.numerics.speaking import save_speaking_whisper
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer, pipeline
 
 from swarmllm import AutoDistributedModelForSpeechSeq2Seq, LocalSwarm
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 
 def test_automatic_speech_recognition(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ speculative_generation  where `generate()` begins to guess, and the checkpoint's
 local_fallback          a model that goes on here when the swarm can't
 remote_blocks           the stand-in for the block list; slices of it are modules of their own
 local_blocks            blocks of the model that run here
-activation_noise        noise on what leaves this machine, for those who want it
 saving                  what a client owns of a model, on disk
 text_generation         a model with its tokenizer, conversations: what commands and gateway share
 session/                one text: a chain of servers with KV caches, which repairs itself

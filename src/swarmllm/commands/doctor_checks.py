@@ -53,7 +53,7 @@ MAX_SERVERS = 64
 
 
 def check_device(config: DoctorConfig) -> Iterator[Finding]:
-    """Whether torch sees the GPU that the machine has."""
+    """True if torch sees the GPU that the machine has."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
@@ -74,12 +74,12 @@ def check_device(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the kernel has an NVIDIA device, whatever torch says."""
+    """True if the kernel has an NVIDIA device, whatever torch says."""
     return any(Path(path).exists() for path in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg"))
 
 
 def check_model(config: DoctorConfig) -> Iterator[Finding]:
-    """Whether the checkpoint can be served, and how many of its blocks fit into the memory."""
+    """True if the checkpoint can be served, and how many of its blocks fit into the memory."""
     if not config.model:
         return
     try:
@@ -218,7 +218,7 @@ def check_disk(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def check_identity(config: DoctorConfig) -> Iterator[Finding]:
-    """Whether the key can be read, and is nobody else's at the moment."""
+    """True if the key can be read, and is nobody else's at the moment."""
     if config.identity_path is None:
         return
     path = user_path(config.identity_path)
@@ -258,7 +258,7 @@ def lock_holder(path: Path) -> str | None:
 
 
 async def check_listening(config: DoctorConfig) -> list[Finding]:
-    """Whether a server could start here, and at which addresses others would look for it."""
+    """True if a server could start here, and at which addresses others would look for it."""
     try:
         server = config.server()
         peer = await Peer.create(host_maddrs=server.listen_maddrs, announce_maddrs=server.announce_maddrs)
@@ -285,7 +285,7 @@ async def check_listening(config: DoctorConfig) -> list[Finding]:
 
 
 async def check_swarm(config: DoctorConfig) -> list[Finding]:
-    """Whether the initial peers, or those of the local network, can be reached, agree on the time, and have servers."""
+    """True if the initial peers, or those of the local network, can be reached, agree on the time, and have servers."""
     findings: list[Finding] = []
     peers = config.initial_peers
     if not peers:
@@ -322,7 +322,7 @@ async def _look_into(initial_peers: Sequence[str], swarm_name: str | None) -> li
 
 
 async def _look_at_servers(peer: Peer, swarm_name: str | None) -> list[Finding]:
-    """Whether every server of the swarm can be dialled from here."""
+    """True if every server of the swarm can be dialled from here."""
     directory = BlockDirectory(peer, swarm_name)
     findings: list[Finding] = []
     records = {record.fingerprint: record for record in (await directory.models()).values()}

@@ -111,7 +111,7 @@ class ModelStatus:
 
 
 def is_on_this_machine(model: str) -> bool:
-    """Whether this is the place of a checkpoint, or else a hub id or the name of a model of the swarm.
+    """True if this is the place of a checkpoint, or else a hub id or the name of a model of the swarm.
 
     Raises:
         ConfigurationError: it looks like a place on this machine, but there is nothing.

@@ -19,10 +19,9 @@ from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names, stage
-from swarmllm.models.span.packed_forward import Packing
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.page_access import why_no_kernels
+from swarmllm.models.span.page_pool import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.server.adapters import ServedAdapters
 from swarmllm.server.device.device import (

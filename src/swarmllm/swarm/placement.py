@@ -91,7 +91,7 @@ def plan_move(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float =
 
 
 def claim_stands(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float = BALANCE_QUALITY) -> bool:
-    """Whether the server may go where its claim says, now that it sees which others have claimed something as well.
+    """True if the server may go where its claim says, now that it sees which others have claimed something as well.
 
     The claims are taken in the order of peer ids, so that servers that see the same decide alike: those of smaller ids
     count as done if they still make the swarm better after those before them, those of greater ids as not made. Who is
@@ -211,7 +211,7 @@ class _View:
         return left
 
     def allows(self, target: Span) -> bool:
-        """Whether going there leaves no block unserved that could be used now."""
+        """True if going there leaves no block unserved that could be used now."""
         start, end = self.place.start, self.place.end
         fits = target.start != start and len(target) == end - start and target.end <= len(self.totals)
         return fits and (
@@ -239,11 +239,11 @@ class _View:
         return best if self.improves(best) else None
 
     def is_unbalanced(self, balance_quality: float) -> bool:
-        """Whether the bottleneck is so low that a move could pay, were all blocks served alike in the end."""
+        """True if the bottleneck is so low that a move could pay, were all blocks served alike in the end."""
         return min(self.totals) * len(self.totals) < sum(self.totals) * balance_quality or min(self.totals) == 0
 
     def pays(self, target: Span, balance_quality: float) -> bool:
-        """Whether moving there, with all others settling afterwards, lifts the bottleneck by enough; a gap: always."""
+        """True if moving there, with all others settling afterwards, lifts the bottleneck by enough; a gap: always."""
         bottleneck = min(self.totals)
         if bottleneck == 0:
             return True

@@ -130,7 +130,7 @@ class PeerHealth:
         return is_news
 
     def _may_be_the_relay(self, peer_id: str, now: float) -> bool:
-        """Whether a stream through a relay that was cut says nothing of the peer: once, until it is cut again."""
+        """True if a stream through a relay that was cut says nothing of the peer: once, until it is cut again."""
         cut_at = self._cut_at.setdefault(peer_id, now)
         if now - cut_at >= CUT_FORGOTTEN_S:
             cut_at = self._cut_at[peer_id] = now

@@ -65,7 +65,7 @@ class RouteCosts:
     row_tokens: int = 0
     """Tokens of the longest row of a batch. Servers that take less at once are used only where there is nobody else."""
     inner_states: bool = False
-    """Whether only servers are of use that tell what passes between their blocks."""
+    """True if only servers are of use that tell what passes between their blocks."""
     relayed: bool = False
     """Servers don't pass hidden states on to each other: everything goes through the asker."""
 

@@ -146,7 +146,7 @@ def is_worth_moving(
     tokens_left: int,
     min_gain: float,
 ) -> bool:
-    """Whether a session should leave its route for another one: clearly faster, by more than the move itself costs."""
+    """True if a session should leave its route for another one: clearly faster, by more than the move itself costs."""
     before_ms, after_ms = route_cost_ms(current, costs), route_cost_ms(target, costs)
     if after_ms >= (1 - min_gain) * before_ms:
         return False

@@ -66,7 +66,7 @@ class _Server:
     load_s: float
     renewed_at_s: float
     period_starts: bool = False
-    """Whether its periodic decisions have begun: they do when it is ONLINE for the first time."""
+    """True if its periodic decisions have begun: they do when it is ONLINE for the first time."""
 
 
 @dataclass

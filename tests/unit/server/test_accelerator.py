@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device.device import accelerator_of
 from swarmllm.server.device.device_thread import DeviceThread, SessionStep
 from swarmllm.server.device.scheduler import Account, Priority

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError, SessionLostError
-from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device import device, device_thread
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
 from swarmllm.server.device.device_thread import DeviceThread, SessionStep

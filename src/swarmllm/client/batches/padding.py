@@ -9,7 +9,7 @@ Where the longest row of a batch decides how all others are computed (`cutting.d
 such a row is given a copy of one, whose outputs go nowhere.
 
 On which sides this changes nothing of the texts, servers say (`BlockTraits.skips_padding`, from
-`models/span/padding_probe`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
+`models/span/probes`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
 """
 
 import logging

@@ -21,7 +21,6 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import PeerError, PeerTimeoutError, RemoteProtocolError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import checked
-from swarmllm.network.wire.messages import Timings
 
 
 @dataclass(eq=False)
@@ -177,7 +176,7 @@ class InFlight:
         self.epoch += 1
         self._began_with, self._failure = new_request_id(), None
 
-    # ------------------------------------------------------------------ sending and waiting
+    # ------------------------------------------------------------------ steps under way
 
     def add(
         self,
@@ -202,26 +201,6 @@ class InFlight:
         self._steps.pop(step.request, None)
         self._abandoned.discard(step.request)
         step.forget()
-
-    async def send(self, step: PendingStep) -> None:
-        """Send the step to the first server, unless it has failed already.
-
-        Raises:
-            PeerError: the connection is broken.
-        """
-        if not step.done.done():
-            inner = step.inputs.inner
-            step.to_show = {hop for hop in self._hops if inner is not None and inner.wants(hop.span)}
-            step.inputs = await self._hops[0].send_step(step.request, self.state, step.position, step.inputs)
-
-    async def outputs(self, step: PendingStep) -> tuple[Tensor, Timings]:
-        """The hidden states that the step has ended with, and what each server took for it. Raises as `answered`."""
-        answer = await self.answered(step)
-        try:
-            return plausible_outputs(answer, step.inputs, self._text.traits), answer.header.timings
-        except PeerError:
-            self._hops.lose(answer.peer_id)
-            raise
 
     async def answered(self, step: PendingStep) -> Result:
         """Wait for the last server's answer.

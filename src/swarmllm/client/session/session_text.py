@@ -121,6 +121,12 @@ class SessionText:
         self._log.append(position, owned)
         self.position = position + inputs.seq_len
 
+    def remember(self, inputs: BlockInputs) -> None:
+        """All blocks have seen `inputs` elsewhere, behind what they had seen; caches are to be filled with them."""
+        self.append(self.position, inputs)
+        self.adapter = inputs.adapter
+        self.source_length = max(self.source_length, inputs.source_len)
+
     def select_batch(self, indices: Sequence[int]) -> None:
         """Take these rows of the batch before the next step."""
         chosen = tuple(indices)

@@ -428,12 +428,8 @@ def applied(
             elif patch.kind not in ("prefix", "dropout", "autocast"):
                 key = dropout_key(patch.block, patch.path, met[patch.block, patch.path])
                 met[patch.block, patch.path] += 1
-                drop = None
-                if patch.dropout and seeds is not None:
-                    drop = partial(_drop_inputs, seeds=seeds, source_len=source_len, key=key, rate=patch.dropout)
-                chosen = numbers == patch.number if patch.number and numbers is not None else None
-                module = block.get_submodule(patch.path)
-                hooks.callback(put_in_place(module, values, patch, Inputs(drop, chosen)).remove)
+                inputs = _inputs_of(patch, key, seeds, numbers, source_len)
+                hooks.callback(put_in_place(block.get_submodule(patch.path), values, patch, inputs).remove)
         dropouts = [patch for patch, _ in of_span if patch.kind == "dropout"]
         in_training = {patch.block: slots.block(patch.block) for patch in dropouts if not patch.path}
         if in_training and seeds is not None:
@@ -442,6 +438,14 @@ def applied(
         for dtype in {AUTOCAST[patch.path] for patch, _ in of_span if patch.kind == "autocast"}:
             hooks.enter_context(torch.autocast(device, dtype))
         yield
+
+
+def _inputs_of(patch: Patch, key: int, seeds: Tensor | None, numbers: Tensor | None, source_len: int) -> Inputs:
+    """Dropout of a patch's inputs by the seeds of this call, and the tokens that the patch is for."""
+    drop = None
+    if patch.dropout and seeds is not None:
+        drop = partial(_drop_inputs, seeds=seeds, source_len=source_len, key=key, rate=patch.dropout)
+    return Inputs(drop, numbers == patch.number if patch.number and numbers is not None else None)
 
 
 def _drop_inputs(values: Tensor, *, seeds: Tensor, source_len: int, key: int, rate: float) -> Tensor:

@@ -34,7 +34,7 @@ from swarmllm.models.architecture import as_config_says, check_supported, num_bl
 from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, GgufFiles, OnRead, StoredFiles, locate
 from swarmllm.models.checkpoint.weight_files import StoredPlace
-from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats import format_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST = (
@@ -199,7 +199,7 @@ def open_checkpoint(
     raw, path = _config_file(source)
     config = _read_config(source.name, raw, path)
     with as_config_says(source.name):
-        form = stored_format(raw) or stored_format(_described_beside(source))
+        form = format_of(raw) or format_of(_described_beside(source))
     for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or transformers would look for its own quantizers

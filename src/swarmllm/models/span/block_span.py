@@ -1,13 +1,18 @@
-"""Blocks [a, b) of a model, run through the model's own forward.
+"""Blocks `[a, b)` of a model, run through the model's own forward.
 
-`span/loading` reads them from a checkpoint, and `probes` finds out what the outside has to know of them
-(`BlockTraits`); then `BlockSpan.forward` runs any [c, d) of them, with a KV cache or with gradients. One thread (the
-server's device thread) alone calls it; it is not re-entrant.
+`span/loading` reads them from a checkpoint, and `probes` finds their `BlockTraits`. Then `BlockSpan.forward` runs any
+`[c, d)` of them, with a KV cache or with gradients. One thread (the server's device thread) alone calls it; it is not
+re-entrant.
+
+`InnerRecording` keeps the outputs of blocks and attention weights of one call, for a client that asks for them
+(`boundary/inner_states`). Outputs are what a block returns, before anything that the model does between two blocks.
+Attention weights come from transformers' own code: newer models collect them by hooks in their blocks, older ones
+return them from each block. Only eager attention has them, so such a call uses it.
 """
 
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils.output_capturing import _active_collector
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError, UnsupportedModelError
@@ -32,18 +38,84 @@ from swarmllm.models.architecture import (
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Recorder, give
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs
+from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, fits_attention
 from swarmllm.models.boundary.pictures import DeepstackArguments, unpack_masks
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.parallel.shared import Group, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
-from swarmllm.models.span import shared_keys
-from swarmllm.models.span.inner_recording import InnerRecording
+from swarmllm.models.span.attention import attending, attention_configs, few_preferred
 from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
 from swarmllm.models.span.span_cache import CacheSizes, SpanCache, can_be_paged
 
 _PASSED_ON = ("position_ids", "token_type_ids")
+
+
+class InnerRecording:
+    """The recording of one call."""
+
+    def __init__(self, inner: InnerStates, stack: PreTrainedModel, slots: BlockSlots) -> None:
+        self._inner, self._stack, self._slots = inner, stack, slots
+        self.arguments: dict[str, Any] = {"output_attentions": True} if inner.attentions else {}
+        """What the stack's forward is to be given besides its usual arguments."""
+        if inner.attentions:
+            parameters = inspect.signature(stack.forward).parameters
+            takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+            if "output_attentions" not in parameters and not takes_more:
+                raise ConfigurationError(
+                    f"{type(stack).__name__} has no attention weights: leave output_attentions out"
+                )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the blocks attend in a way that has weights, if those are wanted."""
+        if self._inner.attentions and self._slots.block_output == 1:  # the model looks for weights behind it now
+            self._slots.extras = (None,) * MAX_PLACE
+        try:
+            with attending(attention_configs(self._stack) if self._inner.attentions else (), "eager"):
+                yield
+        finally:
+            self._slots.extras = None
+
+    def record(self, block_idx: int, block: Callable[[], Any]) -> Any:
+        """Run the block, and keep what is wanted of it."""
+        inner, collected = self._inner, _collected()
+        num_before = len(collected)
+        result = block()
+        hidden, *others = result if isinstance(result, tuple) else (result,)
+        if block_idx in inner.outputs:
+            inner.found[block_idx] = hidden.detach().to("cpu", copy=True)  # some models go on in place
+        if inner.attentions:
+            maps: list[Map] = [(block_idx, 0, weights) for weights in collected[num_before:]]
+            returned = enumerate(others[:MAX_PLACE], start=1)
+            if not maps:
+                maps = [(block_idx, place, one) for place, one in returned if isinstance(one, Tensor)]
+            inner.maps[block_idx] = [
+                (idx, place, weights.detach().to("cpu", copy=True)) for idx, place, weights in maps
+            ]
+        return result
+
+    def check(self, inputs: BlockInputs, past: int) -> None:
+        """Whether all that was found is what it is called.
+
+        Raises:
+            ConfigurationError: these blocks attend in another way.
+        """
+        end = past + inputs.seq_len + inputs.num_prefix
+        for weights in (one[2] for maps in self._inner.maps.values() for one in maps):
+            if not fits_attention(weights, inputs.batch_size, inputs.seq_len, end):
+                raise ConfigurationError(
+                    f"the attention weights of {type(self._stack).__name__} are {list(weights.shape)}, not "
+                    "[batch, heads, seq, past + seq]: leave output_attentions out"
+                )
+
+
+def _collected() -> list[Tensor]:
+    """Attention weights that transformers has collected in this forward."""
+    collector = _active_collector.get()
+    found: list[Tensor] = [] if collector is None else collector.get("attentions", [])
+    return found
 
 
 class BlockSpan:
@@ -144,8 +216,11 @@ class BlockSpan:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """Whether sessions attend by `shared_keys`. With weights multiplied as they are stored, and in float32, they
-        compute what the local model computes: in half precision another order of adding up could change a token."""
+        """True if sessions attend by `attention.attend_few`.
+
+        In float32, and with weights that are multiplied as they are stored, blocks compute exactly what the local
+        model computes: in half precision, another order of adding up could change a token.
+        """
         differs = any(isinstance(weight, QuantizedWeight) for weight in self._weights())
         return differs and self.dtype != torch.float32 and self.device.type == "cpu"
 
@@ -366,7 +441,7 @@ class BlockSpan:
             kwargs["inputs_embeds"] = embeds
         self.kept_state.put_back()
         try:
-            with shared_keys.preferred() if cache is not None and self.shares_keys else nullcontext():
+            with few_preferred() if cache is not None and self.shares_keys else nullcontext():
                 self.stack(**kwargs)
         except ForwardStopped:
             pass

@@ -3,7 +3,7 @@
 A step of a fixed number of positions is recorded at load for each of SIZES, by the model's own code (or by
 `fused_step`), on tensors that stay where they are; what isn't used of a size goes to a page that is nobody's. What a
 step computes depends on these tensors alone: code that reads them on the host can't be recorded, and what comes out
-otherwise than without a graph is not used. Used by `packed_forward`.
+otherwise than without a graph is not used. Used by `packing`.
 """
 
 import logging
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from swarmllm.models.span.page_access import Placed
-from swarmllm.models.span.page_pool import PagePool, PageTable
+from swarmllm.models.span.page_pool import PagePool, PageTable, Placed
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,11 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.span import fused_kernels
-from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.cache_probe import in_float32, rms
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.packed_forward import PackedForward
-from swarmllm.models.span.page_access import Placed, attend_pages
-from swarmllm.models.span.page_pool import PageTable
-from swarmllm.models.span.paged_attention import PagedBatch, Window
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.page_pool import PageTable, Placed, attend_pages
+from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch, Window
+from swarmllm.models.span.trials import in_float32, kind_of, rms
 
 logger = logging.getLogger(__name__)
 
@@ -165,18 +162,18 @@ def _norm(module: Any) -> tuple[Tensor, float]:
 class FusedStep:
     """A `DecodeStep` of all hosted blocks."""
 
-    def __init__(self, forward: PackedForward, fused: dict[int, FusedBlock]) -> None:
-        self.forward, self.fused = forward, fused
+    def __init__(self, paged: PagedAttention, fused: dict[int, FusedBlock]) -> None:
+        self.paged, self.fused = paged, fused
 
     def __call__(self, hidden: Tensor, placed: Placed, position_ids: Tensor) -> Tensor:
         # A copy, as blocks may change it in place.
-        return self.forward.step(hidden.clone(), placed, position_ids, recorder=self.run_block)
+        return self.paged.step(hidden.clone(), placed, position_ids, recorder=self.run_block)
 
     def run_block(self, block_idx: int, call: Callable[[], Any]) -> Any:
         """What a call of that block's module returns."""
         assert isinstance(call, partial)
-        output = run_fused(self.fused[block_idx], call, self.forward.paged.cache)
-        arity = self.forward.blocks.slots.block_output
+        output = run_fused(self.fused[block_idx], call, self.paged.cache)
+        arity = self.paged.blocks.slots.block_output
         return output if not arity else (output, *(None,) * (arity - 1))
 
 
@@ -198,13 +195,13 @@ def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Ten
     return fused(hidden[0], batch, (cos, sin), rule.length)[None]
 
 
-def find_fused(forward: PackedForward) -> FusedStep | None:
+def find_fused(paged: PagedAttention) -> FusedStep | None:
     """A step of these blocks in few kernels; None: they are of another kind."""
-    blocks = forward.blocks
+    blocks = paged.blocks
     try:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
         for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
-            _compare(forward, fused[block_idx])
+            _compare(paged, fused[block_idx])
     except PackingUnsupportedError as error:
         logger.info("decode steps are run by the model's own kernels: %s", error)
         return None
@@ -215,7 +212,7 @@ def find_fused(forward: PackedForward) -> FusedStep | None:
     logger.info("decode steps are run by fused kernels")
     for one in fused.values():
         one.join()
-    return FusedStep(forward, fused)
+    return FusedStep(paged, fused)
 
 
 def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
@@ -234,9 +231,9 @@ def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
 
 
 @torch.inference_mode()
-def _compare(forward: PackedForward, fused: FusedBlock) -> None:
+def _compare(paged: PagedAttention, fused: FusedBlock) -> None:
     """Raises PackingUnsupportedError: the block computes something else."""
-    blocks, idx = forward.blocks, fused.block_idx
+    blocks, idx = paged.blocks, fused.block_idx
     part = Span(idx, idx + 1)
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TRIAL, fused.block.input_layernorm.weight.shape[0], generator=random)
@@ -249,10 +246,10 @@ def _compare(forward: PackedForward, fused: FusedBlock) -> None:
     try:
         with in_float32(blocks, part):
             outputs = []
-            for recorder in (None, lambda _, call: run_fused(fused, call, forward.paged.cache)):
+            for recorder in (None, lambda _, call: run_fused(fused, call, paged.cache)):
                 for start in (0, TRIAL):
                     placed = Placed.of(pairs[start : start + TRIAL], blocks.device)
-                    output = forward.step(hidden * (1 + start), placed, placed.positions[None], part, recorder)
+                    output = paged.step(hidden * (1 + start), placed, placed.positions[None], part, recorder)
                     outputs.append(output - hidden * (1 + start))
     finally:
         blocks.pool = usual

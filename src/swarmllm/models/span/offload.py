@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, ServerOverloadedError
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ def num_slots(num_offloaded: int) -> int:
     return min(SLOTS, max(num_offloaded - 1, 0))
 
 
-def spread(num_blocks: int, num_offloaded: int) -> list[int]:
-    """Which blocks of a span to offload: evenly between the others, whose computing hides the copies."""
-    return [(place + 1) * num_blocks // num_offloaded - 1 for place in range(num_offloaded)]
+def spread(span: Span, num_offloaded: int) -> list[int]:
+    """Choose the blocks of a span to offload: evenly between the others, whose computing hides the copies."""
+    return [span.start + (place + 1) * len(span) // num_offloaded - 1 for place in range(num_offloaded)]
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.span.block_kinds import parts_of_each_kind
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.cache_probe import LENIENT, STRICT, in_float32, rms
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.trials import LENIENT, STRICT, in_float32, parts_of_each_kind, random_inputs, rms
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +153,7 @@ class PackingProbe:
 def _with_source_of(inputs: BlockInputs, session: int, *, masked: bool) -> BlockInputs:
     """The same with a source of another length for each session; the longest has no mask, and none if not `masked`."""
     hidden = inputs.encoder_hidden_states
-    assert hidden is not None  # by `random_inputs`
+    assert hidden is not None  # by `trials.random_inputs`
     hidden = hidden[:, : hidden.shape[1] - 2 * session]
     mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     mask[-1, -session:] = 0

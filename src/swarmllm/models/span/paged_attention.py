@@ -1,7 +1,7 @@
 """Paged packing: several sessions in one row, attention for all of them in one call on pages of keys and values.
 
-As in `packed_attention`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
-are in the pages of a `page_pool`, and the device knows where (`page_access`): nothing of a call depends on numbers that
+As in `packed_caches`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
+are in the pages of a `page_pool`, and the device knows where: nothing of a call depends on numbers that
 only the host has, so that a step can be recorded once and repeated (`decode_graphs`).
 
 A position's result depends on its own session alone, not on who runs with it. What the model asks of its attention
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from swarmllm.models.span import shared_keys
-from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, attention_configs
-from swarmllm.models.span.page_access import Placed, attend_pages, write_pages
-from swarmllm.models.span.page_pool import PagePool
+from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.attention import OTHER_RULES, attending, attention_configs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_caches import PackingUnsupportedError, RaggedCache, only_way
+from swarmllm.models.span.page_pool import PagePool, Placed, attend_pages, write_pages
 
 NAME = "swarmllm_paged"
 """Name under which transformers knows the attention function below."""
@@ -67,14 +70,16 @@ class PagedBatch(RaggedCache):
 class PagedAttention:
     """Switches a model between its own attention and the paged one."""
 
-    def __init__(self, stack: nn.Module, first: int) -> None:
-        """Look how the stack attends; `first` is the number of its first block.
+    def __init__(self, blocks: BlockSpan) -> None:
+        """Look how the stack of `blocks` attends.
 
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        self._configs, self.usual = attention_configs(stack)
-        self.cache = PagedBatch(stack.config, first)
+        self.blocks = blocks
+        self._configs = attention_configs(blocks.stack)
+        only_way(self._configs)
+        self.cache = PagedBatch(blocks.stack.config, blocks.slots.first)
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _make_rule)
 
@@ -84,14 +89,26 @@ class PagedAttention:
         cache = self.cache
         cache.pool, cache.placed = pool, placed
         _running.batch = cache
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
         try:
-            yield cache
+            with attending(self._configs, NAME):
+                yield cache
         finally:
-            for config in self._configs:
-                config._attn_implementation_internal = self.usual
             _running.batch = cache.pool = cache.placed = cache.keys = None
+
+    def step(
+        self,
+        hidden: Tensor,
+        placed: Placed,
+        position_ids: Tensor,
+        span: Span | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Run a `DecodeStep` by the model's own code; `recorder` may run blocks in another way."""
+        blocks = self.blocks
+        assert blocks.pool is not None
+        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
+        with torch.inference_mode(), self.running(blocks.pool, placed) as cache:
+            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
 
 
 class _Running(threading.local):
@@ -124,7 +141,7 @@ def _attend(
         raise PackingUnsupportedError("the model attends to other keys than its block's")
     if not isinstance(attention_mask, Window):
         raise PackingUnsupportedError("the model makes a mask of its own")
-    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in shared_keys.OTHER_RULES):
+    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in OTHER_RULES):
         raise PackingUnsupportedError("the model's attention has rules besides its mask")
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -1,4 +1,4 @@
-"""Triton kernels of `page_access`: keys and values written to pages, and attention to them.
+"""Triton kernels of `page_pool`: keys and values written to pages, and attention to them.
 
     _write      each new position's keys and values, to where it is placed
     _attend     some queries of one session that share keys, to some of its pages: flash attention
@@ -16,7 +16,7 @@ from torch import Tensor
 Places = tuple[Tensor, Tensor]
 """For each new position, the row of the table and the position in it."""
 TILE_QUERIES = 64
-"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_access` cuts them."""
+"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_pool` cuts them."""
 LEAST = -1e30
 """In place of minus infinity, of which differences are no numbers."""
 KEYS_OF_TILE = 32
@@ -75,9 +75,7 @@ def _attend(
     at_query = (first + token).to(tl.int64) * q_token + query_head * q_head
     q = tl.load(Q + at_query[:, None] + dk[None, :], mask=real[:, None] & (dk < DK)[None, :], other=0.0)
     position, end = start + token, start + number
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(start - WINDOW + 1, 0) // BN
+    low = tl.maximum(start - WINDOW + 1, 0) // BN if WINDOW > 0 else 0
     tiles = tl.cdiv(end, BN) - low
     per_split = tl.cdiv(tiles, SPLITS)
     top, total = tl.full([BM], START, tl.float32), tl.zeros([BM], tl.float32)

@@ -1,36 +1,299 @@
-"""What a span finds out about its blocks when it is loaded, by running them on a few random positions.
+"""Probes: what the blocks of a span need and can do, observed by running them when they are loaded.
 
-No table of architectures: what a block returns, what else it reads, where the model can be cut, and what its cache can
-do are all observed. Each probe is a forward of the span over a handful of positions; the caller's random state stays
-untouched. Called by `span/loading`.
+There is no table of architectures. Each probe is a forward of the span over a few random positions; the caller's
+random state stays as it was. `span/loading` and `small_copy` call `probe`. It observes:
+
+    conventions   arguments and results of blocks, extra inputs, and where the model can't be cut
+    lengths       lengths of a call at which its positions are computed in another way
+    padding       sides on which padding can be left out without a change of the texts' results
+    the cache     can it continue after several positions, and forget the last ones?
+
+The cache: some recurrent models ignore their state when several positions come at once, others can't go back. So the
+same positions run at once, in pieces, and without the positions before.
+
+Lengths: some rotary embeddings choose the frequencies of all positions by the largest one. Modules without weights
+that are given positions are called again, with the same first positions and with others up to a length that varies.
+Where the result for the first positions changes is found by halving.
+
+Padding: three texts of different lengths run as one padded batch with random values for padding, and again the two
+shorter ones, cut to the longer of them. Causal attention never sees later positions. The mask must hide earlier ones,
+and the blocks must take positions as they are given. Convolutions that look ahead see padding in spite of the mask,
+and some encoders sum up stretches of a batch.
 """
 
 import inspect
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.block_slots import Observer
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.span.block_kinds import kind_of, parts_of_each_kind
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.cache_probe import CacheProbe
 from swarmllm.models.span.kept_state import KeptState
-from swarmllm.models.span.length_probe import ROWS, TIMES_LONGER, find_lengths
-from swarmllm.models.span.padding_probe import skippable_sides
-from swarmllm.models.span.random_inputs import SOURCE_LEN, random_inputs
-from swarmllm.models.span.span_cache import CacheSizes, SpanCache
+from swarmllm.models.span.span_cache import CacheSizes, RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.trials import (
+    LENIENT,
+    SOURCE_LEN,
+    STRICT,
+    in_float32,
+    kind_of,
+    parts_of_each_kind,
+    random_inputs,
+    rms,
+)
+
+NOTHING = 2e-6
+"""Errors relative to the output up to which nothing is there: 5e-7 was measured of a block of experts in float32."""
+
+ROWS = 5
+"""Rows of the positions, of which the last one is far away; unlikely to be the size of other axes."""
+MOST_BORDERS = 16
+TIMES_LONGER = 4
+"""Looked at are lengths up to this many times what the model was made for: stretched frequencies begin before."""
+
+Side = Literal["left", "right"]
+SIDES: tuple[Side, ...] = ("left", "right")
 
 BATCH, MOST_SEQ = 3, 13
 """Samples and positions, fewer where the model has no more; unlikely to be the sizes of other axes."""
 MAX_ARITY = 6
 _READS_MORE = "which reads more of the block before than its hidden states"
+
+
+class CacheProbe:
+    """Blocks that can be cut off on both sides, run on the given inputs."""
+
+    def __init__(self, span: BlockSpan, part: Span, inputs: BlockInputs) -> None:
+        self.span, self.part, self.inputs = span, part, inputs
+
+    def abilities(self) -> tuple[bool, bool]:
+        """Whether a prompt may come in pieces, and whether the cache can be rolled back.
+
+        Raises:
+            UnsupportedModelError: not even single steps continue what the cache holds.
+        """
+        length = self.inputs.seq_len
+        if length == 1:
+            return True, True  # the model takes no second position, so there is nothing to continue
+        if not self._try(lambda: self._continues(length - 1, LENIENT)):
+            raise UnsupportedModelError(
+                f"blocks {self.part} compute something else step by step than at once, so no cache fits them"
+            )
+        middle, given = length // 2, self.inputs
+        try:
+            with in_float32(self.span, self.part):  # short floats would hide whether a state was used
+                self.inputs = given.with_hidden(given.hidden_states.float())
+                return self._continues(middle, STRICT), self._rolls_back(middle, STRICT)
+        except Exception:  # noqa: BLE001 - model code that can't do it at all, or not in mixed precision
+            self.inputs = given
+        if self.span.new_cache(self.part).is_recurrent:
+            return False, False
+        return self._try(lambda: self._continues(middle, LENIENT)), self._try(lambda: self._rolls_back(middle, LENIENT))
+
+    def _try(self, probe: Callable[[], bool]) -> bool:
+        try:
+            return probe()
+        except Exception:  # noqa: BLE001 - model code that expects whole prompts or single steps
+            return False
+
+    def _continues(self, position: int, limit: float) -> bool:
+        """Whether the positions from `position` on come out right after the others have been cached."""
+        cache = self.span.new_cache(self.part)
+        self._step(cache, 0, position)
+        return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
+
+    def _rolls_back(self, position: int, limit: float) -> bool:
+        """Whether the cache can forget the positions from `position` on, and then see them again."""
+        cache = self.span.new_cache(self.part, record_past=True)
+        self._step(cache, 0, self.inputs.seq_len)
+        try:
+            cache.rollback(position)
+        except RollbackUnsupportedError:
+            return False
+        return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
+
+    def _agrees(self, got: Tensor, position: int, limit: float) -> bool:
+        """Whether `got` is right up to rounding, and clearly not what comes out when cached positions are ignored.
+
+        Where these change nothing (experts without attention), both differ by how products of other rows add up.
+        """
+        axis = self.span.traits.batch_axis + 1
+        at_once = self._step(self.span.new_cache(self.part), 0, self.inputs.seq_len)
+        want = at_once.narrow(axis, position, self.inputs.seq_len - position)
+        error = rms(got - want)
+        ignoring = rms(self._step(self.span.new_cache(self.part), position, self.inputs.seq_len) - want)
+        rounding = 4 * torch.finfo(got.dtype).eps * rms(want)
+        return error <= max(limit * ignoring, rounding) or max(error, ignoring) <= NOTHING * rms(want)
+
+    def _step(self, cache: SpanCache, start: int, end: int) -> Tensor:
+        inputs = self.inputs.columns(start, end, start, self.span.traits)
+        output = self.span.run(inputs, self.part, cache)
+        cache.advance(inputs.seq_len)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """What makes a difference to some modules; see `BlockTraits`."""
+
+    borders: tuple[int, ...] = ()
+    own_beyond: int | None = None
+
+
+def find_lengths(stack: nn.Module, positions: Tensor, run: Callable[[], object], longest: int) -> Lengths:
+    """The lengths at which what modules of the stack make of `positions` changes, up to `longest`.
+
+    `run` is a forward with those positions, `[ROWS, seq]`. The modules keep what they keep of a call that long.
+    """
+    borders: set[int] = set()
+    own: list[int] = []
+    calls = _calls(stack, positions, run)
+    for call in calls:
+        found = call.find(longest)
+        borders.update(found.borders)
+        own += [] if found.own_beyond is None else [found.own_beyond]
+    for call in calls:
+        call.near(longest)
+    beyond = min(own, default=None)
+    return Lengths(tuple(sorted(one for one in borders if beyond is None or one < beyond)), beyond)
+
+
+class _Call:
+    """A module, and how the stack has called it."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
+        self._module, self._args, self._kwargs, self._positions = module, args, kwargs, positions
+        self._before = KeptState.everything(module)
+
+    def find(self, longest: int) -> Lengths:
+        start = self._positions.shape[1]
+        borders: list[int] = []
+        while start < longest and not self._same(start, longest):
+            low, high = start, longest
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._same(start, middle) else (low, middle)
+            if (high < longest and not self._same(high, high + 1)) or len(borders) == MOST_BORDERS:
+                return Lengths(tuple(borders), low)
+            borders.append(low)
+            start = high
+        return Lengths(tuple(borders))
+
+    def _same(self, one: int, other: int) -> bool:
+        return all(torch.equal(*pair) for pair in zip(self._alone(one), self._alone(other), strict=True))
+
+    def _alone(self, length: int) -> list[Tensor]:
+        self._before.changed(self._module).put_back()
+        return self.near(length)
+
+    def near(self, length: int) -> list[Tensor]:
+        """What the module gives for the first rows, in a call of that length."""
+        far = self._positions.clone()
+        far[-1] += length - far.shape[1]
+
+        def moved(value: Any) -> Any:
+            if _is_positions(value, self._positions):
+                return far.expand_as(value)
+            # In short floats a small difference of frequencies would vanish.
+            return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args, kwargs = tree_map(moved, (self._args, self._kwargs))
+        return list(_first_rows(self._module(*args, **kwargs)))
+
+
+def _calls(stack: nn.Module, positions: Tensor, run: Callable[[], object]) -> list[_Call]:
+    """Modules without weights that are given the positions in such a forward."""
+    found: list[_Call] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(_is_positions(value, positions) for value in tree_leaves((args, kwargs))):
+            found.append(_Call(module, args, kwargs, positions))
+
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in stack.modules()
+        if next(module.parameters(), None) is None and not type(module).__module__.startswith("swarmllm.")
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _is_positions(value: Any, positions: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.shape[-2:] != positions.shape:
+        return False
+    return bool((value == positions).all())
+
+
+def _first_rows(outputs: Any) -> Iterator[Tensor]:
+    """All rows but the last of each tensor that has rows."""
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor) and ROWS in tensor.shape:
+            yield tensor.narrow(list(tensor.shape).index(ROWS), 0, ROWS - 1)
+
+
+def skippable_sides(span: BlockSpan, inputs: BlockInputs) -> tuple[Side, ...]:
+    """The sides on which padding makes no difference; `inputs` are 3 random rows, as long as `probes` takes them."""
+    if inputs.seq_len < 6 or span.traits.even_length < inf:  # the latter choose frequencies by the longest row
+        return ()
+    if any("Indexer" in type(module).__name__ for module in span.slots.modules()):
+        return ()  # they attend to the best keys, and which of equally good ones depends on the width of the batch
+    parts = parts_of_each_kind(span)
+    return tuple(side for side in SIDES if all(_makes_no_difference(span, part, inputs, side) for part in parts))
+
+
+def _makes_no_difference(span: BlockSpan, part: Span, inputs: BlockInputs, side: Side) -> bool:
+    with suppress(Exception), in_float32(span, part):  # model code that takes no such mask, or no such positions
+        inputs = inputs.with_hidden(inputs.hidden_states.float())
+        return _PaddedTexts(span, part, inputs, side).are_the_same_alone()
+    return False
+
+
+class _PaddedTexts:
+    """Three texts, padded to the length of the first on one side."""
+
+    def __init__(self, span: BlockSpan, part: Span, inputs: BlockInputs, side: Side) -> None:
+        length = inputs.seq_len
+        texts = torch.tensor([length, 2 * length // 3, length // 2], device=inputs.hidden_states.device)[:, None]
+        places = torch.arange(length, device=texts.device)
+        mask = places >= length - texts if side == "left" else places < texts
+        self.inputs = replace(inputs, attention_mask=mask.long(), position_ids=None)
+        second = int(texts[1])
+        self.columns = (length - second, length) if side == "left" else (0, second)
+        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run(inputs, part)
+        self.traits = span.traits
+
+    def are_the_same_alone(self) -> bool:
+        """Whether the two shorter texts come out as in the batch of three, up to rounding."""
+        (first, end), axis = self.columns, self.traits.batch_axis
+        whole = self.run(self.inputs)
+        cut = self.inputs.rows(1, 3, self.traits).cut_to(first, end, self.traits)
+        shown = cut.attention_mask != 0
+        hidden = cut.hidden_states.movedim((axis, axis + 1), (0, 1)).clone()
+        hidden[~shown] = 0.0
+        cut = cut.with_hidden(hidden.movedim((0, 1), (axis, axis + 1)))
+        want = whole.narrow(axis, 1, 2).narrow(axis + 1, first, end - first)
+        got, want = (one.movedim((axis, axis + 1), (0, 1))[shown] for one in (self.run(cut), want))
+        error = rms(got - want)
+        return error <= STRICT * self._visible(whole) or error <= 4 * torch.finfo(want.dtype).eps * rms(want)
+
+    def _visible(self, whole: Tensor) -> float:
+        """How much of a result comes from other positions."""
+        last, axis = self.inputs.seq_len - 1, self.traits.batch_axis
+        alone = self.inputs.rows(0, 1, self.traits).columns(last, last + 1, 0, self.traits)
+        return rms(self.run(replace(alone, attention_mask=None)) - whole.narrow(axis, 0, 1).narrow(axis + 1, last, 1))
 
 
 def probe(span: BlockSpan) -> None:

@@ -52,7 +52,7 @@ def best_addrs(addrs: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_loopback(addr: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """True if only this machine can reach an address."""
     return addr.startswith(("/ip4/127.", "/ip6/::1/"))
 
 

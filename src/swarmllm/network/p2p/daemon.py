@@ -321,7 +321,7 @@ def _max_connections() -> int:
 
 
 def _is_error(line: str) -> bool:
-    """Whether p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
+    """True if p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
     try:
         return bool(json.loads(line)["level"] == "error")
     except (ValueError, TypeError, KeyError):

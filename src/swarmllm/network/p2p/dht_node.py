@@ -151,12 +151,12 @@ class Dht:
         return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
 
     def knows(self, peer_id: str) -> bool:
-        """Whether this is a node that has been met, and hasn't failed to answer since."""
+        """True if this is a node that has been met, and hasn't failed to answer since."""
         return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
 
     @property
     def is_alone(self) -> bool:
-        """Whether none of the nodes that were met answers any more."""
+        """True if none of the nodes that were met answers any more."""
         return self._node is None or not self._node.protocol.routing_table.uid_to_peer_id
 
     def known_peers(self) -> list[str]:

@@ -118,7 +118,7 @@ class Finds:
         self.slowest_s = max(self.slowest_s or 0.0, now - self.asked_at.pop(peer, now))
 
     def waits_in_vain(self, now: float, num_workers: int) -> bool:
-        """Whether the look only waits for nodes that take far longer than those that have answered.
+        """True if the look only waits for nodes that take far longer than those that have answered.
 
         What they keep others keep, too. As many as there are workers may hide nodes that weren't asked yet.
         """

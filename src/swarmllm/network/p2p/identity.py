@@ -118,12 +118,12 @@ def lock_identity(path: str | os.PathLike[str]) -> int:
 
 
 def is_peer_id(peer_id: str) -> bool:
-    """Whether this is the peer id of an Ed25519 key."""
+    """True if this is the peer id of an Ed25519 key."""
     return _public_key(peer_id) is not None
 
 
 def verify(peer_id: str, signature: bytes, data: bytes) -> bool:
-    """Whether that peer signed the data."""
+    """True if that peer signed the data."""
     key = _public_key(peer_id)
     if key is None:
         return False
@@ -156,7 +156,7 @@ def contribution(server: Identity, client: str) -> Contribution:
 
 
 def is_genuine(shown: Contribution, client: str) -> bool:
-    """Whether that server has signed it, for this client."""
+    """True if that server has signed it, for this client."""
     return verify(shown.server, shown.signature, _statement(shown.server, client))
 
 

@@ -160,7 +160,7 @@ class Peer:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether others can't dial this peer, but only reach it through relays."""
+        """True if others can't dial this peer, but only reach it through relays."""
         return self._reachability is not None and self._reachability.hidden
 
     @property
@@ -306,12 +306,12 @@ class Peer:
         return texts
 
     def is_neighbour(self, peer_id: str) -> bool:
-        """Whether this is a node of the DHT that was met lately, which nobody can invent."""
+        """True if this is a node of the DHT that was met lately, which nobody can invent."""
         return self._dht is not None and self._dht.knows(peer_id)
 
     @property
     def is_alone(self) -> bool:
-        """Whether none of the swarm's nodes that were met answers any more."""
+        """True if none of the swarm's nodes that were met answers any more."""
         return self._dht is None or self._dht.is_alone
 
     def join_by(self, initial_peers: Sequence[str]) -> None:

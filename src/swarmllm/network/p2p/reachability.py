@@ -158,7 +158,7 @@ class Reachability:
     # Looking
 
     async def is_hidden(self) -> bool | None:
-        """Whether nobody can dial this peer; None: nobody can tell."""
+        """True if nobody can dial this peer; None: nobody can tell."""
         asked = [peer_id for peer_id in self._dht.known_peers() if peer_id != self._own_id][:NUM_ASKED]
         answers = await asyncio.gather(*(_can_dial(self._daemon, self._own_id, peer_id) for peer_id in asked))
         if True in answers:
@@ -189,7 +189,7 @@ class Reachability:
 
 
 async def _can_dial(daemon: Daemon, own_id: str, by: str) -> bool | None:
-    """Whether that peer can dial this one; None: it can't tell."""
+    """True if that peer can dial this one; None: it can't tell."""
     try:
         async with asyncio.timeout(SILENCE_S):
             reader, writer = await daemon.open_stream(PeerID.from_base58(by).to_bytes(), AUTONAT, BUFFER_BYTES)

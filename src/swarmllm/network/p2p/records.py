@@ -98,7 +98,7 @@ class RecordValidator:
         """Signatures, since the start."""
 
     def validate(self, record: Record) -> bool:
-        """Whether to store or believe this record. Never raises, whatever the record holds."""
+        """True: store or believe this record. Never raises, whatever the record holds."""
         value: object = record.value
         expiration: object = record.expiration_time
         if not isinstance(value, bytes) or not SIGNATURE_BYTES < len(value) <= MAX_VALUE_BYTES:

@@ -89,7 +89,7 @@ class VerifiedPeers:
     # What is known
 
     def __contains__(self, peer_id: str) -> bool:
-        """Whether this peer has been met as a server lately, whatever it serves."""
+        """True if this peer has been met as a server lately, whatever it serves."""
         verdict = self._verdicts.get(peer_id)
         return verdict is not None and verdict.served is not None and self._clock() - verdict.at < CONFIRMED_S
 
@@ -107,7 +107,7 @@ class VerifiedPeers:
         return tuple(server for server in servers if self.served(server) is not None)
 
     def is_refuted(self, server: ServerInfo) -> bool:
-        """Whether this server couldn't be reached lately, or serves something else."""
+        """True if this server couldn't be reached lately, or serves something else."""
         verdict = self._verdicts.get(server.peer_id)
         if verdict is None or self.served(server) is not None:
             return False

@@ -1,12 +1,12 @@
-"""Whether the peer of a stream still lives: when to look, when to ping it, when to give it up.
+"""Decide when to ping the peer of a stream and when to give it up; measure how fast the connection is.
 
-Pure: `wire/stream` says what happens and when, and asks what to do. Nothing here reads a clock or waits.
+Pure: `wire/stream` reports what happens and when, and asks what to do. Nothing here reads a clock or waits.
 
-    at a look                                       what is to be done
+    at each check                                   action
     nothing at all was heard for a few intervals    give the peer up
-    somebody waits, and a PING isn't answered       the same, after a shorter time (`AdaptiveTimeout`)
-    a message begun makes no progress               the same
-    anything else                                   a PING, and another look an interval later
+    a caller waits, and a PING isn't answered       give it up, after a shorter time (`AdaptiveTimeout`)
+    an unfinished message makes no progress         give it up
+    anything else                                   send a PING, and check again an interval later
 """
 
 import math
@@ -17,50 +17,50 @@ from swarmllm.network.wire.frames import CHUNK_BYTES
 
 KEEPALIVE_INTERVAL_S = 2.5
 KEEPALIVE_MISSES = 3
-"""Assumed: a stop of 7.5 s is no garbage collection any more, and users wait less than 10 s for a failover."""
+"""Assumed: a pause of 7.5 s is no garbage collection any more, and users wait less than 10 s for a failover."""
 STALL_TIMEOUT_S = 30.0
-"""Longest time for the end of a message begun, or for another `PROGRESS_BYTES` of it."""
+"""Longest time for an unfinished message to end, or to bring another `PROGRESS_BYTES`."""
 PROGRESS_BYTES = CHUNK_BYTES
-"""Bytes that a message begun must bring in that time if it doesn't end, in however many frames: 256 KiB in 30 s is
-slower than any link worth using."""
+"""Bytes that an unfinished message must bring in that time. 256 KiB in 30 s is slower than any useful connection."""
 
 ATTENDED_INTERVAL_S = 0.4
-"""Seconds between looks at a peer for whom somebody waits; each costs a PING and a PONG, if the last was answered."""
+"""Seconds between checks while a caller waits for the peer. Each costs a PING and a PONG, if the last was answered."""
 LEAST_SILENCE_S = 2.0
-"""Longer than a quick peer's slowest answer when its machine gets busy all at once. Measured on one machine with two
-cores, two servers that compute and their client, beside 20 busy processes and others' tests (load 38): of 161 round
-trips half took 0.26 s, one in twenty 1.06 s, the slowest 1.37 s; at a load of 26 0.02, 0.10 and 0.27 s."""
+"""Shortest silence after which a peer is given up. It must be longer than a quick peer's slowest answer when its
+machine suddenly gets busy. Measured on one machine with two cores, with two servers that compute and their client,
+and 20 busy processes (load 38): of 161 round trips half took 0.26 s, one in twenty 1.06 s, the slowest 1.37 s; at a
+load of 26 0.02, 0.10 and 0.27 s."""
 SLOWEST_ROUND_TRIPS = 4
-"""Silence lasts too long after LEAST_SILENCE_S and this many of the slowest round trips."""
+"""A peer is given up after LEAST_SILENCE_S plus this many of the slowest round trips."""
 DECAY = 0.95
-"""The slowest round trip fades by this factor with each further one: of 1 s, 0.1 s are left after 45, in quiet times
-2 minutes."""
+"""The slowest round trip is forgotten by this factor with each further one. Of 1 s, 0.1 s is left after 45 round trips,
+2 minutes in quiet times."""
 SLOWEST_LINK_BYTES_PER_S = 125_000.0
-"""A PING waits behind what was sent before it, wherever that lies. Assumed where nothing was measured: 1 Mbit/s."""
+"""Assumed speed of an unmeasured connection, 1 Mbit/s. A PING waits behind everything that was sent before it."""
 CONFIRMED_BYTES = 32 << 10
-"""A PING follows whenever this much was sent since the last one, so that what has arrived is known to have. Without it
-a step that is answered soon leaves no PONG, and its bytes seem to be under way for as long as 1 Mbit/s takes."""
+"""A PING follows after this many bytes, so that they are known to have arrived. Without it, a step that is answered
+soon leaves no PONG, and its bytes seem to be on the way for as long as 1 Mbit/s takes."""
 MAX_MARKS = 64
-"""PINGs whose answers tell what has arrived; of more, the oldest are forgotten."""
+"""Most PINGs whose answers are awaited. The oldest are forgotten."""
 SHARE_OF_LINK = 0.25
-"""The least share of the measured rate of a link that one stream has. Assumed."""
+"""Least share of a connection's measured rate that one stream gets. Assumed."""
 
 MEASURED_BYTES = 256 << 10
-"""Messages of this size or more are timed. Assumed: large enough for the milliseconds that a busy peer takes to answer
-to look like a hundred Mbit/s and not like ten."""
+"""Messages of this size or more are timed. Assumed: large enough that a busy peer's delay of milliseconds looks like a
+hundred Mbit/s, not like ten."""
 MEASUREMENTS = 8
-"""The best of this many counts, as for the bandwidth filter of BBR (Cardwell et al. 2016): whatever else delays
-a message makes the link look slower than it is, and nothing makes it look faster."""
+"""The best of this many measurements counts, as in the bandwidth filter of BBR (Cardwell et al. 2016): delays make a
+connection look slower than it is, and nothing makes it look faster."""
 MIN_MEASUREMENTS = 4
 SHORTEST_S = 1e-4
-"""Differences below are noise."""
+"""Shorter times are noise."""
 
 
 class Look(NamedTuple):
-    """The result of a look at a peer: what to do."""
+    """The result of a check: what to do."""
 
     give_up: str | None
-    """The reason, if the peer is to be given up."""
+    """The reason for giving the peer up, or None."""
     ping: bool
     next_at: float
 
@@ -73,7 +73,7 @@ class Liveness:
         """Smoothed time from PING to PONG; None before the first one."""
         self.least_round_trip_s: float | None = None
         self.num_pings = 0
-        """PINGs that measure round trips; the last one has this number."""
+        """Number of PINGs that measure round trips. The last one has this number."""
         self.last_heard_at = now
         self.timeout = AdaptiveTimeout()
         self._progress = Progress(now)
@@ -83,22 +83,22 @@ class Liveness:
         self._look_due_at = math.inf
 
     def watch(self, now: float, interval_s: float, misses: int) -> None:
-        """Looks begin, or go on with other numbers."""
+        """Begin to check, or change the intervals."""
         self._interval_s, self._misses = interval_s, misses
         self.last_heard_at = now
         self._progress.restart(now)
 
     def attend(self) -> bool:
-        """Note that somebody waits for the peer, until `relax`; whether a look is due now, as nobody did before."""
+        """Note that a caller waits for the peer, until `relax`. Returns True if it is the first: then check at once."""
         self.timeout.num_waiting += 1
         return self.timeout.num_waiting == 1
 
     def relax(self) -> None:
-        """Note that one fewer waits."""
+        """Note that one caller fewer waits."""
         self.timeout.num_waiting -= 1
 
     def pinged(self, now: float) -> int:
-        """A PING is sent now; returns its number."""
+        """Note that a PING is sent now; return its number."""
         self.num_pings += 1
         self._ping_sent_at = now
         self.timeout.pinged(now)
@@ -106,7 +106,7 @@ class Liveness:
         return self.num_pings
 
     def answered(self, number: object, now: float) -> float | None:
-        """A PONG has come; returns the seconds of the round trip if it belongs to the last PING."""
+        """Note a PONG; return the seconds of the round trip if it answers the last PING."""
         self.timeout.restart(now)
         self.timeout.arrived(number)
         if number != self.num_pings:
@@ -114,7 +114,7 @@ class Liveness:
         sample = now - self._ping_sent_at
         self.timeout.answered(sample)
         self.least_round_trip_s = min(sample, self.least_round_trip_s or sample)
-        # RFC 6298, section 2: the same smoothing as TCP's
+        # RFC 6298, section 2: TCP's smoothing
         self.round_trip_s = sample if self.round_trip_s is None else 0.875 * self.round_trip_s + 0.125 * sample
         return sample
 
@@ -127,9 +127,9 @@ class Liveness:
         is_reading: bool = True,
         mbps: float | None = None,
     ) -> Look:
-        """Judge the peer, which has sent this many messages and this much of the next one.
+        """Check the peer, which has sent this many messages and this many bytes of an unfinished one.
 
-        `is_reading`: whether this process takes what comes. `mbps`: the rate of the link, if it is known.
+        `is_reading`: whether this process reads. `mbps`: the rate of the connection, if it is known.
         """
         late_s = now - self._look_due_at
         is_late = late_s > ATTENDED_INTERVAL_S / 2
@@ -138,7 +138,7 @@ class Liveness:
         elif is_late:
             self.timeout.delay(now, late_s)
         if late_s > self._interval_s or not is_reading:
-            # This process was stopped or busy, or doesn't take what came: what the peer sent could not be seen.
+            # This process was stopped or busy, or didn't read, so it could not see what the peer sent.
             self.last_heard_at = now
             self._progress.restart(now)
         is_waiting = self.timeout.num_waiting > 0
@@ -148,7 +148,7 @@ class Liveness:
         give_up = None
         if silent_s > self._interval_s * (self._misses - 0.5):
             give_up = f"gave no sign of life for {silent_s:.1f} s"
-        elif now >= ends_at and not is_late:  # else an answer may have come that is read after this look
+        elif now >= ends_at and not is_late:  # else this process may read an answer just after this check
             give_up = f"did not answer for {self.timeout.silent_s(now):.1f} s"
         elif stalled_s > self._stall_timeout_s:
             give_up = f"stopped within a message for {stalled_s:.0f} s"
@@ -157,7 +157,7 @@ class Liveness:
 
 
 class Progress:
-    """Whether the message that has begun on a stream goes on."""
+    """True if the message that has begun on a stream goes on."""
 
     def __init__(self, now: float) -> None:
         self._num_messages = self._num_bytes = 0
@@ -169,7 +169,7 @@ class Progress:
         self._since = now
 
     def goes_on(self, num_messages: int, num_bytes: int) -> bool:
-        """Whether anything has come since `stalled_s` was asked last."""
+        """True if anything has come since `stalled_s` was asked last."""
         return (num_messages, num_bytes) != self._last
 
     def stalled_s(self, num_messages: int, num_bytes: int, now: float) -> float:

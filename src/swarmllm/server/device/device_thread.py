@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.server.device.device import Accelerator, log_lacks, lost_context, out_of_memory
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import HOUSE, Account, Budget, BurstWait, Priority, Scheduler, Work

@@ -20,10 +20,9 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
 

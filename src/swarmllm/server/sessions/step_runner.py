@@ -29,8 +29,7 @@ from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs, uncut
 from swarmllm.models.boundary.inner_states import MAX_ANSWER_BYTES, InnerStates, plausible
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device

@@ -20,7 +20,7 @@ from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.pictures import mask_names
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 from swarmllm.network.wire.compression import THREAD_BYTES
 from swarmllm.network.wire.frames import Message
 from swarmllm.network.wire.messages import AdapterHeader, BatchHeader, StepHeader

@@ -1,14 +1,19 @@
-"""Ragged packing: several sessions in one row without padding, attention for each on its own keys and values.
+"""Several sessions as one forward of the model, on caches that stand for the sessions' own: ragged and padded packing.
 
-Everything but attention treats positions alike, so the new positions of all sessions run as one row
-`[1, total, hidden]` with their own position ids. Where the model attends, `_attend` takes over: it cuts the row into
-segments, and calls the attention function that the model would have called, once per segment, with that session's keys,
-values and mask. The mask comes from the model's own rule (causal, sliding, chunked …), asked for the segment's true
-positions. A decoder that attends to an encoder's outputs finds in place of their keys a stand-in, too: each session has
-keys of as many positions as its own source has.
+Ragged: everything but attention treats positions alike, so the new positions of all sessions run as one row `[1,
+total, hidden]` with their own position ids. Where the model attends, `_attend` takes over. It cuts the row into
+segments, and calls the model's attention function once per segment, with that session's keys, values and mask. The
+mask comes from the model's own rule (causal, sliding, chunked …) for the segment's true positions. In a decoder with
+an encoder, a stand-in takes the place of the encoder's keys, too: each session has keys of as many positions as its
+own encoder outputs. A model whose code doesn't fit (attention of its own, masks that it looks into, lengths that it
+asks of its cache) raises an error here; `packing_probe` finds the models that do fit.
 
-A model whose code doesn't fit (attention of its own, masks that it looks into, lengths that it asks of its cache) fails
-loudly here, and `packing_probe` finds the models that don't. Used by `packing`.
+Padded: sessions that add equally many positions run as one batch, whose shorter rows are padded on the left. It is for
+models that can't run ragged: the model's own code does everything, on a cache that is put together for each step from
+the sessions' caches, block by block; also keys and values of an encoder's outputs. That copies all of them once per
+step, which costs memory bandwidth. One by one, a step reads all weights once per session.
+
+Used by `packing`.
 """
 
 import sys
@@ -20,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmllm.models.boundary.phantom_cache import PhantomCache, PhantomSource
-from swarmllm.models.span import shared_keys
+from swarmllm.models.span import attention
+from swarmllm.models.span.attention import attending, attention_configs
 from swarmllm.models.span.span_cache import SpanCache
 
 NAME = "swarmllm_ragged"
@@ -129,7 +136,8 @@ class RaggedAttention:
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        self._configs, self.usual = attention_configs(stack)
+        self._configs = attention_configs(stack)
+        self.usual = only_way(self._configs)
         self.cache = RaggedCache(stack.config)
         _register()
 
@@ -139,13 +147,10 @@ class RaggedAttention:
         cache = self.cache
         cache.begin(segments)
         _running.pack = self
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
         try:
-            yield cache
+            with attending(self._configs, NAME):
+                yield cache
         finally:
-            for config in self._configs:
-                config._attn_implementation_internal = self.usual
             _running.pack = None
             cache.begin(())
 
@@ -153,8 +158,8 @@ class RaggedAttention:
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, /, **kwargs: Any
     ) -> Tensor:
         """The model's own attention: `[rows, seq, heads, head]`."""
-        if self.usual == "sdpa" and shared_keys.applies(query, mask, kwargs):
-            return shared_keys.attend(query, keys, values, mask, kwargs.get("scaling"))
+        if self.usual == "sdpa" and attention.is_for_few(query, mask, kwargs):
+            return attention.attend_few(query, keys, values, mask, kwargs.get("scaling"))
         function: Callable[..., tuple[Tensor, Any]] = (
             ALL_ATTENTION_FUNCTIONS[self.usual]
             if self.usual in ALL_ATTENTION_FUNCTIONS
@@ -163,18 +168,16 @@ class RaggedAttention:
         return function(module, query, keys, values, mask, **kwargs)[0]
 
 
-def attention_configs(stack: nn.Module) -> tuple[list[Any], str]:
-    """The configs that say how the parts of a model attend, and how all of them do.
+def only_way(configs: Sequence[Any]) -> str:
+    """The name of the attention function that all parts of a model use.
 
     Raises:
-        PackingUnsupportedError: they do so in different ways.
+        PackingUnsupportedError: they use different ones.
     """
-    configs: Iterator[Any] = (getattr(module, "config", None) for module in stack.modules())
-    found = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
-    usual: set[str] = {config._attn_implementation_internal for config in found.values()}
+    usual: set[str] = {config._attn_implementation_internal for config in configs}
     if len(usual) != 1:
         raise PackingUnsupportedError("the parts of the model attend in different ways")
-    return list(found.values()), usual.pop()
+    return usual.pop()
 
 
 class _Running(threading.local):
@@ -255,3 +258,132 @@ def _attend(
 def _register() -> None:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_rule)
+
+
+class PaddedCache(PhantomCache):
+    """What the model takes for its cache; the sessions' own caches are behind it, `rows[i]` rows of the i-th."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.has_attention = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+        self._caches: Sequence[SpanCache] = ()
+        self._rows: list[int] = []
+        self._length = 0
+        self._lent: dict[tuple[str, int, int], Tensor] = {}
+        """States that blocks have been given, and into which some kernels write."""
+
+    def begin(self, caches: Sequence[SpanCache], rows: list[int]) -> None:
+        """Stand for these caches from now on (none: for nothing, so that they can be freed)."""
+        self._caches, self._rows = caches, rows
+        self._length = max((cache.length for cache in caches), default=0)
+        self._lent.clear()
+        self.cross = PhantomSource(self) if caches and caches[0].cross is not None else None
+
+    def finish(self) -> None:
+        """Give to the sessions what the step has written into lent states."""
+        for (kind, layer_idx, state_idx), state in self._lent.items():
+            for cache, part in zip(self._caches, torch.split_with_sizes(state, self._rows), strict=True):
+                getattr(cache.layers[layer_idx], kind)[state_idx].copy_(part)
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """The longest, as for any padded batch; a block that asks for itself would take it for everybody's position.
+
+        But those of a decoder with an encoder ask for distances between positions, which are the same for all.
+        """
+        if layer_idx is not None and self.cross is None and any(cache.length != self._length for cache in self._caches):
+            raise PackingUnsupportedError("a block asks how long its cache is, which has as many answers as sessions")
+        return self._length
+
+    def attention_mask(self, seq_len: int, device: torch.device) -> Tensor:
+        """`[rows, length + seq]`: 0 for padding."""
+        mask = torch.zeros(sum(self._rows), self._length + seq_len, dtype=torch.int64, device=device)
+        first = 0
+        for cache, rows in zip(self._caches, self._rows, strict=True):
+            mask[first : first + rows, self._length - cache.length :] = 1
+            first += rows
+        return mask
+
+    def source_of(self, _: object) -> dict[str, Tensor]:
+        """What the blocks attend to besides the text: its mask, and how large it is, as they have keys and values."""
+        outputs = [cache.source["encoder_hidden_states"] for cache in self._caches]
+        masks = [
+            cache.source.get("encoder_attention_mask", given.new_ones(given.shape[:2])).long()
+            for cache, given in zip(self._caches, outputs, strict=True)
+        ]
+        mask = _stack(masks, 1)
+        hidden = outputs[0].new_zeros(1, 1, 1).expand(*mask.shape, outputs[0].shape[2])
+        return {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
+
+    def source_part(self, name: str, layer_idx: int) -> Tensor:
+        """Keys or values of all sessions' sources in that block."""
+        return _stack([getattr(cache.cross.layers[layer_idx], name) for cache in self._caches if cache.cross], -2)
+
+    # ------------------------------------------------------------------ what blocks call
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        pairs = [
+            cache.layers[layer_idx].update(keys, values, *args, **kwargs)
+            for cache, keys, values in zip(
+                self._caches,
+                torch.split_with_sizes(key_states, self._rows),
+                torch.split_with_sizes(value_states, self._rows),
+                strict=True,
+            )
+        ]
+        return _stack([keys for keys, _ in pairs], -2), _stack([values for _, values in pairs], -2)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        parts = zip(self._caches, torch.split_with_sizes(indexer_key_states, self._rows), strict=True)
+        return _stack([cache.update_indexer(part, layer_idx) for cache, part in parts], 1)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._lent.pop(("conv_states", layer_idx, state_idx), None)
+        parts = zip(self._caches, torch.split_with_sizes(conv_states, self._rows), strict=True)
+        return _stack([cache.update_conv_state(part, layer_idx, state_idx, **kwargs) for cache, part in parts], -1)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self._lent.pop(("recurrent_states", layer_idx, state_idx), None)
+        parts = zip(self._caches, torch.split_with_sizes(recurrent_states, self._rows), strict=True)
+        return torch.cat([cache.update_recurrent_state(part, layer_idx, state_idx, **kwargs) for cache, part in parts])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._lend("conv_states", layer_idx, state_idx, SpanCache.get_conv_state)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._lend("recurrent_states", layer_idx, state_idx, SpanCache.get_recurrent_state)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return any(cache.is_recording_past(layer_idx) for cache in self._caches)
+
+    def _lend(
+        self, kind: str, layer_idx: int, state_idx: int, get: Callable[[SpanCache, int, int], Tensor | None]
+    ) -> Tensor | None:
+        states = [get(cache, layer_idx, state_idx) for cache in self._caches]
+        present = [state for state in states if state is not None]
+        if len(present) not in (0, len(states)):
+            raise PackingUnsupportedError("sessions that begin and sessions that go on can't be mixed in this model")
+        if not present:
+            return None
+        return self._lent.setdefault((kind, layer_idx, state_idx), _stack(present, -1))
+
+
+def _stack(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """One batch of all, shorter ones padded with zeros on the left of `axis`."""
+    longest = max(part.shape[axis] for part in parts)
+    if all(part.shape[axis] == longest for part in parts):
+        return torch.cat(list(parts))
+    shape = list(parts[0].shape)
+    shape[0], shape[axis] = sum(part.shape[0] for part in parts), longest
+    stacked = parts[0].new_zeros(shape)
+    first = 0
+    for part in parts:
+        target = stacked.narrow(0, first, part.shape[0])
+        target.narrow(axis, longest - part.shape[axis], part.shape[axis]).copy_(part)
+        first += part.shape[0]
+    return stacked

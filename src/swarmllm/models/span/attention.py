@@ -1,13 +1,14 @@
-"""Attention of few new positions to many keys, which PyTorch is slow at on CPUs.
+"""How blocks attend: switching a model to another attention function, and attention of few positions to many keys.
 
-In half precision a single row of queries takes 20 to 40 times as long as reading its keys would; two heads to one of
-keys take less than one does (6.2 ms a block at 2048 positions and 4 heads of keys, 0.4 in the way below; torch 2.13).
-So query heads that share keys are rows of one matrix, in place of keys repeated for each, and a row that is alone
-stands twice. As exact as the other, with other last bits. Used by `block_span` and `packed_attention`.
+PyTorch's attention of few new positions is slow on CPUs in half precision: a single row of queries takes 20 to 40 times
+as long as reading its keys would, two query heads to one of keys take less than one does (6.2 ms a block at 2048
+positions and 4 heads of keys, 0.4 in the way below; torch 2.13). So here query heads that share keys are rows of one
+matrix, instead of keys repeated for each head, and a single row stands twice. The result is as exact as PyTorch's, with
+other last bits. Used by `block_span`, `packed_caches` and `paged_attention`.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,28 @@ MOST_POSITIONS = 16
 OTHER_RULES = ("softcap", "position_bias", "s_aux", "dropout")
 
 
+def attention_configs(stack: nn.Module) -> list[Any]:
+    """The configs that say how the parts of a model attend."""
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in stack.modules())
+    return list({id(one): one for one in configs if hasattr(one, "_attn_implementation_internal")}.values())
+
+
+@contextmanager
+def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Within: models with these configs attend by the function that transformers knows under this name."""
+    usual = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, before in zip(configs, usual, strict=True):
+            config._attn_implementation_internal = before
+
+
+# ---------------------------------------------------------------------- few positions, many keys
+
+
 class _Asked(threading.local):
     yes = False
 
@@ -29,7 +52,7 @@ _asked = _Asked()
 
 
 @contextmanager
-def preferred() -> Iterator[None]:
+def few_preferred() -> Iterator[None]:
     """Within: models whose attention is "sdpa" attend so in this thread, where they can."""
     _asked.yes = True
     try:
@@ -38,7 +61,7 @@ def preferred() -> Iterator[None]:
         _asked.yes = False
 
 
-def applies(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
+def is_for_few(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether queries `[rows, heads, seq, head]` are few, and attend to just what the mask says."""
     given = (options.get(name) for name in OTHER_RULES)
     if any(isinstance(option, Tensor) or option for option in given):
@@ -48,7 +71,7 @@ def applies(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool
     return query.shape[2] <= MOST_POSITIONS and mask.shape[1] == 1 != query.shape[1]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def attend_few(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """What `scaled_dot_product_attention` returns for keys repeated for all heads: `[rows, seq, heads, head]`."""
     rows, heads, seq_len, head_dim = query.shape
     shared = query.reshape(*keys.shape[:2], -1, head_dim)
@@ -65,8 +88,8 @@ def _either(usual: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
     def sdpa(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
-        if _asked.yes and applies(query, attention_mask, options):
-            return attend(query, key, value, attention_mask, options.get("scaling")).contiguous(), None
+        if _asked.yes and is_for_few(query, attention_mask, options):
+            return attend_few(query, key, value, attention_mask, options.get("scaling")).contiguous(), None
         return usual(module, query, key, value, attention_mask, **options)
 
     return sdpa
