@@ -209,17 +209,17 @@ class PagePool:
         self._uses[page] = 1
         return page
 
-    def take_row(self) -> int:
-        """A row of the table.
+    def take_rows(self, count: int) -> list[int]:
+        """Some rows of the table.
 
         Raises:
-            CacheFullError: none is left.
+            CacheFullError: so many aren't left; none is taken then.
         """
-        if not self._free_rows:
+        if len(self._free_rows) < count:
             self._collect()
-        if not self._free_rows:
+        if len(self._free_rows) < count:
             raise CacheFullError(f"this server has {len(self.tables) - 1} rows of sessions already: take another one")
-        return self._free_rows.pop()
+        return [self._free_rows.pop() for _ in range(count)]
 
     def give_back_row(self, row: int) -> None:
         """Mark this row of the table as unused."""
@@ -317,21 +317,22 @@ class PageTable:
         Raises:
             CacheFullError: there is no room; what was there is unchanged.
         """
-        while len(self._held.rows) < batch_size:
-            self._held.rows.append((self.pool.take_row(), []))
+        self._held.rows += [(row, []) for row in self.pool.take_rows(max(0, batch_size - len(self._held.rows)))]
         num_pages = -(-end // PAGE_TOKENS)
         if num_pages > self.pool.tables.shape[1]:
             raise CacheFullError(f"a text of {end} positions is longer than this server's table of pages")
         first = self.length // PAGE_TOKENS
         for row, pages in self._held.rows:
-            if len(pages) == num_pages and not (first < num_pages and self.pool.is_shared(pages[first])):
+            if len(pages) == num_pages and not any(map(self.pool.is_shared, pages[first:])):
                 continue  # the usual step
-            for idx in range(first, min(len(pages), num_pages)):
-                if self.pool.is_shared(pages[idx]):
-                    pages[idx] = self.pool.copy_page(pages[idx])
-            while len(pages) < num_pages:
-                pages.append(self.pool.take_page())
-            self._write(row, pages, first)
+            try:
+                for idx in range(first, min(len(pages), num_pages)):
+                    if self.pool.is_shared(pages[idx]):
+                        pages[idx] = self.pool.copy_page(pages[idx])
+                while len(pages) < num_pages:
+                    pages.append(self.pool.take_page())
+            finally:  # even if there is no room: a later step may find just as many pages as it needs
+                self._write(row, pages, first)
 
     def append_shared(self, page: SharedPage) -> None:
         """Continue a session of one row with another session's page, in place of its own page with the same
@@ -363,16 +364,19 @@ class PageTable:
         self.step += 1
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order; they share pages until one of them goes on."""
+        """Keep these rows of the batch, in this order; they share pages until one of them goes on.
+
+        Raises:
+            CacheFullError: there are no rows for so many; nothing has changed then.
+        """
         old = self._held.rows
         chosen = [list(old[idx][1]) for idx in indices]
+        more = self.pool.take_rows(max(0, len(chosen) - len(old)))
         for pages in chosen:
             self.pool.share(pages)
-        rows = [row for row, _ in old]
+        rows = [row for row, _ in old] + more
         for _, pages in old:
             self.pool.drop(pages)
-        while len(rows) < len(chosen):
-            rows.append(self.pool.take_row())
         for row in rows[len(chosen) :]:
             self.pool.give_back_row(row)
         self._held.rows = list(zip(rows, chosen, strict=False))
