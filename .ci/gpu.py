@@ -82,11 +82,12 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     tiny: tuple[str, ...] = ()
-    """Options with which it runs on a CPU in seconds."""
+    """Options with which it runs on a CPU in seconds; tests are only collected."""
 
 
+TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--lane", "gpu", "tests/gpu")
 PARTS = (
-    Part("tests", ("-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "--lane", "gpu", "tests/gpu"), 150),
+    Part("tests", (*TESTS, "-n", "6"), 150, ("--collect-only",)),
     Part("gpu", ("benchmarks/gpu.py",), 120, ("--device", "cpu")),
     Part("gpu_serving", ("benchmarks/gpu_serving.py",), 270, ("--device", "cpu")),
 )
