@@ -134,7 +134,7 @@ async def test_batches_are_there_when_they_are_told(thread: DeviceThread, device
         yield
         return kept, {"hidden_states": device.launch(torch.full((2,), 2.0), COMPUTE_S), "same": first}
 
-    timed = await thread.run_in_turns(turns(), Priority.BATCH)
+    timed = await thread.run_in_turns(turns(), Priority.SESSIONLESS)
     assert timed.value[0] is kept
     assert timed.value[1]["hidden_states"].tolist() == [2, 2]
     assert timed.value[1]["same"].tolist() == [1, 1, 1]

@@ -60,7 +60,12 @@ async def test_urgent_calls_overtake_and_equal_ones_keep_their_order(thread: Dev
         return lambda: order.append(name)
 
     gate, first = await blocked(thread)
-    wanted = [("b1", Priority.BATCH), ("p1", Priority.PREFILL), ("d1", Priority.DECODE), ("b2", Priority.BATCH)]
+    wanted = [
+        ("b1", Priority.SESSIONLESS),
+        ("p1", Priority.PREFILL),
+        ("d1", Priority.DECODE),
+        ("b2", Priority.SESSIONLESS),
+    ]
     wanted += [("d2", Priority.DECODE), ("p2", Priority.PREFILL)]
     tasks = [asyncio.create_task(thread.run_call(call(name), priority)) for name, priority in wanted]
     await asyncio.sleep(0)
@@ -108,7 +113,7 @@ async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(thread: Device
         return name
 
     first = Gate()
-    tasks = [asyncio.create_task(thread.run_in_turns(turns(name), Priority.BATCH)) for name in "ab"]
+    tasks = [asyncio.create_task(thread.run_in_turns(turns(name), Priority.SESSIONLESS)) for name in "ab"]
     await asyncio.to_thread(first.entered.wait)
     urgent = asyncio.create_task(thread.run_call(lambda: order.append("urgent"), Priority.DECODE))
     await asyncio.sleep(0)
@@ -130,14 +135,14 @@ async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(thread:
         ran.append(2)
 
     with pytest.raises(ZeroDivisionError):
-        await thread.run_in_turns(turns(lambda: 1 // 0), Priority.BATCH)
-    task = asyncio.create_task(thread.run_in_turns(turns(gate), Priority.BATCH))
+        await thread.run_in_turns(turns(lambda: 1 // 0), Priority.SESSIONLESS)
+    task = asyncio.create_task(thread.run_in_turns(turns(gate), Priority.SESSIONLESS))
     await asyncio.to_thread(gate.entered.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     gate.opened.set()
-    assert (await thread.run_call(lambda: 5, Priority.BATCH)).value == 5
+    assert (await thread.run_call(lambda: 5, Priority.SESSIONLESS)).value == 5
     assert ran == [1, 1]
     assert thread.num_calls == 0
 
@@ -223,7 +228,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(thread: DeviceTh
 async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThread) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
-    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
     gate, first = await blocked(thread)
     prefill = asyncio.create_task(thread.run_step(long))
     decode = asyncio.create_task(thread.run_step(Step(blocks, "b", 1)))
@@ -245,7 +250,7 @@ async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(thread
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
     blocks = Blocks()
-    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
     gate, first = await blocked(thread)
     uneven = asyncio.create_task(thread.run_step(Step(Uneven(), "a", 1, num_tokens=100)))
     others = [asyncio.create_task(thread.run_step(Step(blocks, name, 1))) for name in "bc"]
@@ -385,7 +390,7 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
 
     rooms: list[str] = []
     thread.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
-    for failing in (thread.run_call(fails, Priority.BATCH), thread.run_step(Step(Lacking(), "a", 1))):
+    for failing in (thread.run_call(fails, Priority.SESSIONLESS), thread.run_step(Step(Lacking(), "a", 1))):
         with pytest.raises(ServerOutOfMemoryError, match="use another one"):
             await failing
     assert rooms == ["swarmllm-device"] * 2

@@ -157,7 +157,7 @@ def joined(step: SessionStep) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the device thread is, and how much it has done so far."""
+    """Load of the device thread, and its work so far."""
 
     queue_ms: float
     """Smoothed time that a session's step waited for its turn."""
@@ -273,7 +273,7 @@ class DeviceThread:
 
     @property
     def load(self) -> Load:
-        """How busy the thread is, as of now."""
+        """Load of the thread, as of now."""
         return self._meter.load(time.perf_counter())
 
     @property

@@ -122,7 +122,7 @@ class Connection:
                     await self._dispatch(await self._stream.receive(), tasks)
         except* SwarmError as ended:  # the stream has: its tasks are cancelled, its sessions end
             # Python 3.11's TaskGroup leaves its error in a circle with its own frame, and so with everything that this
-            # stream had open: KV caches would wait for the garbage collector, which comes late where much lives long.
+            # stream had open: KV caches would wait for the garbage collector, which runs late if much lives long.
             traceback.clear_frames(ended.__traceback__)
         finally:
             for session in self._owned.values():
