@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gateway.vision_model import save_vision_model
-from tests.numerics.tiny_hearing_models import save_tiny_model, tiny_config
+from tests.numerics.tiny_speech_models import save_tiny_model, tiny_config
 
 from swarmllm import embedded_model_path
 from swarmllm.commands import doctor_checks as checks
