@@ -57,8 +57,7 @@ def blocks(two_blocks: BlockSpan) -> BlockSpan:
 
 
 async def test_someone_elses_session(blocks: BlockSpan) -> None:
-    """Who knows a session's id but not its token can do nothing with it; of one that exists he hears what he hears of
-    one that doesn't."""
+    """A peer with a session's id and without its token can do nothing. The answers don't tell whether it exists."""
     async with serving(blocks) as server:
         owner = await opened(server, peer_id=HONEST)
         thief = await server.connect(MALLORY)

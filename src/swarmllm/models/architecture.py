@@ -74,7 +74,7 @@ ENCODERS = frozenset(
 """Encoders whose blocks were seen to be exact (`tests/numerics/test_task_classes.py`): forward without a KV cache."""
 
 HEARING = frozenset({"moonshine", "speech_to_text", "whisper"})
-"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_hearing_models.py`).
+"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_architectures.py`).
 Nothing happens between those of their encoders."""
 
 EXACT_WITH: dict[str, dict[str, object]] = {"bigbird_pegasus": {"attention_type": "original_full"}}

@@ -1,4 +1,4 @@
-"""What makes a server announce itself before it is time to, and what happens when the DHT doesn't listen."""
+"""Announcements of a server before their time, and a DHT that doesn't listen."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a server sees of the swarm when it decides where to go."""
+"""The swarm as a server sees it when it decides where to go."""
 
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from swarmllm.swarm.claims import MAX_TIMES_MEDIAN
 from swarmllm.swarm.placement import plan_move
 
 NUM_BLOCKS = 8
-"""Of the embedded model."""
+"""Blocks of the embedded model."""
 
 
 def record(name: str, start: int, end: int, throughput: float = 100.0) -> ServerInfo:
@@ -24,7 +24,7 @@ def record(name: str, start: int, end: int, throughput: float = 100.0) -> Server
 
 
 class Swarm:
-    """What the DHT says, and the peer of one server in it, which is called `own`."""
+    """Records of the DHT, and the peer of one server in it, which is called `own`."""
 
     def __init__(self) -> None:
         self.peer = FakePeer()

@@ -1,4 +1,4 @@
-"""What a server promises of its memory: never more than blocks leave."""
+"""Memory that a server promises: never more than blocks leave."""
 
 import pytest
 import torch

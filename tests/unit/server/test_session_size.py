@@ -1,4 +1,4 @@
-"""What a session leases: as much as its steps can use, and no more."""
+"""The lease of a session: as much as its steps can use, and no more."""
 
 from types import SimpleNamespace
 from typing import Any

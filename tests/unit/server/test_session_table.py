@@ -1,4 +1,4 @@
-"""Who has a place among the sessions of a server, and what it does now and then because some have ended."""
+"""Places among the sessions of a server, and its clean-up after sessions that have ended."""
 
 import asyncio
 import threading

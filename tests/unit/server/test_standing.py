@@ -1,4 +1,4 @@
-"""Who comes first at a server, and on whose account."""
+"""Order of clients at a server, and the accounts on which they come first."""
 
 from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.server.device.scheduler import Account

@@ -1,4 +1,4 @@
-"""Whom a server dials for clients, and what it says of whom it can't reach."""
+"""Peers that a server dials for clients, and its answer for those that it can't reach."""
 
 import asyncio
 from typing import Any

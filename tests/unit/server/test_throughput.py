@@ -1,4 +1,4 @@
-"""What a measurement takes of the time, and what follows from its figures."""
+"""Measurements of throughput: their share of the time, and the use of their figures."""
 
 from dataclasses import replace
 from types import SimpleNamespace
