@@ -72,7 +72,7 @@ def test_shares_are_what_the_map_says(shares: list[int], start: int | None) -> N
         ({"device_map": ("cpu=2", "cuda=3"), "device": "cpu"}, "leave --device and --num_blocks out"),
         ({"device_map": ("cpu=2", "cuda=3"), "num_blocks": 5}, "leave --device and --num_blocks out"),
         ({"device_map": ("cpu=2", "cuda=3"), "tensor_parallel": 2}, "give --device_map or --tensor_parallel"),
-        ({"device_map": ("cpu=2", "cuda=3"), "block_indices": (0, 4)}, "about 5 blocks, and block_indices about 4"),
+        ({"device_map": ("cpu=2", "cuda=3"), "block_indices": (0, 4)}, "has 5 blocks, and block_indices 4"),
         ({"device_map": ("cpu=2", "cuda=3"), "offload": 6}, "of 5 blocks, 6 can't be offloaded"),
     ],
 )
@@ -148,8 +148,8 @@ def test_identities_come_from_one(tmp_path: Path) -> None:
         ({"host_maddrs": ("/ip4/0.0.0.0/tcp/5",)}, "a port of its own"),
         ({"num_blocks": 4, "offload": 3}, "of 2 blocks, 3 can't be offloaded"),
         ({"metrics_port": 65535}, "metrics_port must be 0 to 65535, not 65536"),
-        ({"port": 40001, "metrics_port": 40002}, "meet as they count up"),
-        ({"port": 40002, "metrics_port": 40001}, "meet as they count up"),
+        ({"port": 40001, "metrics_port": 40002}, "overlap"),
+        ({"port": 40002, "metrics_port": 40001}, "overlap"),
         ({"port": 65535}, "port must be 0 to 65535"),
     ],
 )
