@@ -12,6 +12,8 @@ from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": '<Hällo> "you" 😀 \u2028'}]},

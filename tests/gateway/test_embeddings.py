@@ -15,6 +15,8 @@ from web_gateway import OPTIONS, RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 @dataclass(frozen=True)
 class Service:

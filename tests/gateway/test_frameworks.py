@@ -124,9 +124,10 @@ def test_open_webuis_tasks(gateway: RunningGateway) -> None:
 # ---------------------------------------------------------------------- langchain
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 def test_langchain_binds_tools(tooled: RunningGateway) -> None:  # noqa: F811
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     asked: Any = {"base_url": f"{tooled.url}/v1", "api_key": "none", "model": NAME, "seed": 2, "max_tokens": 200}
     bound = langchain.ChatOpenAI(**asked).bind_tools([Weather], tool_choice="required")
     said = [("user", "How is the weather in Rome?")]

@@ -376,10 +376,10 @@ def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
     assert "swarm" not in plain
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 def test_langchain_uses_it_as_it_uses_openai(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
-    """Runs in `make test-trainers`: it brings very much along."""
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     asked: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "model": NAME, "temperature": 0}
     chat = langchain.ChatOpenAI(**asked, max_tokens=24)

@@ -185,8 +185,10 @@ def test_thoughts_in_blocks(thinking: RunningGateway) -> None:
     assert "response.reasoning_text.delta" in kinds
 
 
+@pytest.mark.lane("trainers")
 def test_anthropics_client(gateway: RunningGateway, story: str) -> None:
-    anthropic = pytest.importorskip("anthropic")
+    import anthropic
+
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
     asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 24}
     asked["extra_body"] = {"temperature": 0}
@@ -298,8 +300,10 @@ def test_ollamas_calls(tooled: RunningGateway) -> None:
     ]
 
 
+@pytest.mark.lane("trainers")
 def test_ollamas_client(gateway: RunningGateway, story: str) -> None:
-    ollama = pytest.importorskip("ollama")
+    import ollama
+
     client = ollama.Client(host=gateway.url)
     options = {"temperature": 0, "num_predict": 24}
     assert client.chat(model=NAME, messages=MESSAGES, options=options).message.content == story

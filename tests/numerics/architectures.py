@@ -83,7 +83,7 @@ class Subject:
         self._saved: set[Path] = set()
 
     def directory(self, dtype: torch.dtype = torch.float32) -> Path:
-        """Of the checkpoint with weights of this dtype; text models have several."""
+        """The directory of the checkpoint with weights of this dtype; text models have several."""
         path = self._root / str(dtype)
         if path not in self._saved:
             path.mkdir(parents=True)

@@ -82,7 +82,7 @@ PROPERTIES: dict[str, tuple[Property, ...]] = {
 }
 """By kind of model."""
 ALWAYS = frozenset({"llama", "whisper"})
-NUM_TURNS = 12
+NUM_TURNS = 24
 
 
 def cells() -> Iterator[object]:

@@ -64,7 +64,7 @@ def whispers(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
 @pytest.mark.parametrize("length", [FRAMES, 3 * FRAMES])
 @pytest.mark.rotates(3)
 def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: dict[str, Any], length: int) -> None:
-    """Of short sounds and of long ones, which it writes piece by piece."""
+    """Short sounds, and long ones, which it writes piece by piece."""
     features = torch.randn(2, MEL_BINS, length, generator=torch.Generator().manual_seed(5))
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, length * 2 // 3 :] = 0

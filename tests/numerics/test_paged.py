@@ -57,7 +57,7 @@ def test_the_model_s_own_attention_finds_what_is_in_pages(llama: BlockSpan) -> N
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_rollback_and_chosen_rows(model_type: str, tmp_path: Path) -> None:
-    """What rows share is copied before one of them goes on; a window forgets nothing."""
+    """Pages that rows share are copied before one of them goes on; a window forgets nothing."""
     sessions = PagedSessions(paged(model_type, tmp_path), rows=(1, 3))
     for cache in sessions.alone:
         cache.record_past()

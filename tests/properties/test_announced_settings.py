@@ -1,4 +1,4 @@
-"""What a server with any accepted settings announces, the validators of all peers take."""
+"""The record of a server with any accepted settings passes the validators of all peers."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What clients have of a device that they share: turns among equals, and most of it for those who come first."""
+"""Shares of clients in one device: turns among equals, and most of it for clients that come first."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Client:
     session: str
     think_s: float = 0.0
     num_tokens: int = PREFILL_TOKENS
-    """Of each prompt."""
+    """Tokens of each prompt."""
     done: list[float] = field(default_factory=list)
     """How long each took, from the last answer to this one."""
     last_at: float = 0.0

@@ -1,4 +1,4 @@
-"""What the scheduler promises for any queue: nobody starves, nothing is over the budget, sessions keep their order."""
+"""Promises of the scheduler for any queue: nobody starves, nothing is over the budget, sessions keep their order."""
 
 from dataclasses import dataclass, field
 

@@ -109,7 +109,7 @@ def test_all_end_when_nobody_reads_any_more(llama: Path, tmp_path: Path) -> None
 
 
 def test_one_that_cannot_start_ends_all(llama: Path) -> None:
-    """What the process of the device says, and what it means."""
+    """The line of the device's process, and its meaning."""
     ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "cuda:99")
     assert ended.returncode == 2
     assert "[cuda:99] swarmllm: device 'cuda:99' can't be used here" in ended.stderr

@@ -1,12 +1,12 @@
 """A decode step of blocks of Llama's kind in few kernels: 7 a block for one position, 10 for several.
 
-`find_fused` looks whether blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
-queries and keys rotated, perhaps normalized by head. Whether they compute that, too, a comparison with the model's own
-code decides. Around the blocks, the model's own code runs: positions, rotations and masks are its. Queries, keys and
-values are one product then, and gate and up another; the modules keep views of the joined weights.
+`find_fused` checks that blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
+queries and keys rotated, perhaps normalized by head. A comparison with the model's own code decides if they also
+compute that. Around the blocks, the model's own code runs: it makes positions, rotations and masks. Then queries, keys
+and values become one product, and gate and up another; the modules keep views of the joined weights.
 
-A weight that isn't a plain tensor is multiplied by its own module, everything else stays the same. Used by
-`decode_graphs`' maker; needs triton.
+A weight that isn't a plain tensor is multiplied by its own module; everything else stays the same. Used by `packing`;
+needs Triton.
 """
 
 import logging
@@ -34,14 +34,14 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CLOSE = 1e-4
-"""Largest difference in float32, relative to what the block adds. Assumed: right code is near 1e-6."""
+"""Largest difference in float32, relative to the block's own contribution. Assumed: right code is near 1e-6."""
 TRIAL = 3
 """Positions of the comparison."""
 
 
 @dataclass(eq=False)
 class Product:
-    """Matrices with the same inputs; joined once `join` has been called."""
+    """Matrices with the same inputs; one matrix after `join`."""
 
     modules: tuple[nn.Linear, ...]
     weight: Tensor | None = None
@@ -89,7 +89,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class FusedBlock:
-    """Stands in for one block in a step on pages."""
+    """One block in a step on pages."""
 
     block: Any
     block_idx: int
@@ -107,7 +107,7 @@ class FusedBlock:
 
     @torch.inference_mode(False)
     def join(self) -> None:
-        """Join weights with the same inputs. Outside of inference mode: training's forwards read them, too."""
+        """Join weights with the same inputs. Outside of inference mode, because training's forwards read them, too."""
         for product in (self.qkv, self.output, self.gate_up, self.down):
             product.join()
 
@@ -170,7 +170,7 @@ class FusedStep:
         return self.paged.step(hidden.clone(), placed, position_ids, recorder=self.run_block)
 
     def run_block(self, block_idx: int, call: Callable[[], Any]) -> Any:
-        """What a call of that block's module returns."""
+        """Run the block; returns what its module would return."""
         assert isinstance(call, partial)
         output = run_fused(self.fused[block_idx], call, self.paged.cache)
         arity = self.paged.blocks.slots.block_output
@@ -178,7 +178,7 @@ class FusedStep:
 
 
 def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Tensor:
-    """One block on the arguments that its module would have been called with.
+    """Run one block on the arguments that its module would get.
 
     Raises:
         PackingUnsupportedError: these aren't those of a block of this kind.
@@ -196,7 +196,7 @@ def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Ten
 
 
 def find_fused(paged: PagedAttention) -> FusedStep | None:
-    """A step of these blocks in few kernels; None: they are of another kind."""
+    """A step of these blocks in few kernels; None if they are of another kind."""
     blocks = paged.blocks
     try:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
@@ -232,7 +232,11 @@ def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
 
 @torch.inference_mode()
 def _compare(paged: PagedAttention, fused: FusedBlock) -> None:
-    """Raises PackingUnsupportedError: the block computes something else."""
+    """Check that the block computes the same as the model's own code.
+
+    Raises:
+        PackingUnsupportedError: it computes something else.
+    """
     blocks, idx = paged.blocks, fused.block_idx
     part = Span(idx, idx + 1)
     random = torch.Generator().manual_seed(0)

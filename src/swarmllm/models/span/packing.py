@@ -35,11 +35,11 @@ from swarmllm.models.span.trials import random_inputs
 logger = logging.getLogger(__name__)
 
 MAX_PADDED_TOKENS = 16
-"""New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
-Assumed."""
+"""New positions of one call that may be padded. Assumed: for more, copying the caches costs more than reading the
+weights."""
 
 OutputOrError = Tensor | Exception
-"""Hidden states, or why there are none."""
+"""Hidden states, or the error of the call."""
 
 
 class Packing(Enum):
@@ -57,7 +57,7 @@ class SessionCall:
 
     inputs: BlockInputs
     span: Span
-    """Some of the hosted blocks; `cache` was made for them."""
+    """Some of the hosted blocks, the same as those of `cache`."""
     cache: SpanCache
 
     @property
@@ -84,7 +84,8 @@ class PackedForward:
         return PagedAttention(self.blocks)
 
     def lacks_source(self, call: SessionCall) -> bool:
-        """Whether it is the first call of its session, which has to compute keys and values of its source, alone."""
+        """True for the first call of a session with an encoder: it computes keys and values of the encoder's outputs,
+        alone."""
         return self.blocks.source_dim > 0 and not call.cache.source
 
     def run(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
@@ -122,7 +123,7 @@ class PackedForward:
         return [parts[id(call)] for call in calls]
 
     def _size_of_graph(self, calls: Sequence[SessionCall], num_positions: int) -> int | None:
-        """The recorded step that these calls fit in; None: the model's own code runs them."""
+        """The size of the recorded step that these calls fit in; None: the model's own code runs them."""
         inputs, traits = calls[0].inputs, self.blocks.traits
         if self.graphs is None or calls[0].span != self.blocks.span or inputs.adapter is not None:
             return None
@@ -161,7 +162,8 @@ class PackedForward:
         )
 
     def _check_positions(self, calls: Sequence[SessionCall], total: int) -> None:
-        """Before its blocks, a decoder with an encoder looks up positions that it counts itself, along the row."""
+        """Refuse a row that is too long: a decoder with an encoder looks up positions by its own count, along the
+        row."""
         longest = self.blocks.longest_text if self.blocks.source_dim else None
         if longest is not None and max(call.cache.length for call in calls) + total > longest:
             raise PackingUnsupportedError("the row would be longer than the model's table of positions")
@@ -196,7 +198,7 @@ class PackedForward:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRow:
-    """Where all new positions of some calls go, as the host knows it."""
+    """The places of all new positions of some calls, on the host."""
 
     pairs: list[tuple[int, int]]
     """(row of the pool's table, position) of each."""
@@ -209,7 +211,7 @@ class PlacedRow:
 
 
 def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
-    """Make room for these calls, those with few positions first, in the pages that all of them use.
+    """Make room for these calls in the pages that all of them use; calls with few positions come first.
 
     Raises:
         PackingUnsupportedError: some have no pages there.
@@ -235,7 +237,7 @@ def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
 
 
 def _part(output: Tensor, axis: int, start: int, call: SessionCall) -> Tensor:
-    """One call's outputs, of those of a whole row."""
+    """One call's outputs, cut from those of a whole row."""
     rows, seq_len = call.inputs.batch_size, call.inputs.seq_len
     return torch.unflatten(output.narrow(axis, start, rows * seq_len), axis, (rows, seq_len))
 
@@ -248,7 +250,7 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
 
 
 def _positions(call: SessionCall) -> Tensor:
-    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` where pictures have more than one."""
+    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` if pictures have more than one axis."""
     inputs, given = call.inputs, call.inputs.position_ids
     if given is None:
         given = torch.arange(call.cache.length, call.end_position)[None]
@@ -259,17 +261,17 @@ class Packer:
     """Runs calls of several sessions on one `BlockSpan`."""
 
     def __init__(self, blocks: BlockSpan, ways: Sequence[Packing]) -> None:
-        """`ways` are those that give the right results for these blocks, the usually best first."""
+        """`ways` give the right results for these blocks; the usually fastest comes first."""
         self.blocks = blocks
         self.ways = tuple(ways)
         self.way = self.ways[0]
-        """The one that is used."""
+        """The way in use."""
         self.forward = PackedForward(blocks)
         self._failed: set[Packing] = set()
-        """Ways with a failed step in the log."""
+        """Ways whose failure has been logged."""
 
     def use(self, way: Packing) -> None:
-        """Use what was measured to be fastest, as far as it is right for these blocks."""
+        """Use the way that was measured to be fastest, if it is right for these blocks."""
         if way in self.ways:
             self.way = way
 
@@ -277,7 +279,7 @@ class Packer:
     def record(self, sizes: Sequence[int] = SIZES, *, fused: bool = True) -> None:
         """Record decode steps of all hosted blocks, if they run on pages of a CUDA device.
 
-        With `fused`, in few kernels, if blocks are of the kind that this is known of.
+        With `fused`, a step consists of few kernels if the blocks are of a known kind.
         """
         blocks, forward = self.blocks, self.forward
         forward.graphs = None
@@ -296,10 +298,10 @@ class Packer:
         forward.graphs = graphs if graphs.sizes else None
 
     def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
-        """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
+        """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
 
-        The cache of a call that fails is in an undefined state then, the others are untouched by it. Each cache may
-        occur once. `way` None = the one in use.
+        The cache of a call that fails is in an undefined state, the others are untouched by it. Each cache may occur
+        once. `way` None: the one in use.
         """
         way = way or self.way
         outcomes: dict[int, OutputOrError] = {}
@@ -337,7 +339,7 @@ class Packer:
     # ------------------------------------------------------------------ who runs with whom
 
     def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
-        """Indices of calls, and whether they fit the way."""
+        """(indices of calls, do they fit the way) for each group."""
         groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):
@@ -349,7 +351,7 @@ class Packer:
         return list(groups.values())
 
     def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
-        """Equal for calls that fit together; None for one that has to run alone."""
+        """A key that is equal for calls that fit together; None for a call that has to run alone."""
         inputs, blocks = call.inputs, self.blocks
         if way == Packing.ONE_BY_ONE or not self._is_plain(call):
             return None
@@ -371,7 +373,7 @@ class Packer:
         return inputs.seq_len, call.cache.records_past, call.cache.length > 0, *same
 
     def _is_plain(self, call: SessionCall) -> bool:
-        """Whether nothing about the call is unusual: no padding of its own, no special positions."""
+        """True for a usual call: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self.blocks.traits
         if inputs.inner is not None:
             return False  # `BlockSpan.forward` records it
@@ -404,5 +406,5 @@ def _fused_step(paged: PagedAttention) -> DecodeStep | None:
 
 
 def _num_axes(positions: Tensor | None) -> int:
-    """How many positions each token has where it may have several (`[axes, batch, seq]`); 0: where it has one."""
+    """The number of positions of each token in `[axes, batch, seq]`; 0 if a token has a single position."""
     return positions.shape[0] if positions is not None and positions.ndim > 2 else 0
