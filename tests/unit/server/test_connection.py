@@ -1,4 +1,4 @@
-"""What is left of a stream when it has ended."""
+"""A stream that has ended leaves nothing behind."""
 
 import asyncio
 import gc

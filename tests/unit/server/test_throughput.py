@@ -1,4 +1,4 @@
-"""What a measurement takes of the time, and what follows from its figures."""
+"""A measurement takes bounded time, and its figures set the sizes of pieces."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_no_stall_of_the_machine_makes_blocks_look_slow(clock: Clock) -> None:
         assert measured.forward_tokens_per_s == pytest.approx(1 / clock.block_s / len(HOSTED))
 
 
-def test_what_was_not_measured_is_not_logged() -> None:
+def test_missing_measurements_are_not_logged() -> None:
     words = throughput._in_words(replace(SLOW, num_threads=1))
     assert words == "100 tokens/s in batches; a decode step takes 2.00 ms per block, with 1 thread"
     words = throughput._in_words(
