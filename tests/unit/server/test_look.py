@@ -66,7 +66,7 @@ async def test_a_ghost_moves_nobody(swarm: Swarm) -> None:
     assert plan_move(believed, peer_id("own")) == Span(6, 8)
 
 
-async def test_a_boaster_that_is_there_counts_for_what_is_plausible(swarm: Swarm) -> None:
+async def test_a_boaster_that_is_there_counts_as_far_as_it_is_plausible(swarm: Swarm) -> None:
     swarm.add(record("a", 0, 4), record("boaster", 0, NUM_BLOCKS, 1e8))
     looked = await swarm.others().look(record("own", 4, 8))
     assert max(one.throughput for one in looked.servers) == MAX_TIMES_MEDIAN * 100.0 * 4 / NUM_BLOCKS
