@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from swarmllm.errors import CacheFullError
 from swarmllm.models.span.page_pool import PagePool, PageTable, Placed
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class DecodeGraphs:
         for size in sorted(sizes, reverse=True):
             try:
                 self._record(size)
-            except RuntimeError as error:
+            except (RuntimeError, CacheFullError) as error:
                 logger.warning(
                     "decode steps of %d and fewer positions aren't recorded: %s", size, str(error).split("\n")[0]
                 )

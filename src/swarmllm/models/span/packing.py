@@ -109,8 +109,9 @@ class PackedForward:
         axis = self.blocks.traits.batch_axis
         size = self._size_of_graph(calls, len(row.pairs))
         if self.graphs is not None and size is not None:
-            given = [call.inputs.position_ids for call in calls_in_row]
-            position_ids = None if given == [None] * len(given) else _in_one_row(map(_positions, calls_in_row), -2)
+            position_ids = None
+            if any(call.inputs.position_ids is not None for call in calls_in_row):
+                position_ids = _in_one_row(_all_positions(calls_in_row), -2)
             hidden = [call.inputs.hidden_states for call in calls_in_row]
             output = self.graphs.run(size, hidden, row.pairs, position_ids)
         else:
@@ -157,7 +158,7 @@ class PackedForward:
             batch_size=1,
             seq_len=sum(call.inputs.batch_size * call.inputs.seq_len for call in calls),
             attention_mask=None,
-            position_ids=_in_one_row(map(_positions, calls), -2).to(self.blocks.device),
+            position_ids=_in_one_row(_all_positions(calls), -2).to(self.blocks.device),
             **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
         )
 
@@ -179,7 +180,7 @@ class PackedForward:
                 batch_size=sum(rows),
                 seq_len=seq_len,
                 attention_mask=cache.attention_mask(seq_len, device) if cache.has_attention else None,
-                position_ids=torch.cat([*map(_positions, calls)], -2).to(device) if self.takes_positions else None,
+                position_ids=torch.cat(_all_positions(calls), -2).to(device) if self.takes_positions else None,
                 **self._extra_inputs(calls, torch.cat),
             )
             output = self.blocks.run(inputs, calls[0].span, cache)
@@ -247,6 +248,13 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
     flat = [tensor.flatten(axis, axis + 1) for tensor in tensors]
     axis %= flat[0].ndim + 1
     return torch.cat(flat, dim=axis).unsqueeze(axis)
+
+
+def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
+    """The positions of each call, all of them where those are that clients have sent: perhaps on a GPU."""
+    sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
+    device = sent[0].device if sent else torch.device("cpu")
+    return [_positions(call).to(device) for call in calls]
 
 
 def _positions(call: SessionCall) -> Tensor:
