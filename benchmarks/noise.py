@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
-from swarmllm.client.activation_noise import ActivationNoise
+from swarmllm.client.session.chain import ActivationNoise
 from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.models.boundary.block_inputs import BlockInputs
 

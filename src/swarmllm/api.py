@@ -117,7 +117,8 @@ __all__ = [  # noqa: RUF022 - in groups
     "WeightsMismatchError",
     # settings
     "ClientConfig", "ClientModelConfig", "SwarmConfig", "default_cache_dir", "hub_token", "in_file",
-    "require_addresses", "require_model_place", "require_positive", "MAX_BREAKERS", "MAX_BREAKER_CHARS", "DecodingOptions",
+    "require_addresses", "require_model_place", "require_positive", "MAX_BREAKERS", "MAX_BREAKER_CHARS",
+    "DecodingOptions",
     # models
     "CHOICE_FIELDS", "COLDEST", "SCORE_FIELDS", "SPEECH_FIELDS", "TOKEN_FIELDS", "open_model", "preferred_stops",
     "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "sees", "task_of",

@@ -44,8 +44,8 @@ NUM_TOKENS = 16
 
 
 def requests_of(session: Any) -> Callable[[], object]:
-    """Whether steps of this session are under way."""
-    return lambda: session._legs.chains[0]._in_flight
+    """True if steps of this session are under way."""
+    return lambda: session.chains[0]._in_flight
 
 
 def doom_the_first_asked(
@@ -204,7 +204,7 @@ def test_death_within_a_batch(
 def test_death_with_compressed_hidden_states(
     llama: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
 ) -> None:
-    """What is replayed is what was seen: rounded to 8 bits, once."""
+    """A replay sends the hidden states that were seen: rounded to 8 bits, once."""
     living = [server.peer_id for server in swarm.living]
     with connected(llama, swarm.initial_peers, allowed_servers=living, compression="int8") as model:
         ids = prompt(1, 200)
@@ -308,8 +308,8 @@ def test_death_of_the_replacement_during_the_replay(
     """The first server dies, its twin takes over and dies while its cache is being rebuilt, then a third one comes."""
     expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
     with model.inference_session(max_length=100) as session:
-        repairs = session._legs.chains[0].repairs
-        replay = repairs._replay
+        chain: Any = session.chains[0]
+        replay = chain._replay
         doomed, added = [], []
 
         async def replay_and_doom(before: Any, run: list[Any]) -> None:
@@ -324,12 +324,12 @@ def test_death_of_the_replacement_during_the_replay(
             look_ups = model.swarm.look_ups
             look_ups.config = replace(look_ups.config, allowed_servers=None)
             wait_until(lambda: third.peer_id in [s.peer_id for s in model.swarm.servers()], "the announcement")
-            repairs._replay = replay_and_doom
+            chain._replay = replay_and_doom
             victim.kill()
 
         generated = generate_seeded(model, prompt(), max_new_tokens=NUM_TOKENS, logits_processor=at_token(6, strike))
         assert len(doomed) == 1
-        assert repairs.num_repairs >= 2
+        assert chain.num_repairs >= 2
     added[0].kill()
 
     assert generated.tolist() == expected.tolist()

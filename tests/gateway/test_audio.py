@@ -38,6 +38,8 @@ from swarmllm.gateway.apis.audio import Audio
 from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
 from swarmllm.gateway.engine.vision import Room
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SPANS = [(0, 3), (3, 5), (5, 7)]
 MODEL = "whisper"
 SHORT, LONG = chirp(0.6), chirp(2.4, seed=2)
@@ -46,20 +48,20 @@ SHORT, LONG = chirp(0.6), chirp(2.4, seed=2)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_audio_model(tmp_path_factory.mktemp("hearing") / MODEL)
+    return save_audio_model(tmp_path_factory.mktemp("whisper") / MODEL)
 
 
 @pytest.fixture(scope="module")
-def hearers(directory: Path) -> Iterator[LocalSwarm]:
+def whisper_swarm(directory: Path) -> Iterator[LocalSwarm]:
     with LocalSwarm(str(directory), spans=SPANS, **OPTIONS) as swarm:
         yield swarm
 
 
 @pytest.fixture(scope="module")
-def hearing(hearers: LocalSwarm, directory: Path) -> Iterator[RunningGateway]:
+def whisper(whisper_swarm: LocalSwarm, directory: Path) -> Iterator[RunningGateway]:
     """A gateway in front of three servers."""
     limits: dict[str, Any] = {"max_audio_bytes": 1 << 20, "max_audio_s": 20, "max_concurrent": 4, "max_waiting": 4}
-    with running_gateway(hearers.initial_peers, model=(str(directory),), **limits) as gateway:
+    with running_gateway(whisper_swarm.initial_peers, model=(str(directory),), **limits) as gateway:
         gateway.wait_until_seen(len(SPANS))
         yield gateway
 
@@ -70,7 +72,7 @@ def local(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def listen(directory: Path, local: Any) -> Callable[..., dict[str, Any]]:
+def transcribe(directory: Path, local: Any) -> Callable[..., dict[str, Any]]:
     """transformers' pipeline on the local model."""
     parts = {"feature_extractor": AutoFeatureExtractor, "tokenizer": AutoTokenizer}
     found = {name: kind.from_pretrained(directory) for name, kind in parts.items()}
@@ -107,8 +109,8 @@ def told(gateway: RunningGateway, samples: Any, **fields: Any) -> Any:
     ids=["plain", "language", "name", "prompt"],
 )
 def test_the_text_is_the_pipelines(
-    hearing: RunningGateway,
-    listen: Callable[..., dict[str, Any]],
+    whisper: RunningGateway,
+    transcribe: Callable[..., dict[str, Any]],
     directory: Path,
     samples: Any,
     fields: dict[str, str],
@@ -117,42 +119,44 @@ def test_the_text_is_the_pipelines(
     if "prompt_ids" in options:
         ids = AutoTokenizer.from_pretrained(directory).get_prompt_ids(options["prompt_ids"], return_tensors="pt")
         options = {"prompt_ids": ids}
-    answer = told(hearing, samples, **fields)
-    assert answer["text"] == listen(samples, **options)["text"]
+    answer = told(whisper, samples, **fields)
+    assert answer["text"] == transcribe(samples, **options)["text"]
     assert answer["text"]
     assert answer["usage"] == {"type": "duration", "seconds": math.ceil(len(samples) / RATE)}
 
 
-def test_what_it_is_asked_matters(hearing: RunningGateway) -> None:
+def test_what_it_is_asked_matters(whisper: RunningGateway) -> None:
     """So that the same text isn't merely the only one."""
     sounds = [SHORT, *(chirp(0.6, seed=seed) for seed in range(3, 9))]
     asked_for: list[dict[str, Any]] = [{"language": "en"}, {"language": "de"}, {"prompt": "AB", "language": "en"}]
     asked_for.append({"route": "translations", "language": "en"})
-    texts = [tuple(told(hearing, one, **fields)["text"] for one in sounds) for fields in asked_for]
+    texts = [tuple(told(whisper, one, **fields)["text"] for one in sounds) for fields in asked_for]
     assert len({*texts}) == len(texts), texts
     assert any(len({*of_sounds}) > 1 for of_sounds in texts), texts
 
 
-def test_translations(hearing: RunningGateway, listen: Callable[..., dict[str, Any]]) -> None:
+def test_translations(whisper: RunningGateway, transcribe: Callable[..., dict[str, Any]]) -> None:
     for samples in (SHORT, LONG):
-        text = told(hearing, samples, route="translations")["text"]
-        assert text == listen(samples, task="translate")["text"]
-    verbose = told(hearing, SHORT, route="translations", response_format="verbose_json")
+        text = told(whisper, samples, route="translations")["text"]
+        assert text == transcribe(samples, task="translate")["text"]
+    verbose = told(whisper, SHORT, route="translations", response_format="verbose_json")
     assert (verbose["task"], verbose["language"]) == ("translate", "english")
 
 
-def test_temperatures(hearing: RunningGateway, listen: Callable[..., dict[str, Any]]) -> None:
+def test_temperatures(whisper: RunningGateway, transcribe: Callable[..., dict[str, Any]]) -> None:
     """0: as Whisper's paper has it, with higher ones where what is written is improbable."""
     torch.manual_seed(3)
-    drawn = told(hearing, LONG, temperature="0.7", language="de")["text"]
+    drawn = told(whisper, LONG, temperature="0.7", language="de")["text"]
     torch.manual_seed(3)
-    assert drawn == listen(LONG, temperature=0.7, language="de")["text"]
+    assert drawn == transcribe(LONG, temperature=0.7, language="de")["text"]
     thresholds: dict[str, Any] = {"logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}
     temperatures = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     torch.manual_seed(4)
-    likely = told(hearing, LONG, temperature="0", language="de", response_format="verbose_json")
+    likely = told(whisper, LONG, temperature="0", language="de", response_format="verbose_json")
     torch.manual_seed(4)
-    expected = listen(LONG, temperature=temperatures, no_speech_threshold=0.6, language="de", times=True, **thresholds)
+    expected = transcribe(
+        LONG, temperature=temperatures, no_speech_threshold=0.6, language="de", times=True, **thresholds
+    )
     assert likely["text"] == expected["text"]
     used = {one["temperature"] for one in likely["segments"]}
     assert used <= {*temperatures}
@@ -160,9 +164,9 @@ def test_temperatures(hearing: RunningGateway, listen: Callable[..., dict[str, A
 
 
 @pytest.mark.parametrize("samples", [SHORT, LONG], ids=["short", "long"])
-def test_verbose(hearing: RunningGateway, local: Any, directory: Path, samples: Any) -> None:
+def test_verbose(whisper: RunningGateway, local: Any, directory: Path, samples: Any) -> None:
     """Segments with their times are those of `generate()`; what they are given besides follows from its scores."""
-    answer = told(hearing, samples, response_format="verbose_json", language="de")
+    answer = told(whisper, samples, response_format="verbose_json", language="de")
     assert answer["duration"] == len(samples) / RATE
     assert (answer["task"], answer["language"]) == ("transcribe", "german")
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
@@ -200,12 +204,12 @@ def test_verbose(hearing: RunningGateway, local: Any, directory: Path, samples: 
 CUE = r"(\d+)\n(\d\d:\d\d:\d\d{point}\d{{3}}) --> (\d\d:\d\d:\d\d{point}\d{{3}})\n(.+)\n\n"
 
 
-def test_other_formats(hearing: RunningGateway) -> None:
-    verbose = told(hearing, LONG, response_format="verbose_json", language="de")
+def test_other_formats(whisper: RunningGateway) -> None:
+    verbose = told(whisper, LONG, response_format="verbose_json", language="de")
     spoken = [one for one in verbose["segments"] if one["text"].strip()]
     assert len(spoken) > 1
     for form, point, begin in (("srt", ",", ""), ("vtt", r"\.", "WEBVTT\n\n")):
-        response = asked(hearing, LONG, response_format=form, language="de")
+        response = asked(whisper, LONG, response_format=form, language="de")
         assert response.headers["content-type"] == "text/plain; charset=utf-8"
         assert response.text.startswith(begin)
         cue = CUE.format(point=point)
@@ -217,16 +221,16 @@ def test_other_formats(hearing: RunningGateway) -> None:
                 hours, minutes, rest = shown.replace(",", ".").split(":")
                 assert 3600 * int(hours) + 60 * int(minutes) + float(rest) == pytest.approx(seconds, abs=1e-3)
             assert text == " ".join(one["text"].split())
-    plain = asked(hearing, LONG, response_format="text", language="de")
-    assert plain.text == told(hearing, LONG, language="de")["text"] + "\n"
+    plain = asked(whisper, LONG, response_format="text", language="de")
+    assert plain.text == told(whisper, LONG, language="de")["text"] + "\n"
     assert plain.headers["content-type"] == "text/plain; charset=utf-8"
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # by that package, of its own models' names
-def test_the_package_of_openai(hearing: RunningGateway, listen: Callable[..., dict[str, Any]]) -> None:
+def test_the_package_of_openai(whisper: RunningGateway, transcribe: Callable[..., dict[str, Any]]) -> None:
     """Its own types take the answers, its errors are raised."""
-    client, file = hearing.openai.audio, ("a.wav", wav(LONG))
-    expected = listen(LONG, language="de")["text"]
+    client, file = whisper.openai.audio, ("a.wav", wav(LONG))
+    expected = transcribe(LONG, language="de")["text"]
     assert client.transcriptions.create(file=file, model=MODEL, language="de").text == expected
     verbose = client.transcriptions.create(
         file=file, model=MODEL, language="de", response_format="verbose_json", timestamp_granularities=["segment"]
@@ -239,7 +243,7 @@ def test_the_package_of_openai(hearing: RunningGateway, listen: Callable[..., di
     assert "".join(one.delta for one in events[:-1]) == expected
     assert (events[-1].type, events[-1].text) == ("transcript.text.done", expected)
     assert len(events) > 2  # piece by piece
-    assert client.translations.create(file=file, model=MODEL).text == listen(LONG, task="translate")["text"]
+    assert client.translations.create(file=file, model=MODEL).text == transcribe(LONG, task="translate")["text"]
     with pytest.raises(openai.BadRequestError) as raised:
         client.transcriptions.create(file=file, model=MODEL, language="xx")
     assert raised.value.param == "language"
@@ -274,25 +278,25 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=lambda one: str(one)[:40])
 def test_fields_are_honoured_or_refused_by_name(
-    hearing: RunningGateway, fields: dict[str, Any], param: str, words: str
+    whisper: RunningGateway, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    response = asked(hearing, SHORT, **fields)
+    response = asked(whisper, SHORT, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param
     assert words in error["message"]
 
 
-def test_what_makes_no_difference(hearing: RunningGateway) -> None:
+def test_what_makes_no_difference(whisper: RunningGateway) -> None:
     """Forms send what nobody has filled in, too."""
     empty = dict.fromkeys(("language", "prompt", "temperature", "model", "stream"), "")
     granular = {"response_format": "verbose_json", "timestamp_granularities": "segment"}
-    assert told(hearing, SHORT, **empty)["text"] == told(hearing, SHORT)["text"]
-    assert told(hearing, SHORT, **granular) == told(hearing, SHORT, response_format="verbose_json")
+    assert told(whisper, SHORT, **empty)["text"] == told(whisper, SHORT)["text"]
+    assert told(whisper, SHORT, **granular) == told(whisper, SHORT, response_format="verbose_json")
 
 
-def test_files_and_forms_that_are_refused(hearing: RunningGateway) -> None:
-    http, route = hearing.http, "/v1/audio/transcriptions"
+def test_files_and_forms_that_are_refused(whisper: RunningGateway) -> None:
+    http, route = whisper.http, "/v1/audio/transcriptions"
 
     def error(status: int, **given: Any) -> dict[str, Any]:
         response = http.post(route, **given)
@@ -321,18 +325,18 @@ def test_files_and_forms_that_are_refused(hearing: RunningGateway) -> None:
     assert error(413, content=iter(chunks), headers=form)["code"] == "body_too_large"
     assert error(413, files={"file": b"x"}, data={"prompt": "x" * 70_000})["code"] == "body_too_large"
     assert http.get(route).status_code == 405
-    wait_until(lambda: hearing.gateway.engine.num_under_way == 0, "all ended")
-    assert told(hearing, SHORT)["text"]
+    wait_until(lambda: whisper.gateway.engine.num_under_way == 0, "all ended")
+    assert told(whisper, SHORT)["text"]
 
 
-def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway) -> None:
-    (listed,) = hearing.http.get("/v1/models").json()["data"]
+def test_its_place_among_others(whisper: RunningGateway, gateway: RunningGateway) -> None:
+    (listed,) = whisper.http.get("/v1/models").json()["data"]
     assert (listed["id"], listed["audio"], listed["translates"], listed["chat"]) == (MODEL, True, True, False)
     assert listed["max_model_len"] == 64
     for ask in (
-        lambda: hearing.openai.completions.create(model=MODEL, prompt="Tom"),
-        lambda: hearing.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Tom"}]),
-        lambda: hearing.openai.embeddings.create(model=MODEL, input="Tom"),
+        lambda: whisper.openai.completions.create(model=MODEL, prompt="Tom"),
+        lambda: whisper.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Tom"}]),
+        lambda: whisper.openai.embeddings.create(model=MODEL, input="Tom"),
     ):
         with pytest.raises(openai.BadRequestError, match=r"writes down sound .* ask /v1/audio/transcriptions"):
             ask()
@@ -340,10 +344,10 @@ def test_its_place_among_others(hearing: RunningGateway, gateway: RunningGateway
     response = asked(gateway, SHORT)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_audio")
     assert words in response.json()["error"]["message"]
-    shown = hearing.http.post("/api/show", json={"model": MODEL}).json()
+    shown = whisper.http.post("/api/show", json={"model": MODEL}).json()
     assert shown["capabilities"] == []
-    assert hearing.http.get("/health").json()["status"] == "ok"
-    page = hearing.swarm()
+    assert whisper.http.get("/health").json()["status"] == "ok"
+    page = whisper.swarm()
     assert page["num_blocks"] == 7
     assert page["encoder_blocks"] == 4
 
@@ -365,16 +369,16 @@ def form_of(file: bytes, **fields: str) -> bytes:
     return found + b"\r\n--b--\r\n"
 
 
-def test_uploads_that_never_end_take_places_and_give_them_back(hearing: RunningGateway) -> None:
+def test_uploads_that_never_end_take_places_and_give_them_back(whisper: RunningGateway) -> None:
     """A file that is under way lies on the disk, and only so many are."""
-    routes = hearing.gateway.dialects[Audio]
+    routes = whisper.gateway.dialects[Audio]
     half = form_of(bytes(IN_MEMORY_BYTES * 4))[: IN_MEMORY_BYTES * 3]
-    with upload_under_way(hearing, half, 1 << 20) as first:
+    with upload_under_way(whisper, half, 1 << 20) as first:
         wait_until(lambda: routes.num_files == 1, "the upload began")
-        assert told(hearing, SHORT)["text"]  # others are answered
+        assert told(whisper, SHORT)["text"]  # others are answered
         routes.num_files += 7
         try:
-            response = asked(hearing, SHORT)
+            response = asked(whisper, SHORT)
         finally:
             routes.num_files -= 7
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
@@ -383,14 +387,14 @@ def test_uploads_that_never_end_take_places_and_give_them_back(hearing: RunningG
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-def test_hanging_up_frees_everything(hearing: RunningGateway, hearers: LocalSwarm, stream: str) -> None:
-    engine, routes = hearing.gateway.engine, hearing.gateway.dialects[Audio]
+def test_hanging_up_frees_everything(whisper: RunningGateway, whisper_swarm: LocalSwarm, stream: str) -> None:
+    engine, routes = whisper.gateway.engine, whisper.gateway.dialects[Audio]
     data = form_of(wav(chirp(19.0)), stream=stream)
-    with upload_under_way(hearing, data, len(data)):
+    with upload_under_way(whisper, data, len(data)):
         wait_until(lambda: engine.num_under_way == 1, "it was begun")
-        wait_until(lambda: any(_sessions(server) for server in hearers.servers), "a session was opened")
+        wait_until(lambda: any(_sessions(server) for server in whisper_swarm.servers), "a session was opened")
     wait_until(lambda: engine.num_under_way == 0 and routes.num_files == 0, "it was given up")
-    for server in hearers.servers:
+    for server in whisper_swarm.servers:
         wait_until(lambda server=server: _sessions(server) == 0, "the session was freed")
 
 
@@ -398,28 +402,28 @@ def _sessions(server: Any) -> float:
     return server_metrics(server)["swarmllm_server_sessions"]
 
 
-def test_many_at_once(hearing: RunningGateway, listen: Callable[..., dict[str, Any]]) -> None:
+def test_many_at_once(whisper: RunningGateway, transcribe: Callable[..., dict[str, Any]]) -> None:
     """Each gets the text of its own file."""
     files = [chirp(0.3 + 0.4 * number, seed=number) for number in range(5)]
-    expected = [listen(one, language="de")["text"] for one in files]
+    expected = [transcribe(one, language="de")["text"] for one in files]
     with ThreadPoolExecutor(5) as threads:
-        found = list(threads.map(lambda one: told(hearing, one, language="de")["text"], files))
+        found = list(threads.map(lambda one: told(whisper, one, language="de")["text"], files))
     assert found == expected
 
 
-def test_tokens_are_counted(hearing: RunningGateway) -> None:
-    before = hearing.gateway.metrics.tokens._value.get()
-    count = sum(len(one["tokens"]) for one in told(hearing, LONG, response_format="verbose_json")["segments"])
-    assert hearing.gateway.metrics.tokens._value.get() == before + count
+def test_tokens_are_counted(whisper: RunningGateway) -> None:
+    before = whisper.figure("swarmllm_gateway_tokens_total")
+    count = sum(len(one["tokens"]) for one in told(whisper, LONG, response_format="verbose_json")["segments"])
+    assert whisper.figure("swarmllm_gateway_tokens_total") == before + count
 
 
-def test_an_error_in_the_stream_is_its_last_event(hearing: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_stream_is_its_last_event(whisper: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway goes away in mid-text."""
-    engine = hearing.gateway.engine
-    request = hearing.http.build_request(
+    engine = whisper.gateway.engine
+    request = whisper.http.build_request(
         "POST", "/v1/audio/transcriptions", files={"file": wav(chirp(19.0))}, data={"stream": "true"}
     )
-    response = hearing.http.send(request, stream=True)
+    response = whisper.http.send(request, stream=True)
     lines = (line for line in response.iter_lines() if line.startswith("data: "))
     assert json.loads(next(lines)[6:])["type"] == "transcript.text.delta"
     monkeypatch.setattr(engine, "_closing", True)
@@ -431,8 +435,8 @@ def test_an_error_in_the_stream_is_its_last_event(hearing: RunningGateway, monke
     wait_until(lambda: engine.num_under_way == 0, "it ended")
 
 
-def test_before_a_stream_begins_errors_have_their_status(hearing: RunningGateway) -> None:
-    response = asked(hearing, b"RIFF", stream="true")
+def test_before_a_stream_begins_errors_have_their_status(whisper: RunningGateway) -> None:
+    response = asked(whisper, b"RIFF", stream="true")
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
 
@@ -448,12 +452,12 @@ def doubled(directory: Path) -> Iterator[tuple[LocalSwarm, RunningGateway]]:
 
 
 def test_servers_die_in_mid_text(
-    doubled: tuple[LocalSwarm, RunningGateway], listen: Callable[..., dict[str, Any]]
+    doubled: tuple[LocalSwarm, RunningGateway], transcribe: Callable[..., dict[str, Any]]
 ) -> None:
     """One of the decoder's after the first piece, one of the encoder's afterwards: the text stays the same."""
     swarm, gateway = doubled
     samples = chirp(4.0, seed=5)
-    expected = listen(samples, language="de")["text"]
+    expected = transcribe(samples, language="de")["text"]
     client = gateway.openai.audio.transcriptions
     found, victims = "", [swarm.servers[2], swarm.servers[3]]
     for event in client.create(file=wav(samples), model=MODEL, language="de", stream=True):
@@ -512,18 +516,18 @@ def test_speech_beside_text(directory: Path) -> None:
             assert both.http.get("/health").json()["status"] == "ok"
 
 
-def test_other_rates_and_channels(hearing: RunningGateway, listen: Callable[..., dict[str, Any]]) -> None:
+def test_other_rates_and_channels(whisper: RunningGateway, transcribe: Callable[..., dict[str, Any]]) -> None:
     stereo = np.stack([SHORT, SHORT], axis=1)
-    expected = listen(SHORT, language="de")["text"]
-    assert told(hearing, wav(stereo), language="de")["text"] == expected
-    assert told(hearing, wav(SHORT, bits=24), language="de")["text"] == expected
-    assert told(hearing, wav(SHORT, bits=32, kind=3), language="de")["text"] == expected
-    assert told(hearing, wav(chirp(0.6, rate=8000), rate=8000), language="de")["text"]
+    expected = transcribe(SHORT, language="de")["text"]
+    assert told(whisper, wav(stereo), language="de")["text"] == expected
+    assert told(whisper, wav(SHORT, bits=24), language="de")["text"] == expected
+    assert told(whisper, wav(SHORT, bits=32, kind=3), language="de")["text"] == expected
+    assert told(whisper, wav(chirp(0.6, rate=8000), rate=8000), language="de")["text"]
 
 
-def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sounds_wait_for_memory(whisper: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other is unpacked, if there is memory for one; what needs more than all is refused."""
-    responder = hearing.gateway.responder
+    responder = whisper.gateway.responder
     data = wav(SHORT)
     needed = unpacked_bytes(io.BytesIO(data), RATE, 20)
     room = Room(needed * 3 // 2, most=16)
@@ -531,13 +535,13 @@ def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.Mon
     under_way: list[int] = []
 
     def read(*given: Any) -> Any:
-        under_way.append(room.size - room._left)
+        under_way.append(room.size - room.left)
         return read_sound(*given)
 
     monkeypatch.setattr(audio, "read_sound", read)
 
     def heard(data: bytes) -> httpx.Response:
-        return hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})
+        return whisper.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})
 
     with ThreadPoolExecutor(3) as threads:
         assert [answer.status_code for answer in threads.map(heard, [data] * 3)] == [200] * 3
@@ -546,13 +550,13 @@ def test_sounds_wait_for_memory(hearing: RunningGateway, monkeypatch: pytest.Mon
     for longer in (wav(LONG), b"ID3\x04 an mp3"):
         refused = heard(longer).json()["error"]
         assert "send it in parts, as WAV, or raise max_input_bytes" in refused["message"]
-    wait_until(lambda: room._left == room.size, "all memory came back")
+    wait_until(lambda: room.left == room.size, "all memory came back")
 
 
-def test_a_wav_that_says_two_things_is_refused(hearing: RunningGateway) -> None:
+def test_a_wav_that_says_two_things_is_refused(whisper: RunningGateway) -> None:
     """Of two descriptions the first makes it short, and the second counts."""
     data = wav(LONG)
     short = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 2, 192_000, 768_000, 4, 16)
-    refused = hearing.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data[:12] + short + data[12:])})
+    refused = whisper.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data[:12] + short + data[12:])})
     assert refused.status_code == 400
-    assert "it says two things about its samples" in refused.text
+    assert "it contradicts itself about its samples" in refused.text

@@ -109,7 +109,7 @@ def test_damaged_files_are_refused(garbage: bytes, place: int, end: int) -> None
 @pytest.mark.parametrize("data", [wav(noise(0.1), kind=MULAW, bits=8), b"ID3\x04 an mp3", b"once upon a time"])
 def test_without_ffmpeg_it_says_what_is_needed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ApiError, match=r"send a WAV \(PCM or float\), or have ffmpeg installed"):
+    with pytest.raises(ApiError, match=r"send a WAV \(PCM or float\), or install ffmpeg"):
         read(data)
 
 

@@ -76,7 +76,7 @@ def test_servers_die_while_it_streams(mortal: LocalSwarm, at_token: AtToken) -> 
         undisturbed = text_of(list(chunks_of(gateway)))
 
         second_half = {server.peer_id: server for server in mortal.servers[1:]}
-        at_token(20, lambda generation: second_half[generation._route[1].server.peer_id].kill())
+        at_token(20, lambda generation: second_half[generation.route[1].server.peer_id].kill())
         chunks = list(chunks_of(gateway))
         assert text_of(chunks) == undisturbed
         (used,) = [server for server in second_half.values() if not server.alive]

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tests.numerics.test_packing import load
+from tests.numerics.sessions_together import load
 
 from swarmllm.models.span import page_pool
 from swarmllm.models.span.page_pool import PageTable, Placed

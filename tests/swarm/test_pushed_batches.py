@@ -131,7 +131,7 @@ def test_a_target_that_cannot_be_reached(
             nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
             yield part, replace(said, target=nobody) if part.peer_id == middle else said
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", to_nobody)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", to_nobody)
     with connected(llama, swarm.initial_peers) as model:
         got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
         for one, other in zip(got, expected, strict=True):
@@ -177,7 +177,7 @@ def test_a_push_that_never_comes(
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:
-        """What never comes is waited for a moment, and on busy machines everything else as long as it takes."""
+        """A push that never comes is waited for briefly; everything else as long as it takes on a busy machine."""
         config, source = self._view.config, link.neighbours.source
         if source is not None and source.token == WRONG_SECRET:
             self._view.config = replace(config, step_timeout_s=0.5)
@@ -186,7 +186,7 @@ def test_a_push_that_never_comes(
         finally:
             self._view.config = config
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", with_another_secret)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", with_another_secret)
     monkeypatch.setattr(PushedBatches, "_answer", not_for_long)
     with connected(llama, swarm.initial_peers) as model:
         for _ in range(2):

@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.batch_runner import BatchRunner
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
+from swarmllm.client.session.chain import noise_for
 from swarmllm.client.session.inference_session import InferenceSession, block_inputs
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, Span

@@ -1,7 +1,7 @@
-"""The web application: all routes of a gateway, their OpenAPI document, the pages' files, and answers to errors.
+"""The web application: the list of all APIs, the pages' files, health, and answers to errors.
 
-`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. A new route is added to
-`Gateway._routes` and to `document`, which `/docs` shows.
+`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. This module knows the APIs by name
+only: each is a `Dialect` in `apis/`, listed in `DIALECTS`.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ from swarmllm.gateway.routes import JSON, Routes, RouteTable, get
 from swarmllm.gateway.settings import GatewayConfig
 
 STATUSES = ("ok", "degraded", "dead")
-"""Ways to name a model, from the best on."""
+"""States of a model in /health, from the best on."""
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Between two tries, each of which itself waits `route_timeout_s` for servers."""
+"""Seconds between two tries to join the swarm. Each try itself waits `route_timeout_s` for servers."""
 
 DIRECTORY = Path(__file__).with_name("pages")
 MEDIA_TYPES = {
@@ -59,7 +59,7 @@ MEDIA_TYPES = {
 
 
 class Gateway(Routes):
-    """Everything that one gateway has; `app` is what a web server runs."""
+    """All parts of one gateway; a web server runs its `app`."""
 
     error_paths = ("/api/swarm",)
 
@@ -92,7 +92,7 @@ class Gateway(Routes):
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """While inside, it knows the swarm; what is under way at the end is given up."""
+        """Within the block, the gateway watches the swarm. At the end it cancels what is under way."""
         async with AsyncExitStack() as watching:
             for watch in self.watches.values():
                 await watching.enter_async_context(watch)
@@ -135,7 +135,7 @@ class Gateway(Routes):
         return JSONResponse(TABLE.document)
 
     def _on_response(self, path: str, status: int) -> None:
-        """Unknown paths are counted as one: they are endless."""
+        """Count an answer. All unknown paths count as one, since there is no end of them."""
         self.metrics.requests.labels(path if path in TABLE.paths else "other", str(status)).inc()
 
 
@@ -147,7 +147,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     messages = {
         404: f"there is nothing at {json.dumps(request.url.path)}",
-        405: f"{request.method} is not what {json.dumps(request.url.path)} takes",
+        405: f"{json.dumps(request.url.path)} takes no {request.method}",
     }
     return TABLE.answer(ApiError(status, messages.get(status, "the request can't be answered")), request.url.path)
 
@@ -157,17 +157,17 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 
 
 class Waiting(Routes):
-    """`app` is what a web server runs; from `go_on` on it is the real one."""
+    """A gateway before its swarm is complete; a web server runs its `app`. From `go_on` on, the real one answers."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.reason = "the gateway is still joining the swarm"
-        """One sentence."""
+        """The reason for waiting, in one sentence."""
         self._real: ASGIApp | None = None
         self._own: ASGIApp = Guard(self._starlette(), TABLE, config, Rates(None), lambda _path, _status: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The lifespan is the web server's, and so not that of the real one."""
+        """Pass a request on. The lifespan is the web server's own, not that of the real application."""
         real = self._real if scope["type"] != "lifespan" else None
         await (real or self._own)(scope, receive, send)
 
@@ -176,14 +176,14 @@ class Waiting(Routes):
         return self
 
     def go_on(self, app: ASGIApp) -> None:
-        """The swarm is complete."""
+        """The swarm is complete: let this application answer."""
         self._real = app
 
     async def models(self) -> ModelChoice:
         """Join the swarm of each model, as soon as all of its blocks are served.
 
         Raises:
-            SwarmError: a model can't be used, whoever comes.
+            SwarmError: a model can't be used, however complete its swarm is.
         """
         told = False
         while True:
@@ -225,7 +225,7 @@ class Waiting(Routes):
 
 
 class PageFiles(Routes):
-    """Answers with the files in `pages/`, of the known kinds only."""
+    """Answers with the files in `pages/`, if their kind is known."""
 
     def __init__(self) -> None:
         self._files = {

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and the HTTP status of each error of ours. Other APIs give them a shape of their own.
+"""Errors in OpenAI's shape, and the HTTP status of each error of the swarm. Other APIs have shapes of their own.
 
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
 """
@@ -22,10 +22,10 @@ from swarmllm.api import (
 )
 
 RETRY_AFTER_S = 5
-"""Assumed: after that a queue has moved on, or a server has come."""
+"""Seconds until a client may try again. Assumed: a queue moves on, or a server comes, by then."""
 
 MAX_ERRORS = 1000
-"""Of a body, that are looked through for the first one. With more it is not meant to be right."""
+"""Most errors of a body that are searched for the first one. A body with more is garbage."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -41,7 +41,7 @@ _TYPE_NAMES = ("str", "int", "float", "bool")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error that a request is answered with."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """What a failure of the swarm, or of the gateway itself, is to whoever asked."""
+        """The answer for a failure of the swarm, or of the gateway itself."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, SwarmError):
@@ -69,12 +69,12 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, error: ValidationError) -> "ApiError":
-        """The first thing that is wrong with a request's body.
+        """The first error in a request's body.
 
-        Where a field may be of several types, what is wrong in the one that it has says more than that it has no other.
+        If a field may have several types, an error within the type that fits is more useful than "no other type fits".
         """
         if error.error_count() > MAX_ERRORS:
-            return cls(400, f"{error.error_count()} fields can't be as they are: /docs says how", code="invalid_value")
+            return cls(400, f"{error.error_count()} fields are wrong: see /docs", code="invalid_value")
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)
@@ -103,7 +103,7 @@ class ApiError(Exception):
 
 
 def _names_a_type(part: int | str) -> bool:
-    """Whether this part of where an error is says only which of several types pydantic has tried."""
+    """This part of an error's place names only a type that pydantic has tried."""
     return isinstance(part, str) and ("[" in part or part in _TYPE_NAMES)
 
 

@@ -1,12 +1,12 @@
-"""The swarm for `/api/swarm`: look into the DHT, keep a line to each server, and draw the picture that is shown.
+"""The swarm for `/api/swarm`: looks into the DHT, keeps a connection to each server, and draws the picture.
 
 `SwarmWatch` does the I/O, in the client's event loop; `app` enters and leaves it. A record in the DHT outlives its
-server by a minute; a stream that the server answers pings on does not. A death is also reported to the client, so that
-new sessions avoid the peer. `SwarmPicture` and `SwarmHistory` are pure: snapshots and times go in, JSON comes out.
+server by a minute, but a stream notices at once. The client is told of a lost server too, so new sessions avoid it.
+`SwarmPicture` and `SwarmHistory` are pure: snapshots and times go in, JSON comes out.
 
-Servers announce now and then how many tokens they have computed; tokens between two announcements count as computed
-evenly. A block has done the tokens of all its servers, and the swarm those of its least block: a token passes all of
-them, so a server that boasts changes little.
+Servers announce from time to time how many tokens they have computed. Tokens between two announcements count as
+computed evenly. The tokens of a block are those of all its servers. The tokens of the swarm are those of its slowest
+block: a token passes all of them, so a server that boasts changes little.
 """
 
 import asyncio
@@ -40,19 +40,19 @@ from swarmllm.gateway.metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
-"""Between two looks. Assumed: what happens shall be seen within a few seconds."""
+"""Seconds between two looks. Assumed: people want to see a change within a few seconds."""
 RETRY_S = 10.0
-"""Before a server that couldn't be reached is dialled again."""
+"""Seconds before a server that couldn't be reached is dialled again."""
 MAX_LINES = 128
-"""Servers to keep a line to; of larger swarms those on the best route come first, the others go without."""
+"""Most servers with a connection. In larger swarms, servers on the best route come first."""
 STALLED_S = 60.0
-"""Without a look that has ended, for whatever reason. Assumed: some times as long as the longest one takes."""
+"""Seconds without a finished look after which the client counts as dead. Assumed: several times the longest look."""
 MAX_DIALS = 16
-"""At a time."""
+"""Dials at a time."""
 
 
 class SwarmWatch:
-    """`async with` it; then `as_json` is up to date."""
+    """Use it with `async with`; then `as_json` is up to date."""
 
     def __init__(self, view: SwarmView, name: str, metrics: GatewayMetrics, about: dict[str, Any]) -> None:
         """`about`: facts of the model, for people."""
@@ -70,20 +70,20 @@ class SwarmWatch:
         # Without addresses, a server finds the swarm on the local network.
         server = ["swarmllm", "server", "--model", view.model_place, *(["--initial_peers", *peers] if peers else [])]
         self._beside = {"join": shlex.join(server), "about": about}
-        """What is shown beside the picture: the command that adds a server, and what `about` says."""
+        """Shown beside the picture: the command that adds a server, and facts of the model."""
         self._shown = self._render()
 
     def as_json(self) -> tuple[str, bytes]:
-        """An entity tag, and the JSON."""
+        """The entity tag and the JSON of the picture."""
         return self._shown
 
     def missing_blocks(self) -> list[int]:
-        """Blocks that nobody serves who can be reached."""
+        """Blocks without a server that can be reached."""
         return self._picture.missing_blocks()
 
     @property
     def client_is_alive(self) -> bool:
-        """Whether the client's event loop still does what it is there for."""
+        """The client's event loop is running and looks at the swarm."""
         return self._view.loop.is_running and time.monotonic() - self._looked_at < STALLED_S
 
     async def __aenter__(self) -> Self:
@@ -160,7 +160,7 @@ class SwarmWatch:
         await asyncio.gather(*dials)
 
     def _on_answer(self, connection: Connection, answer: object, _request: int | None) -> None:
-        """We ask for nothing, so this is the end of the line."""
+        """Note the end of a connection. Nothing was asked on it, so any answer is its end."""
         if self._lines.get(connection.peer_id) is connection and isinstance(answer, SwarmError):
             del self._lines[connection.peer_id]
             self._lose(connection.peer_id, answer)
@@ -180,25 +180,25 @@ class SwarmWatch:
 
 MAX_EVENTS = 200
 MISSES = 3
-"""Looks that need not show a server to which there is a line: under load a DHT answers with less than it has."""
+"""Looks that may miss a server with a working connection: a DHT under load answers with less than it has."""
 _NOT_SHOWN = {"addrs", "traits", "max_batch_tokens"}
 
 MINUTE_S = 60.0
 NUM_MINUTES = 60
 QUIET_S = 45.0
-"""Without news of its count, a server does nothing: three times as long as it takes to announce itself, as usual."""
+"""Seconds without a new count after which a server is idle: three times the usual period of announcements."""
 
 
 @dataclass(frozen=True)
 class Contact:
-    """What was last noticed of a server itself, besides what it announces."""
+    """The state of a server by its connection, besides its own announcements."""
 
     reachable: bool
     round_trip_s: float | None = None
 
 
 class SwarmPicture:
-    """Remembers the last look, to tell what has changed since."""
+    """The picture of a swarm. It remembers the last look, to tell what has changed."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class SwarmPicture:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
 
     def completed(self, snapshot: SwarmSnapshot, lines: Container[str]) -> SwarmSnapshot:
-        """One look with those that it doesn't show, although there is a line to them and the last looks did."""
+        """Add servers to a look that it missed: those with a connection that some of the last looks showed."""
         shown = {server.peer_id for server in snapshot.servers}
         known = self._snapshot.servers if self._snapshot is not None else ()
         missed = [server for server in known if server.peer_id not in shown and server.peer_id in lines]
@@ -229,7 +229,7 @@ class SwarmPicture:
         return replace(snapshot, servers=(*snapshot.servers, *kept))
 
     def update(self, snapshot: SwarmSnapshot, contacts: Mapping[str, Contact], at: float) -> list[dict[str, Any]]:
-        """Take in one look, made `at` that time (Unix seconds); returns what has happened since the last one."""
+        """Take one look at the time `at` (Unix seconds); returns the events since the last one."""
         before = {s.peer_id: s for s in self._snapshot.servers} if self._snapshot is not None else None
         now = {server.peer_id: server for server in snapshot.servers}
         found: list[dict[str, Any]] = []
@@ -271,16 +271,16 @@ class SwarmPicture:
 
     @property
     def usable(self) -> SwarmSnapshot:
-        """Without the servers that don't answer."""
+        """The last look without servers that don't answer."""
         snapshot = self._snapshot or SwarmSnapshot(self._num_blocks)
         return replace(snapshot, servers=tuple(s for s in snapshot.servers if self._reachable(s) is not False))
 
     def missing_blocks(self) -> list[int]:
-        """Blocks that nobody serves who can be reached, and that don't run here."""
+        """Needed blocks without a server that can be reached."""
         return [block for block in self.usable.missing_blocks() if any(block in span for span in self._needed)]
 
     def counts(self) -> dict[str, int]:
-        """How many servers are in which state."""
+        """Number of servers by state."""
         counts: dict[str, int] = {}
         for server in self._snapshot.servers if self._snapshot is not None else ():
             name = self._state(server)
@@ -288,7 +288,7 @@ class SwarmPicture:
         return counts
 
     def as_json(self) -> dict[str, Any]:
-        """For /api/swarm."""
+        """The picture for /api/swarm."""
         usable, costs = self.usable, self._costs()
         try:
             route = [hop for span in self._needed for hop in find_route(usable, span, costs=costs)]
@@ -316,12 +316,12 @@ class SwarmPicture:
         }
 
     def _costs(self) -> RouteCosts:
-        """What the gateway has measured of its distance to servers."""
+        """Costs of routes with the round trips that the gateway has measured."""
         found = {p: c.round_trip_s for p, c in self._contacts.items() if c.round_trip_s is not None}
         return RouteCosts(round_trips_ms={peer_id: 1000 * seconds for peer_id, seconds in found.items()})
 
     def _held_by_one(self) -> list[dict[str, Any]]:
-        """Stretches of blocks that one server alone can serve: if it is lost, no text can go on."""
+        """Stretches of blocks with a single server: if it is lost, no text can go on."""
         holders: dict[int, list[ServerInfo]] = {}
         for server in self.usable.online():
             for block in server.span:
@@ -358,13 +358,13 @@ class SwarmPicture:
         return "unreachable" if self._reachable(server) is False else state_name(server.state)
 
     def _reachable(self, server: ServerInfo) -> bool | None:
-        """None: nobody has tried."""
+        """The server can be reached; None: nobody has tried."""
         contact = self._contacts.get(server.peer_id)
         return None if contact is None or server.state != ServerState.ONLINE else contact.reachable
 
 
 def _bottleneck(snapshot: SwarmSnapshot) -> dict[str, Any] | None:
-    """The first stretch of blocks whose servers together are slowest; None if some block has none."""
+    """The first stretch of blocks whose servers together are slowest; None if some block has no server."""
     totals = [0.0] * snapshot.num_blocks
     for server in snapshot.online():
         for block in server.span:
@@ -380,8 +380,8 @@ def _bottleneck(snapshot: SwarmSnapshot) -> dict[str, Any] | None:
 
 
 @dataclass
-class _Minute:
-    """What is known of one."""
+class Minute:
+    """The figures of one minute."""
 
     number: int
     """Minutes since 1970."""
@@ -389,12 +389,12 @@ class _Minute:
     """Blocks that were served all the time."""
     events: Counter[str] = field(default_factory=Counter)
     tokens: dict[int, float] = field(default_factory=dict)
-    """By block."""
+    """Tokens by block."""
 
 
 @dataclass
 class _Count:
-    """How many tokens a server had computed when it last said so, and how fast it was until then."""
+    """A server's last count of tokens, and its speed until then."""
 
     tokens: int
     at: float
@@ -402,17 +402,18 @@ class _Count:
 
 
 class SwarmHistory:
-    """What has happened since the gateway began to look, at most an hour."""
+    """The last hour, by the minute, from the gateway's start on."""
 
     def __init__(self, needed: Sequence[Span]) -> None:
         """`needed`: the blocks that servers have to run."""
         self._needed = [block for span in needed for block in span]
-        self._minutes: deque[_Minute] = deque(maxlen=NUM_MINUTES)
+        self.minutes: deque[Minute] = deque(maxlen=NUM_MINUTES)
         self._counts: dict[str, _Count] = {}
         self._now: float | None = None
 
     def take(self, servers: Iterable[ServerInfo], missing: Sequence[int], kinds: Iterable[str], at: float) -> None:
-        """One look at that time (Unix seconds): who is there, which blocks are missing, kinds of what has happened."""
+        """Take one look at the time `at` (Unix seconds): the servers, the missing blocks, and the kinds of new
+        events."""
         minute = self._minute(at, len(self._needed) - len(missing))
         minute.events.update(kinds)
         servers = tuple(servers)
@@ -423,21 +424,21 @@ class SwarmHistory:
             _add(by_block, server.span, self._counts[server.peer_id].per_s or 0.0)
         self._now = self._through_all(by_block)
 
-    def _minute(self, at: float, served: int) -> _Minute:
+    def _minute(self, at: float, served: int) -> Minute:
         number = int(at // MINUTE_S)
-        if not self._minutes or self._minutes[-1].number < number:
-            first = self._minutes[-1].number + 1 if self._minutes else number
+        if not self.minutes or self.minutes[-1].number < number:
+            first = self.minutes[-1].number + 1 if self.minutes else number
             for one in range(max(first, number - NUM_MINUTES + 1), number + 1):
-                self._minutes.append(_Minute(one, served))
-        self._minutes[-1].blocks = min(self._minutes[-1].blocks, served)
-        return self._minutes[-1]
+                self.minutes.append(Minute(one, served))
+        self.minutes[-1].blocks = min(self.minutes[-1].blocks, served)
+        return self.minutes[-1]
 
     def _counted(self, server: ServerInfo, known: _Count | None, at: float) -> _Count:
-        if known is None or server.tokens_served < known.tokens:  # new, or begun anew
+        if known is None or server.tokens_served < known.tokens:  # a new server, or one that was restarted
             return _Count(server.tokens_served, at)
         if server.tokens_served > known.tokens and at > known.at:
             per_s = (server.tokens_served - known.tokens) / (at - known.at)
-            for minute in self._minutes:
+            for minute in self.minutes:
                 begin = MINUTE_S * minute.number
                 within_s = min(at, begin + MINUTE_S) - max(known.at, begin)
                 if within_s > 0:
@@ -448,22 +449,23 @@ class SwarmHistory:
         return known
 
     def _through_all(self, by_block: dict[int, float]) -> float:
-        """Blocks that none has passed are left out: an encoder's aren't run in sessions, which is what is counted."""
+        """Tokens through all blocks. Blocks without any are left out: an encoder's blocks run outside of sessions,
+        uncounted."""
         return min((by_block[block] for block in self._needed if by_block.get(block)), default=0.0)
 
     def tokens_per_s(self, peer_id: str) -> float | None:
-        """What this server does now; None if that isn't known yet."""
+        """Speed of a server now; None: not known yet."""
         count = self._counts.get(peer_id)
         return None if count is None or count.per_s is None else round(count.per_s, 1)
 
     @property
     def tokens_per_s_now(self) -> float | None:
-        """What goes through all blocks now; None before two announcements."""
+        """Speed through all blocks now; None before two announcements."""
         known = any(count.per_s is not None for count in self._counts.values())
         return None if self._now is None or not known else round(self._now, 1)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The minutes, oldest first; of the last one, which isn't over, what is done now."""
+        """The minutes, oldest first. The last one isn't over: it has the speed of now."""
         shown = [
             {
                 "at": int(MINUTE_S * minute.number),
@@ -471,7 +473,7 @@ class SwarmHistory:
                 "tokens_per_s": round(self._through_all(minute.tokens) / MINUTE_S, 1),
                 **{kind: minute.events[kind] for kind in ("joined", "left", "lost")},
             }
-            for minute in self._minutes
+            for minute in self.minutes
         ]
         if shown:
             shown[-1]["tokens_per_s"] = self.tokens_per_s_now or 0.0

@@ -175,11 +175,11 @@ class RouteTable:
         """All paths without variables."""
 
     def needs_key(self, path: str) -> bool:
-        """Whether a path can be used with an API key only: each one that isn't marked otherwise, known or not."""
+        """True if a path needs an API key: each one that isn't marked otherwise, known or not."""
         return not any(pattern.match(path) for pattern in self._free)
 
     def is_rated(self, path: str) -> bool:
-        """Whether a request to this path counts for the rate of its caller."""
+        """True if a request to this path counts for the rate of its caller."""
         return path in self._rated
 
     def answer(self, error: ApiError, path: str) -> Response:

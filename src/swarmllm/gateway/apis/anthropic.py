@@ -20,7 +20,7 @@ from swarmllm.gateway.routes import JSON, post
 from swarmllm.gateway.text import Event, TextPiece
 
 ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-"""Anthropic's names of errors, where OpenAI has others."""
+"""Anthropic's names of errors, where they differ from OpenAI's."""
 CACHING: Harmless = {"cache_control": ANYTHING}
 
 
@@ -30,12 +30,12 @@ class PictureSource(Body):
     data: str
 
     def as_url(self) -> str:
-        """As OpenAI's clients have it."""
+        """The picture as a data URL."""
         return f"data:{self.media_type};base64,{self.data}"
 
 
 class Block(Body):
-    """A part of a message; its type says which of the fields it has."""
+    """A block of a message; its type decides which fields it has."""
 
     harmless: ClassVar[Harmless] = {**CACHING, "citations": ([],), "caller": ({"type": "direct"},), "toolset_name": ()}
     type: str
@@ -70,7 +70,7 @@ class AnthropicMessage(Body):
     content: Content
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
-        """What tools have found is a message of its own there."""
+        """The messages for a chat: there, a result of a tool is a message of its own."""
         blocks = (
             [Block.model_validate({"type": "text", "text": self.content})]
             if isinstance(self.content, str)
@@ -150,7 +150,7 @@ class CountRequest(Body):
         return self
 
     def as_chat(self, model: LanguageModel) -> ChatRequest:
-        """The same as OpenAI's clients would ask it.
+        """The request as a chat.
 
         Raises:
             ApiError: this model can't do that.
@@ -176,7 +176,7 @@ class CountRequest(Body):
         return {}
 
     def _thoughts(self, model: LanguageModel) -> dict[str, Any]:
-        """Without the field there are none, if the model can be told so."""
+        """Without the field, thoughts are turned off if the model can do that."""
         kind = "none asked for" if self.thinking is None else self.thinking.type
         silent = model.efforts.get("none")
         if kind == "disabled" and silent is None and model.thinks:
@@ -215,7 +215,7 @@ class MessagesRequest(CountRequest):
 
 
 def _content(blocks: Content) -> str | list[dict[str, Any]]:
-    """As OpenAI's clients have it: parts, if there are pictures."""
+    """The content for a chat: parts if there are pictures, else text."""
     if isinstance(blocks, str) or all(block.source is None for block in blocks):
         return text_of(blocks)
     parts: list[dict[str, Any]] = []
@@ -228,7 +228,7 @@ def _content(blocks: Content) -> str | list[dict[str, Any]]:
 
 
 def text_of(content: Content) -> str:
-    """Its text alone."""
+    """The text of all blocks."""
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
@@ -305,12 +305,12 @@ class AnthropicAnswer(Answer):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, as Anthropic has it."""
+    """The JSON of an error, in Anthropic's shape."""
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, error.type), "message": str(error)}}
 
 
 class Anthropic(Dialect):
-    """The handlers."""
+    """Handlers of Anthropic's API."""
 
     error_paths = ("/v1/messages",)
     error_body = staticmethod(error_body)
@@ -335,7 +335,7 @@ def _tool_use(call_id: str, name: str, given: Any) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Empty if they were cut off or are none: here arguments can't be a text."""
+    """The arguments as an object; empty if they are cut off or no object, since nothing else fits here."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

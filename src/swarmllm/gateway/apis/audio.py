@@ -1,6 +1,6 @@
 """`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound.
 
-In this order: the fields of a request beside the file (`audio_files` reads the form), the handlers, the formats of
+In this order: the request's fields beside the file (`audio_files` reads the form), the handlers, the formats of
 transcripts.
 """
 
@@ -31,22 +31,22 @@ from swarmllm.gateway.routes import EVENTS, FORM, JSON, post
 
 MAX_PROMPT_CHARS = 1 << 14
 TIMED = ("srt", "vtt", "verbose_json")
-"""Formats with the times of segments."""
+"""Formats that hold times of segments."""
 
 logger = logging.getLogger(__name__)
 FILE = "file"
-"""The field that is one."""
+"""Name of the field with the file."""
 SIGN_OF_LIFE = b": still listening\n\n"
 _FORM: Any = {"body_type": FORM, "answer_types": (JSON, EVENTS, "text/plain")}
 
 
 def _as_list(value: Any) -> Any:
-    """One text, where several may come."""
+    """Accept a single text where a list may come."""
     return [value] if isinstance(value, str) else value
 
 
 def _or_none(value: Any) -> Any:
-    """Forms send fields that nobody has filled in as well."""
+    """Forms also send fields that were left empty."""
     return None if value == "" else value
 
 
@@ -55,11 +55,11 @@ class TranscriptionRequest(Body):
 
     translates: ClassVar[bool] = False
     harmless: ClassVar[Harmless] = {
-        # of OpenAI's other models
+        # OpenAI's, for other models
         **dict.fromkeys(("chunking_strategy", "include", "keywords", "languages"), ()),
         **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ()),
         "user": ANYTHING,
-        # of vLLM
+        # vLLM's
         **dict.fromkeys(("seed", "top_p", "top_k", "min_p", "to_language", "vllm_xargs", "hotwords"), ()),
         **dict.fromkeys(("frequency_penalty", "repetition_penalty", "presence_penalty", "length_penalty"), ()),
         **dict.fromkeys(("max_completion_tokens", "use_beam_search", "n", "stream_include_usage"), ()),
@@ -68,19 +68,19 @@ class TranscriptionRequest(Body):
     }
     file: Annotated[str, Field(description="WAV, or what ffmpeg reads.", json_schema_extra={"format": "binary"})]
     model: Annotated[str | None, BeforeValidator(_or_none)] = Field(
-        None, description="Left out: the first model that hears."
+        None, description="Left out: the first audio model."
     )
     language: Annotated[Annotated[str, Field(max_length=64)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="ISO-639-1, of models that know several; left out: the model finds out."
+        None, description="ISO-639-1, for models of several languages; left out: the model detects it."
     )
     prompt: Annotated[Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="What was said before, or how words are written."
+        None, description="Text before this sound, or the spelling of words."
     )
     response_format: Annotated[
         Literal["json", "text", "srt", "verbose_json", "vtt"], BeforeValidator(lambda value: value or "json")
     ] = "json"
     temperature: Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_or_none)] = Field(
-        None, description="0: higher where what is written is improbable."
+        None, description="0: raised where the text is improbable."
     )
     timestamp_granularities: Annotated[list[Literal["word", "segment"]] | None, BeforeValidator(_as_list)] = None
     stream: Annotated[bool | None, BeforeValidator(_or_none)] = None
@@ -102,7 +102,7 @@ class TranscriptionRequest(Body):
         return value
 
     def speech_options(self) -> SpeechOptions:
-        """How the sound is to be written down."""
+        """The options for the model."""
         return SpeechOptions(
             translates=self.translates,
             language=self.language,
@@ -114,13 +114,13 @@ class TranscriptionRequest(Body):
 
 
 class TranslationRequest(TranscriptionRequest):
-    """`POST /v1/audio/translations`, a form: what is said, in English."""
+    """`POST /v1/audio/translations`, a form: the speech, in English."""
 
     translates: ClassVar[bool] = True
 
 
 class Audio(Dialect):
-    """The handlers."""
+    """Handlers of speech."""
 
     def __init__(self, responder: Responder) -> None:
         super().__init__(responder)
@@ -149,7 +149,7 @@ class Audio(Dialect):
             body = self._responder.parse(kind, form.fields)
             request.scope[UNUSED] = unused_fields(body)
             model = self._responder.models.transcriber(body.model)
-            model.generate_arguments(body.speech_options())  # refused now, not when its turn comes
+            model.generate_arguments(body.speech_options())  # refuse it now, not when its turn comes
         except BaseException:
             self._free(form)
             raise
@@ -168,7 +168,7 @@ class Audio(Dialect):
 
 
 class _Transcription:
-    """A file under way: a worker thread hears it, and the event loop is told of the text by and by."""
+    """A file under way. A worker thread transcribes it, and sends pieces of the text to the event loop."""
 
     def __init__(
         self, responder: Responder, model: AudioModel, body: TranscriptionRequest, form: Form, caller: str
@@ -179,18 +179,18 @@ class _Transcription:
         self.waiter = Waiter(responder.engine)
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        """Of the text; None: it is going to begin, or has ended."""
+        """Pieces of the text; None: the text begins, or has ended."""
         self.task = asyncio.create_task(self._transcribe_in_turn(), name="transcribe a file")
         self.task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
     async def begun(self) -> None:
-        """Return when the file has been read. Raises: what keeps it from being transcript."""
+        """Return when the file has been read. Raises: the error that prevents its transcription."""
         await self._pieces.get()
         if self.task.done():
             await self.task
 
     async def piece(self, timeout_s: float) -> str | None:
-        """More of the text; None: nothing in that time, or it has ended."""
+        """The next piece of the text; None: no piece came in that time, or the text has ended."""
         try:
             return await asyncio.wait_for(self._pieces.get(), timeout_s)
         except TimeoutError:
@@ -198,17 +198,17 @@ class _Transcription:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of the text has been given."""
+        """All of the text has been given."""
         return self.task.done() and self._pieces.empty()
 
     def _tell(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def _transcribe_in_turn(self) -> tuple[Transcript, float]:
-        """What was transcript, and the sound's length in seconds, once there is memory for it.
+        """Wait for memory, then transcribe; returns the transcript and the sound's length in seconds.
 
         Raises:
-            ApiError: it needs more than all; and what transcription raises.
+            ApiError: the sound needs more than all memory for sounds; and errors of the transcription.
         """
         needed = await asyncio.to_thread(unpacked_bytes, self._form.file, self._model.rate, self._longest_s)
         if needed > self._room.size:
@@ -226,7 +226,7 @@ class _Transcription:
             memory.free()
 
     def _transcribe(self, memory: Taken) -> tuple[Transcript, float]:
-        """In a worker thread."""
+        """Run in a worker thread."""
         self.waiter.go_on()
         samples = read_sound(self._form.file, self._model.rate, self._longest_s)
         self._loop.call_soon_threadsafe(memory.shrink, checked_bytes(samples, memory.amount))
@@ -235,7 +235,7 @@ class _Transcription:
 
         def tell(piece: str) -> None:
             nonlocal has_features
-            if not has_features:  # the first text has been made of them
+            if not has_features:  # features exist once there is text
                 has_features = True
                 self._loop.call_soon_threadsafe(memory.shrink, kept_bytes(samples))
             self._tell(piece)
@@ -246,7 +246,7 @@ class _Transcription:
 
 
 class _StreamedTranscript(Response):
-    """The text as server-sent events; when whoever reads them has gone, the transcription ends."""
+    """The text as server-sent events. If the reader hangs up, the transcription ends."""
 
     def __init__(self, transcription: _Transcription) -> None:
         super().__init__(
@@ -283,12 +283,12 @@ async def _events(transcription: _Transcription) -> AsyncIterator[bytes]:
 
 
 def usage(seconds: float) -> dict[str, Any]:
-    """Begun seconds count."""
+    """The length in seconds, rounded up."""
     return {"type": "duration", "seconds": math.ceil(seconds)}
 
 
 def written(body: TranscriptionRequest, transcript: Transcript, seconds: float) -> tuple[str, str]:
-    """The answer as it was asked for, and its media type; `seconds` is how long the sound is."""
+    """The answer in the requested format, and its media type; `seconds` is the length of the sound."""
     if body.response_format == "text":
         return transcript.text + "\n", "text/plain"
     if body.response_format == "srt":
@@ -323,7 +323,7 @@ def _segment(number: int, one: Segment) -> dict[str, Any]:
 
 
 def _subtitles(transcript: Transcript, point: str) -> str:
-    """The segments with something in them; with numbers, as SRT wants them and WebVTT allows."""
+    """The spoken segments as cues with numbers, which SRT requires and WebVTT allows."""
     spoken = [one for one in transcript.segments if one.text.strip()]
     return "".join(
         f"{number}\n{_time(one.start_s, point)} --> {_time(one.end_s, point)}\n{_cue(one.text)}\n\n"
@@ -332,7 +332,7 @@ def _subtitles(transcript: Transcript, point: str) -> str:
 
 
 def _cue(text: str) -> str:
-    """One line, which no cue can be made in: neither by an empty line nor by an arrow."""
+    """The text in one line, without anything that could begin another cue."""
     return " ".join(text.split()).replace("-->", "->")
 
 

@@ -1,9 +1,9 @@
-"""Files with sound in requests: taken in as forms as they come, and decoded to samples.
+"""Files with sound in requests: read from forms as they arrive, and decoded to samples.
 
-`audio` calls `read_form` in the event loop, then `read_sound` in a worker thread. Both face bytes of strangers: a form
-that is too large or too slow is refused, and a file is bounded before memory is spent on it. python-multipart reads
-`multipart/form-data` (RFC 7578), as it does for Starlette; Starlette's own forms are read whole before anything could
-refuse them. WAV is decoded here; all other formats by the program ffmpeg, where that is installed.
+`audio` calls `read_form` in the event loop, then `read_sound` in a worker thread. Both read bytes of strangers: a form
+that is too large or too slow is refused, and a file's size is checked before memory is spent on it. python-multipart
+reads `multipart/form-data` (RFC 7578), as it does for Starlette; Starlette itself reads a whole form before anything
+could refuse it. WAV is decoded here, all other formats by the program ffmpeg if it is installed.
 """
 
 import asyncio
@@ -29,40 +29,40 @@ from swarmllm.gateway.engine.audio_model import Samples
 from swarmllm.gateway.errors import ApiError
 
 MAX_HEADERS, MAX_HEADER_BYTES = 16, 1 << 12
-"""Of a part. Assumed: two lines of some hundred bytes."""
+"""Headers of one form field. Assumed: two lines of some hundred bytes."""
 MAX_BOUNDARY_CHARS = 70
-"""As RFC 2046 has it."""
+"""The limit of RFC 2046."""
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 1 << 16
-"""Of all fields together, the file apart. Assumed: a prompt is some hundred words."""
+"""Bytes of all fields together, without the file. Assumed: a prompt is some hundred words."""
 IN_MEMORY_BYTES = 1 << 16
-"""Of a file; what is larger is on the disk."""
+"""A larger file is on the disk."""
 PATIENCE_S = 60.0
-"""For each `PATIENT_BYTES`, as for the bodies of other requests. Assumed: the slowest line that people use."""
+"""Seconds for each `PATIENT_BYTES`, as for the bodies of other requests. Assumed: the slowest line in use."""
 PATIENT_BYTES = 1 << 20
 
 
 class MalformedError(ValueError):
-    """What came is no form; the message says why."""
+    """The bytes are no form; the message says why."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A field begins; `Data` of it follows."""
+    """A form field begins; its `Data` follow."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Data:
-    """Some bytes of the part that began last."""
+    """Some bytes of the form field that began last."""
 
     data: bytes
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises: MalformedError: it is no form's."""
+    """The boundary of a form. Raises: MalformedError: the content type is no form's."""
     kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or boundary is None:
@@ -73,7 +73,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class FormReader:
-    """`feed` it what comes; `finish` when all has come."""
+    """Parses a form: `feed` it each chunk, then call `finish`."""
 
     def __init__(self, boundary: bytes) -> None:
         self._events: list[Part | Data] = []
@@ -96,8 +96,8 @@ class FormReader:
         )
 
     def feed(self, data: bytes) -> list[Part | Data]:
-        """What these bytes bring. Raises: MalformedError: they are no form."""
-        if not self._has_ended:  # what follows the end has no meaning
+        """The events in the next chunk. Raises: MalformedError: it breaks the form."""
+        if not self._has_ended:  # bytes after the end mean nothing
             try:
                 self._parser.write(data)
             except FormParserError as error:
@@ -120,31 +120,31 @@ class FormReader:
 
 
 def _name(headers: dict[bytes, bytes]) -> str:
-    """Raises: MalformedError: the headers give none."""
+    """The name of a form field. Raises: MalformedError: its headers have none."""
     kind, options = parse_options_header(headers.get(b"content-disposition"))
     if kind != b"form-data" or not options.get(b"name"):
-        raise MalformedError("a part of a form has a Content-Disposition: form-data with a name")
+        raise MalformedError("each form field needs a Content-Disposition: form-data with a name")
     if headers.get(b"content-transfer-encoding", b"binary").lower() not in (b"binary", b"7bit", b"8bit"):
-        raise MalformedError("the parts of a form come as they are, without a Content-Transfer-Encoding")
+        raise MalformedError("form fields can't have a Content-Transfer-Encoding")
     return options[b"name"].decode("utf-8", "replace")
 
 
 @dataclass
 class Form:
-    """What came; `close` frees the file."""
+    """A form; `close` frees the file."""
 
     file_field: str
-    """The name of the field that is the file."""
+    """Name of the field with the file."""
     file: IO[bytes] = field(default_factory=lambda: SpooledTemporaryFile(IN_MEMORY_BYTES))  # noqa: SIM115  `close`
     fields: dict[str, Any] = field(default_factory=dict)
-    """Texts by name; lists of them, of names that end with [] (or [key]) or came several times."""
+    """Texts by name. A name that comes several times, or ends with [] or [key], has a list of them."""
 
     def close(self) -> None:
         self.file.close()
 
 
 class _Taken:
-    """Fills a form from what a reader finds."""
+    """Fills a form with the events of a reader."""
 
     def __init__(self, form: Form, max_file_bytes: int) -> None:
         self._form, self._max_file_bytes = form, max_file_bytes
@@ -153,7 +153,7 @@ class _Taken:
         self._num_fields = self._num_text = self._num_file = 0
 
     def take(self, event: Part | Data) -> None:
-        """Raises: ApiError, MalformedError: there is too much of it."""
+        """Take an event. Raises: ApiError, MalformedError: the form is too large."""
         if isinstance(event, Part):
             self.end_field()
             self._begin(event.name)
@@ -176,10 +176,10 @@ class _Taken:
         if name == self._form.file_field:
             if name in self._form.fields:
                 raise MalformedError(f"there are two fields {name}: give one")
-            self._form.fields[name] = ""  # that it is there
+            self._form.fields[name] = ""  # marks that it came
 
     def end_field(self) -> None:
-        """What has come of the field that began last is all of it."""
+        """End the field that began last."""
         name, is_file = self._name, self._name == self._form.file_field
         if name and not is_file:
             try:
@@ -201,13 +201,13 @@ class _Taken:
 
 
 async def read_form(request: Request, file_field: str, max_file_bytes: int) -> Form:
-    """A form whose field of that name is a file. The caller closes it.
+    """Read a form with a file in the field of that name. The caller closes it.
 
     Raises:
-        ApiError: it is none, or too large, or doesn't come.
+        ApiError: it is no form, is too large, or comes too slowly.
     """
     claimed = request.headers.get("content-length", "")
-    if claimed.isdecimal() and int(claimed) > max_file_bytes + PATIENT_BYTES:  # what is beside the file is far less
+    if claimed.isdecimal() and int(claimed) > max_file_bytes + PATIENT_BYTES:  # the other fields are far smaller
         raise too_large(max_file_bytes)
     form = Form(file_field)
     try:
@@ -227,10 +227,10 @@ async def read_form(request: Request, file_field: str, max_file_bytes: int) -> F
 
 
 async def patiently(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same, as long as they come with some speed.
+    """The same chunks, as long as they come fast enough.
 
     Raises:
-        ApiError: they don't.
+        ApiError: they are too slow.
     """
     loop, size = asyncio.get_running_loop(), 0
     began_at = loop.time()
@@ -240,7 +240,7 @@ async def patiently(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             async with asyncio.timeout_at(deadline):
                 chunk = await anext(chunks, None)
         except TimeoutError:
-            raise ApiError(408, "the file did not come fast enough", code="timeout") from None
+            raise ApiError(408, "the file came too slowly", code="timeout") from None
         if chunk is None:
             return
         size += len(chunk)
@@ -252,27 +252,28 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 RATES = (4000, 192_000)
-"""Samples per second that a WAV may have: those of telephones to those of studios. How long the filter gets that brings
-them to the model's rate depends on it."""
+"""Samples per second that a WAV may have, from telephones to studios. The length of the filter that converts them to
+the model's rate depends on it."""
 FORMATS = ("wav", "mp3", "flac", "ogg", "mov", "matroska", "aac", "mpeg")
-"""ffmpeg's names of what it may take the file for: OpenAI's list (m4a and mp4 are `mov`, webm is `matroska`). Others,
-as playlists, can name further files."""
+"""Formats that ffmpeg may try, by its own names: OpenAI's list (m4a and mp4 are `mov`, webm is `matroska`). Others,
+such as playlists, can name further files."""
 LOUDEST = 1e6
-"""A sample far beyond 1: some programs write 16 bits as floats of up to 32768. Models make no numbers of 1e20."""
+"""Largest sample. Some programs write 16 bits as floats of up to 32768; models make no numbers of 1e20."""
 FFMPEG_TIMEOUT_S = 120.0
 """Assumed: an hour of mp3 takes some seconds of one core."""
 
 
 BYTES_PER_SAMPLE = 44
-"""Of the model's rate, while its feature extractor works: 700 kB for a second of 16 kHz (measured with Whisper's)."""
+"""Bytes per sample (at the model's rate) while features are extracted: 700 kB per second of 16 kHz (measured with
+Whisper's extractor)."""
 KEPT_BYTES_PER_SAMPLE = 12
-"""Afterwards: the samples, and the features twice."""
+"""Bytes per sample afterwards: the samples, and the features twice."""
 BYTES_PER_FILE_BYTE = 6
-"""Of a file while it is read: its own bytes twice, and floats of four bytes for samples of one."""
+"""Bytes per byte of a file while it is read: the file twice, and a float of four bytes for a sample of one byte."""
 
 
 def unpacked_bytes(file: IO[bytes], rate: int, longest_s: float) -> int:
-    """Memory that a file's sound takes until its features are there. What isn't WAV counts as the longest sound."""
+    """Memory that a file needs until its features exist. A file that is no WAV counts as the longest sound."""
     file.seek(0, io.SEEK_END)
     num_bytes = file.tell()
     seconds = min(longest_s, _wav_seconds(file, num_bytes) or longest_s)
@@ -280,24 +281,24 @@ def unpacked_bytes(file: IO[bytes], rate: int, longest_s: float) -> int:
 
 
 def checked_bytes(samples: Samples, taken: int) -> int:
-    """The same, once the samples are known.
+    """The same, when the samples are known.
 
     Raises:
-        ApiError: more than `taken`, by what the file said.
+        ApiError: they need more than `taken`, so the file's header was wrong.
     """
     needed = BYTES_PER_SAMPLE * len(samples)
     if needed > taken:
-        raise _bad("the WAV file is damaged: it says two things about its samples")
+        raise _bad("the WAV file is damaged: it contradicts itself about its samples")
     return needed
 
 
 def kept_bytes(samples: Samples) -> int:
-    """What it takes when its features are there."""
+    """Memory that a sound needs once its features exist."""
     return KEPT_BYTES_PER_SAMPLE * len(samples)
 
 
 def _wav_seconds(file: IO[bytes], num_bytes: int) -> float | None:
-    """At most so long is it, if all of the file is samples; None: its head doesn't begin with what says so."""
+    """Longest duration that the file can have by its header; None: the header doesn't begin with a format."""
     file.seek(0)
     head = file.read(36)
     if len(head) < 36 or head[8:16] != b"WAVEfmt " or head[:4] not in (b"RIFF", b"RIFX", b"RF64"):
@@ -308,10 +309,10 @@ def _wav_seconds(file: IO[bytes], num_bytes: int) -> float | None:
 
 
 def read_sound(file: IO[bytes], rate: int, longest_s: float) -> Samples:
-    """The samples in a file, `rate` of them per second.
+    """Decode a file to `rate` samples per second.
 
     Raises:
-        ApiError: it holds no sound that can be read here, or one that is longer.
+        ApiError: it holds no sound that can be read here, or the sound is too long.
     """
     file.seek(0)
     head = file.read(12)
@@ -321,27 +322,35 @@ def read_sound(file: IO[bytes], rate: int, longest_s: float) -> Samples:
     known_wav = head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE"
     samples = _read_wav(file, rate, longest_s) if known_wav else None
     if samples is None:
-        samples = _read_by_ffmpeg(file, rate, longest_s, "a WAV of this kind" if known_wav else "what is no WAV")
+        samples = _read_by_ffmpeg(file, rate, longest_s, "a WAV of this kind" if known_wav else "a file that is no WAV")
     if not len(samples):
         raise _bad("the file holds no sound: it has 0 samples")
     if len(samples) > longest_s * rate:
         raise _too_long(longest_s)
     if not np.abs(samples).max() <= LOUDEST:
         raise _bad(
-            f"the file has samples that are no numbers, or beyond {LOUDEST:g}, where those of a sound are below 1"
+            f"the file has samples that are no numbers, or beyond {LOUDEST:g}, but the samples of a sound are below 1"
         )
     return samples
 
 
 def _read_wav(file: IO[bytes], rate: int, longest_s: float) -> Samples | None:
-    """None: it is written in a way that isn't known here."""
+    """Decode a WAV; None: its encoding is not known here."""
     try:
         found_rate, data = _wav_reader()(io.BytesIO(file.read()))
     except ValueError as error:
         if str(error).startswith(("Unknown wave file format", "Unsupported bit depth")):
             return None
         raise _bad("the WAV file is damaged") from None
-    except (struct.error, ArithmeticError, LookupError, NameError, OSError, TypeError, MemoryError):  # scipy's
+    except (
+        struct.error,
+        ArithmeticError,
+        LookupError,
+        NameError,
+        OSError,
+        TypeError,
+        MemoryError,
+    ):  # scipy raises these
         raise _bad("the WAV file is damaged") from None
     if not RATES[0] <= found_rate <= RATES[1]:
         raise _bad(f"a WAV may have {RATES[0]} to {RATES[1]} samples per second, not {found_rate}")
@@ -359,12 +368,14 @@ def _read_wav(file: IO[bytes], rate: int, longest_s: float) -> Samples | None:
 def _wav_reader() -> Any:
     from scipy.io import wavfile
 
-    warnings.filterwarnings("ignore", category=wavfile.WavFileWarning)  # its end is missing: what is there counts
+    warnings.filterwarnings(
+        "ignore", category=wavfile.WavFileWarning
+    )  # a file with a missing end counts as far as it goes
     return wavfile.read
 
 
 def _as_floats(data: NDArray[np.generic]) -> Samples:
-    """Whole numbers of any width to those between -1 and 1."""
+    """Convert integers of any width to floats between -1 and 1."""
     if data.dtype.kind == "f":
         return data.astype(np.float32)
     half = 2.0 ** (8 * data.dtype.itemsize - 1)
@@ -383,10 +394,12 @@ def _resampled(samples: Samples, found_rate: int, rate: int) -> Samples:
 def _read_by_ffmpeg(file: IO[bytes], rate: int, longest_s: float, what: str) -> Samples:
     program = shutil.which("ffmpeg")
     if program is None:
-        raise _bad(f"this gateway can't read {what}: send a WAV (PCM or float), or have ffmpeg installed beside it")
+        raise _bad(
+            f"this gateway can't read {what}: send a WAV (PCM or float), or install ffmpeg on the gateway's machine"
+        )
     file.seek(0)
-    # From a pipe, as transformers' `ffmpeg_read` has it, so that samples are the same; the file itself where the index
-    # is at its end, as in most m4a.
+    # First through a pipe, as in transformers' `ffmpeg_read`, for equal samples. Then as a file, for an index
+    # at the end, as in most m4a.
     ways: list[tuple[str, dict[str, Any]]] = [("pipe", {"input": file.read()}), ("file", {"stdin": file.fileno()})]
     for protocol, given in ways:
         found = _answer_of_ffmpeg(program, protocol, given, rate, longest_s)
@@ -396,7 +409,7 @@ def _read_by_ffmpeg(file: IO[bytes], rate: int, longest_s: float, what: str) -> 
 
 
 def _answer_of_ffmpeg(program: str, protocol: str, given: dict[str, Any], rate: int, longest_s: float) -> bytes:
-    """What it makes of its standard input; by that protocol, and in these formats, it can open nothing else."""
+    """ffmpeg's answer to its standard input. With this protocol and these formats it can open nothing else."""
     source = {"pipe": "pipe:0", "file": "file:/dev/stdin"}[protocol]
     arguments = [
         *("-nostdin", "-hide_banner", "-loglevel", "quiet"),
@@ -415,7 +428,7 @@ def _answer_of_ffmpeg(program: str, protocol: str, given: dict[str, Any], rate: 
     except subprocess.TimeoutExpired:
         raise _bad(f"ffmpeg has not read the file within {FFMPEG_TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise _bad(f"ffmpeg can't be run beside this gateway: {error.strerror}") from None
+        raise _bad(f"ffmpeg can't be run here: {error.strerror}") from None
     return done.stdout
 
 

@@ -1,6 +1,6 @@
-"""OpenAI's request for a chat with vLLM's additions.
+"""OpenAI's request for a chat, with vLLM's additions. All other APIs translate their chats into it.
 
-Its messages and tools are checked here, and made ready for chat templates.
+It checks messages and tools, and makes them ready for chat templates.
 """
 
 import json
@@ -19,7 +19,7 @@ from swarmllm.gateway.sampling import ANY_OBJECT, Constraint
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 MAX_TOOLS = 128
-"""As OpenAI has it."""
+"""OpenAI's limit."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -32,7 +32,7 @@ class ContentPart(Body):
     harmless: ClassVar[Harmless] = {"cache_control": ANYTHING, "annotations": ([],)}
     type: str
     text: str = ""
-    image_url: ImageUrl | None = Field(None, description="For models that see.")
+    image_url: ImageUrl | None = Field(None, description="For models with vision.")
 
     @model_validator(mode="after")
     def _is_text_or_picture(self) -> "ContentPart":
@@ -51,15 +51,13 @@ class CalledFunction(Body):
 class EarlierCall(Body):
     """A call in an earlier answer."""
 
-    harmless: ClassVar[Harmless] = {
-        "index": ANYTHING
-    }  # of a stream's pieces, which some programs send back as they are
+    harmless: ClassVar[Harmless] = {"index": ANYTHING}  # of a stream's pieces, which some programs send back
     id: Annotated[str, Field(max_length=128)]
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it: with the arguments themselves, not their JSON."""
+        """The call for a chat template, with its arguments as an object."""
         return {
             "id": self.id,
             "type": "function",
@@ -85,14 +83,14 @@ class Function(Body):
 
 
 class Tool(Body):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     harmless: ClassVar[Harmless] = {"cache_control": ANYTHING}
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """The tool for a chat template."""
         function = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": {**function, "parameters": self.schema_of_parameters()}}
 
@@ -118,9 +116,11 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=128)] | None = Field(None, description="Of what a tool has found.")
+    tool_call_id: Annotated[str, Field(max_length=128)] | None = Field(None, description="For the result of a tool.")
     name: str | None = Field(None, description="For templates that know it.")
-    reasoning_content: str | None = Field(None, description="Of an earlier answer, for templates that know it.")
+    reasoning_content: str | None = Field(
+        None, description="Thoughts of an earlier answer, for templates that know them."
+    )
 
     @model_validator(mode="after")
     def _of_its_role(self) -> "ChatMessage":
@@ -131,12 +131,12 @@ class ChatMessage(Body):
         return self
 
     def picture_urls(self) -> list[str]:
-        """Those of its pictures, in order."""
+        """Addresses of the message's pictures, in order."""
         parts = self.content if isinstance(self.content, list) else []
         return [part.image_url.url for part in parts if part.image_url is not None]
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it; pictures are parts of type "image"."""
+        """The message for a chat template; pictures are parts of type "image"."""
         content = self.content or ""
         text: Any = content if isinstance(content, str) else "".join(part.text for part in content)
         if not isinstance(content, str) and self.picture_urls():
@@ -152,7 +152,7 @@ class ChatMessage(Body):
 
 
 def picture_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    """Those of all pictures, in order."""
+    """Addresses of all pictures, in order."""
     return [url for message in messages for url in message.picture_urls()]
 
 
@@ -181,13 +181,13 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="What the model's chat template knows besides messages, like enable_thinking."
+        None, description="Variables of the chat template, like enable_thinking."
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
     reasoning_effort: Effort | None = Field(None, description="How much to think, for templates that know it.")
-    continue_final_message: bool | None = Field(False, description="Go on with the last message itself.")
+    continue_final_message: bool | None = Field(False, description="Continue the last message.")
     add_generation_prompt: bool | None = Field(None, description="false goes with continue_final_message.")
     functions: list[Any] | None = None
 
@@ -228,7 +228,7 @@ class ChatRequest(Sampling):
 
     @property
     def _forced(self) -> bool:
-        """Whether the answer is a call, and nothing else."""
+        """The answer must be a call, and nothing else."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -236,7 +236,7 @@ class ChatRequest(Sampling):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the parameters of the tools that may be called, by name."""
+        """Schemas of the parameters of the usable tools, by name."""
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         return {
             tool.function.name: tool.schema_of_parameters()
@@ -245,7 +245,7 @@ class ChatRequest(Sampling):
         }
 
     def reader(self, model: LanguageModel, prompt_ids: list[int], options: GenerationOptions) -> Reader | None:
-        """For one answer; None: all of it is text. A constraint holds from the first token on."""
+        """A reader for one answer; None: all of it is text. A constraint holds from the first token on."""
         most = 1 if self.parallel_tool_calls is False else None
         is_free = options.constraint is None
         if model.speaks_harmony:
@@ -279,14 +279,14 @@ class ChatRequest(Sampling):
         messages = [message.for_template() for message in self.messages]
         tools = [tool.for_template() for tool in self._usable_tools]
         if tools:
-            _ = model.call_form  # refused now, not when the answer is read
+            _ = model.call_form  # refuse it now, not when the answer is read
         options = (self.chat_template_kwargs or {}) | self._effort(model)
         go_on = bool(self.continue_final_message)
         if urls := picture_urls(self.messages):
             return model.encode_chat_with_pictures(messages, urls, options, tools, go_on=go_on)
         found = model.encode_chat(messages, options, tools, go_on=go_on)
         if model.speaks_harmony and not self.continue_final_message and self._says_how_it_looks(model):
-            found += model.encode(HARMONY_FINAL, special_tokens=False)  # which a constraint can't begin with
+            found += model.encode(HARMONY_FINAL, special_tokens=False)  # a constrained answer can't begin with it
         return found
 
     def _effort(self, model: LanguageModel) -> dict[str, Any]:

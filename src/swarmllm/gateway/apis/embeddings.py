@@ -1,7 +1,7 @@
-"""`/v1/embeddings`, Ollama's `/api/embed` and `/api/embeddings` over it, and `/v1/rerank`.
+"""OpenAI's `/v1/embeddings`, Ollama's `/api/embed` and `/api/embeddings`, and `/v1/rerank` of Jina, Cohere and vLLM.
 
-`/v1/rerank` (also `/rerank`) sorts texts by how well they fit a query, as Jina, Cohere and vLLM have it: by a model
-that was made for it, or by the likeness of embeddings.
+`/v1/rerank` (also `/rerank`) sorts texts by how well they fit a query: by a ranking model, or by the cosine of
+embeddings.
 """
 
 import base64
@@ -48,12 +48,12 @@ class EmbeddingsRequest(Body):
     input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of little-endian float32.")
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The first so many numbers alone, brought to length 1."
+        None, description="Keep this many first numbers, brought to length 1."
     )
 
 
 class EmbedOptions(Body):
-    """Of Ollama's options only one concerns embeddings."""
+    """Ollama's options: only one matters for embeddings."""
 
     harmless: ClassVar[Harmless] = dict.fromkeys(
         (name for name in Options.known_names() if name != "num_ctx"), ANYTHING
@@ -67,7 +67,7 @@ class OllamaEmbed(Body):
     harmless: ClassVar[Harmless] = {"keep_alive": ANYTHING}
     model: Annotated[str, Field(min_length=1)]
     input: Texts
-    truncate: bool | None = Field(True, description="Embed the begin of a text that is too long.")
+    truncate: bool | None = Field(True, description="Embed the beginning of a text that is too long.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: EmbedOptions | None = None
 
@@ -82,7 +82,7 @@ class OllamaEmbeddings(Body):
 
 
 class Document(Body):
-    """A text, as Cohere's clients give it."""
+    """A text, in the form of Cohere's clients."""
 
     text: str
 
@@ -100,15 +100,15 @@ class RerankRequest(Body):
     model: str | None = Field(None, description="Left out: the first model that ranks, or gives embeddings.")
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only the best so many.")
-    return_documents: bool | None = Field(None, description="false: their places alone.")
+    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Return this many best ones.")
+    return_documents: bool | None = Field(None, description="false: return their places only.")
 
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 class Embeddings(Dialect):
-    """The handlers."""
+    """Handlers of embeddings and ranking."""
 
     @post("/v1/embeddings", "Embed texts.", EmbeddingsRequest, answer_types=(JSON,))
     async def embeddings(self, request: Request) -> Response:
@@ -155,7 +155,8 @@ class Embeddings(Dialect):
         return models.embedder(name if name in models else name.removesuffix(TAG))
 
     async def _answer(self, request: Request, inputs: "EmbeddingInputs", answer: Any) -> Response:
-        """Compute, and answer with what `answer` makes of the vectors and the number of tokens; in a worker thread."""
+        """Compute the embeddings in a worker thread; `answer` makes the JSON of the vectors and the number of
+        tokens."""
         engine, waiter = self._responder.engine, Waiter(self._responder.engine)
 
         def compute() -> Response:
@@ -204,7 +205,7 @@ class EmbeddingInputs:
         *,
         cuts: bool = False,
     ) -> None:
-        """`cuts`: longer texts than `length` (default: what the model takes) are embedded by their begin.
+        """`cuts`: a text longer than `length` (default: the model's limit) is cut to its beginning.
 
         Raises:
             ApiError: the model has fewer dimensions.
@@ -217,10 +218,10 @@ class EmbeddingInputs:
         self._length = model.max_length if length is None else length
 
     def rows(self) -> list[list[int]]:
-        """Token ids.
+        """Token ids of each text.
 
         Raises:
-            ApiError: a text has none, too many, or some that the model lacks.
+            ApiError: a text has no tokens, too many, or some that the model lacks.
         """
         return [self._checked(index, text) for index, text in enumerate(self._texts)]
 
@@ -242,7 +243,7 @@ class EmbeddingInputs:
 
 
 def _num_ctx(options: EmbedOptions | None, model: EmbeddingModel) -> int:
-    """Ollama's clients may bound the length of texts."""
+    """Most tokens of a text: Ollama's clients may set a lower limit."""
     longest = None if options is None else options.num_ctx
     return model.max_length if longest is None else min(longest, model.max_length)
 
@@ -254,7 +255,7 @@ def _base64(vector: Tensor) -> str:
 def _scores(
     model: RankingModel | EmbeddingModel, query: str, texts: list[str], go_on: Callable[[], None]
 ) -> tuple[list[float], int]:
-    """How well each text fits, and the number of tokens that were read.
+    """A score for each text, and the number of tokens that were read.
 
     Raises:
         ApiError: a text is too long.

@@ -23,9 +23,9 @@ from swarmllm.gateway.routes import JSON, LINES, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
 TAG = ":latest"
-"""What Ollama's clients add to a name without a tag."""
+"""Added by Ollama's clients to a name without a tag."""
 MOST_FILLED = 8
-"""An answer that may go on as long as there is room has so many times the usual tokens: servers lease their caches."""
+"""An answer without a limit gets this many times the usual tokens, since servers lease their caches for all of them."""
 
 
 class Options(Body):
@@ -33,10 +33,10 @@ class Options(Body):
         **dict.fromkeys(("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "use_mmap", "use_mlock"), ANYTHING),
         **dict.fromkeys(("num_thread", "num_keep", "logits_all"), ANYTHING),
         **dict.fromkeys(("vocab_only", "embedding_only"), (False,)),
-        "num_ctx": ANYTHING,  # the model's own is always there as a whole
+        "num_ctx": ANYTHING,  # the whole context of the model is always available
         "penalize_newline": (True,),
     }
-    repeat_last_n: int | None = Field(None, description="-1: all; another one goes without repeat_penalty.")
+    repeat_last_n: int | None = Field(None, description="-1: all; other values go without repeat_penalty.")
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(None, description="-1 or -2: as long as there is room.")
     temperature: float | None = None
     top_p: float | None = None
@@ -64,7 +64,7 @@ class Options(Body):
 
 
 class OllamaRequest(Body):
-    """What both kinds share."""
+    """The fields of chats and prompts."""
 
     harmless: ClassVar[Harmless] = {
         "keep_alive": ANYTHING,
@@ -80,7 +80,7 @@ class OllamaRequest(Body):
 
     @property
     def fills(self) -> bool:
-        """Whether the answer may go on as long as there is room."""
+        """The answer has no limit but the model's context."""
         return self.options is not None and (self.options.num_predict or 0) < 0
 
     def _shared(self, model: LanguageModel) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class OllamaRequest(Body):
         names += ["presence_penalty", "frequency_penalty"]
         found = {"model": model.name, **{name: getattr(given, name) for name in names}}
         found["repetition_penalty"] = given.repeat_penalty
-        if given.mirostat:  # clients send its settings also where it is off
+        if given.mirostat:  # clients send these settings even if mirostat is off
             found |= {
                 "mirostat_mode": given.mirostat,
                 "mirostat_tau": given.mirostat_tau,
@@ -131,7 +131,7 @@ class OllamaCall(Body):
 class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -139,7 +139,7 @@ class OllamaMessage(Body):
 
 
 def _content(text: str | None, pictures: list[str] | None) -> Any:
-    """As OpenAI's clients have it: parts, if there are pictures. What format they have shows in them."""
+    """The content for a chat: parts if there are pictures, else text. A picture's bytes tell its format."""
     if not pictures:
         return text
     urls = [f"data:image/any;base64,{one}" for one in pictures]
@@ -154,7 +154,7 @@ class OllamaChat(OllamaRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def asked(self, model: LanguageModel) -> ChatRequest:
-        """The same as OpenAI's clients would ask it."""
+        """The request as a chat."""
         messages, last_id = [], "call"
         for one in self.messages:
             said: dict[str, Any] = {
@@ -184,10 +184,10 @@ class OllamaGenerate(OllamaRequest):
         "template": ("",),
     }
     prompt: str = ""
-    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
+    suffix: str | None = Field(None, description="For models that write the text between two others.")
     system: str | None = None
     raw: bool | None = False
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
 
     @model_validator(mode="after")
     def _raw_is_raw(self) -> "OllamaGenerate":
@@ -200,7 +200,7 @@ class OllamaGenerate(OllamaRequest):
         return self
 
     def asked(self, model: LanguageModel) -> ChatRequest | CompletionRequest:
-        """A chat, unless the prompt is raw or the model was never taught to chat."""
+        """The request as a chat; as a completion if the prompt is raw or the model has no chat template."""
         shared = self._shared(model)
         if not self.raw and not self.suffix and model.tokenizer.chat_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -230,10 +230,10 @@ class ShowRequest(Body):
 
 
 class OllamaAnswer(Answer):
-    """Lines of JSON; `is_chat` says where the text is in them."""
+    """Lines of JSON. `is_chat` decides in which field the text is."""
 
     media_type = "application/x-ndjson"
-    sign_of_life = b""  # nothing that clients would overlook
+    sign_of_life = b""  # clients would not ignore anything
 
     def __init__(self, *given: Any, is_chat: bool) -> None:
         super().__init__(*given)
@@ -242,7 +242,7 @@ class OllamaAnswer(Answer):
         self._first_at: float | None = None
 
     def add(self, event: Event) -> Event:
-        """Take note of an event; returns what of it can be told now."""
+        """Add an event; returns the event for the stream."""
         if isinstance(event, TextPiece):
             self._first_at = self._first_at or time.monotonic()
         return super().add(event)
@@ -293,12 +293,12 @@ class OllamaAnswer(Answer):
 
 
 def now() -> str:
-    """As Ollama writes times."""
+    """The time now, in Ollama's form."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """A model of `/api/tags`. No part of it is in a file here, so its size is 0."""
+    """A model for `/api/tags`. Its size is 0: no file here holds a part of it."""
     family = str(model.swarm.config.model_type)
     details = {"format": "swarm", "family": family, "families": [family], "parameter_size": "", "parent_model": ""}
     return {
@@ -312,7 +312,7 @@ def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
 
 
 def loaded(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """A model of `/api/ps`: each is always loaded, by servers."""
+    """A model for `/api/ps`. Each model is always loaded, by servers."""
     return {
         **{name: value for name, value in described(model, started_at).items() if name != "modified_at"},
         "expires_at": "9999-12-31T23:59:59Z",
@@ -322,14 +322,14 @@ def loaded(model: OfferedModel, started_at: str) -> dict[str, Any]:
 
 
 def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """What `/api/show` says."""
+    """The answer of `/api/show`."""
     family = str(model.swarm.config.model_type)
     writes = isinstance(model, LanguageModel)
     text = str(model.tokenizer.chat_template or "") if writes else ""
     thinks = isinstance(model, LanguageModel) and model.thinks
     fills_in = isinstance(model, LanguageModel) and model.middle_form is not None
     if fills_in:
-        text += "{# .Suffix #}"  # older clients look for it
+        text += "{# .Suffix #}"  # older clients look for this text
     capabilities = {
         "completion": writes,
         "embedding": isinstance(model, EmbeddingModel),
@@ -361,12 +361,12 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, as Ollama has it."""
+    """The JSON of an error, in Ollama's shape."""
     return {"error": str(error)}
 
 
 class Ollama(Dialect):
-    """The handlers."""
+    """Handlers of Ollama's API."""
 
     error_paths = ("/api/",)
     error_body = staticmethod(error_body)
@@ -390,7 +390,7 @@ class Ollama(Dialect):
         if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
             empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
             found = {"model": model.name, "created_at": now(), **empty}
-            return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is always loaded
+            return JSONResponse({**found, "done": True, "done_reason": "load"})  # a model is always loaded
         asked = await translated(num_bytes, body.asked, model)
         return await self._responder.answer(
             request,

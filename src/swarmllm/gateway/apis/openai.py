@@ -33,18 +33,20 @@ from swarmllm.gateway.text import CallPiece, Event, PromptScores, SwarmEvent, Te
 
 DONE = b"data: [DONE]\n\n"
 BY_ID = "token_id:"
-"""As vLLM writes a token that goes by its id."""
+"""vLLM's prefix for a token that is named by its id."""
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps would make one each time
+_to_json = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":")
+).encode  # json.dumps would make an encoder each time
 
 
 def sse(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return f"data: {_to_json(data)}\n\n".encode()
 
 
 class OpenAIAnswer(Answer):
-    """`chunks(event)` are those of `pieces`, for who sends them otherwise."""
+    """OpenAI's shape. `chunks(event)` are those of `pieces` before encoding, for other transports."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class OpenAIAnswer(Answer):
     # ------------------------------------------------------------------ whole
 
     def whole(self) -> dict[str, Any]:
-        """The JSON of the answer, when all has been added."""
+        """The JSON of the answer, after all events were added."""
         choices = []
         for index, choice in enumerate(self._choices):
             text = self._echo(index) + choice.text
@@ -100,7 +102,7 @@ class OpenAIAnswer(Answer):
         return sse(error.body()) + DONE
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What to send for an event; `error` may be set after it."""
+        """The chunks for an event; `error` may be set afterwards."""
         event = self.add(event)
         if isinstance(event, SwarmEvent):
             if self._request.swarm_events:
@@ -117,7 +119,7 @@ class OpenAIAnswer(Answer):
                 yield self._chunk([self._piece(TextPiece(index, "", None, "length"))])
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
-        """What comes after all choices."""
+        """The chunks after all choices."""
         options = self._request.stream_options
         if options is not None and options.include_usage:
             yield {**self._chunk([]), "usage": self._usage()}
@@ -125,7 +127,7 @@ class OpenAIAnswer(Answer):
             yield self._chunk([], swarm={"event": "trace", "traces": self._traces})
 
     def _begin(self, index: int, scores: Sequence[TokenLogprob] | None) -> Iterator[dict[str, Any]]:
-        """The first chunk of a choice: its role, or the prompt that is echoed."""
+        """The first chunk of a choice: its role, or the echoed prompt."""
         choice = self._choices[index]
         if choice.begun:
             return
@@ -186,7 +188,7 @@ class OpenAIAnswer(Answer):
         return bool(asked) if self._chat else asked is not None
 
     def _logprobs(self, given: Sequence[TokenLogprob | None], num_chars: int | None = None) -> dict[str, Any]:
-        """`num_chars`: of the text, as far as it has not been cut by a stop text."""
+        """`num_chars`: length of the text, if a stop text has cut it."""
         found = [logprob for logprob in given if logprob is not None]
         if self._chat:
             return {"content": [self._with_likeliest(one) for one in found], "refusal": None}
@@ -199,7 +201,7 @@ class OpenAIAnswer(Answer):
         }
 
     def _likeliest(self, one: TokenLogprob) -> dict[str, float]:
-        """By name; two tokens may have the same one, and then the less likely goes by its id."""
+        """Logprobs by the names of tokens. If two tokens have the same name, the less likely one is named by its id."""
         found: dict[str, float] = {}
         for token, logprob in one.top:
             name = self._name(one, token)
@@ -207,7 +209,7 @@ class OpenAIAnswer(Answer):
         return found
 
     def _with_likeliest(self, one: TokenLogprob) -> dict[str, Any]:
-        """In the shape that chats have."""
+        """One token in the shape of chats."""
         likeliest = [self._named(one, token, logprob) for token, logprob in one.top]
         return {**self._named(one, one.token_id, one.logprob), "top_logprobs": likeliest}
 
@@ -217,7 +219,8 @@ class OpenAIAnswer(Answer):
         return {"token": name, "logprob": _finite(logprob), "bytes": in_bytes}
 
     def _name(self, among: TokenLogprob, token: int) -> str:
-        """Its text; of a special token its name; of a part of a character its bytes, as OpenAI writes them."""
+        """Name of a token: its text; for a special token, its name; for a part of a character, its bytes, as OpenAI
+        writes them."""
         if self._request.return_tokens_as_token_ids:
             return f"{BY_ID}{token}"
         spelled = among.spelled[token]
@@ -234,14 +237,14 @@ def _called(call: CallInAnswer) -> dict[str, Any]:
 
 
 def _delta(piece: CallPiece) -> dict[str, Any]:
-    """A call's name comes once, with its first piece."""
+    """One chunk of a call. The call's name comes with its first chunk only."""
     if piece.is_new:
         return {"index": piece.place, **_called(CallInAnswer(piece.id, piece.name, piece.arguments))}
     return {"index": piece.place, "function": {"arguments": piece.arguments}}
 
 
 def _finite(logprob: float) -> float:
-    """JSON knows no -inf, which a processor of the checkpoint may give."""
+    """JSON has no -inf, and a processor of a checkpoint may give it."""
     return max(logprob, -9999.0)
 
 
@@ -254,7 +257,7 @@ class TokenizeRequest(Body):
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = Field(None, description="Of a prompt; a chat's template says it itself.")
+    add_special_tokens: bool | None = Field(None, description="For a prompt; a chat's template decides itself.")
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")
@@ -276,7 +279,7 @@ class DetokenizeRequest(Body):
 
 
 class OpenAI(Dialect):
-    """The handlers."""
+    """Handlers of OpenAI's API, and of vLLM's tokenizer."""
 
     def __init__(self, responder: Responder) -> None:
         super().__init__(responder)
@@ -287,7 +290,7 @@ class OpenAI(Dialect):
     async def chat_completions(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)
 
-    @post("/v1/completions", "Go on with a text.", CompletionRequest)
+    @post("/v1/completions", "Continue a text.", CompletionRequest)
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest)
 

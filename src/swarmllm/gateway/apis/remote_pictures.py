@@ -1,7 +1,7 @@
-"""Pictures that a chat names by their address on the web, if `--picture_hosts` allows it. Used by `responder`.
+"""Pictures that a chat names by their address on the web, if `--picture_hosts` allows it. `responder` fetches them.
 
-Whoever may ask a gateway could make it ask others in its own network. So the address that a name stands for is looked
-at, and the connection goes to that very address; each redirection is looked at anew. Bytes and time are bounded.
+A client could make the gateway ask hosts in its own network. Therefore the gateway looks up the address of a name,
+checks it, and connects to that very address; it checks each redirection again. Bytes and time are limited.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from swarmllm.gateway.settings import host_and_port
 
 ANY_HOST = "*"
 MAX_BYTES = 20 << 20
-"""Of all pictures of a request, as they come. Assumed: some photographs."""
+"""Bytes of all pictures of a request, as they come. Assumed: some photographs."""
 TIMEOUT_S = 20.0
-"""For all pictures of a request. Assumed."""
+"""Seconds for all pictures of a request. Assumed."""
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32
-"""Requests whose pictures are fetched, or wait to be unpacked. With fewer, some slow hosts would hold up all."""
+"""Requests whose pictures are being fetched, or wait to be unpacked. With fewer, some slow hosts would hold up all."""
 SHARE_OF_ONE = 4
-"""One caller has a quarter of them at most, so that the slow hosts of one don't hold up others."""
+"""One caller has at most a quarter of them, so that its slow hosts don't hold up others."""
 BYTES_OF_FETCH = 3 * MAX_BYTES
-"""Memory that one takes: the bytes, and the same as a data URL."""
+"""Memory of one fetch: the bytes, and the same as a data URL."""
 FREE_CHUNKS, LEAST_CHUNK_BYTES = 64, 512
-"""An answer in more chunks than that has so many bytes in each on average: each costs some microseconds. Assumed: web
-servers send some kilobytes at a time."""
+"""After `FREE_CHUNKS` chunks, an answer must have this many bytes per chunk on average, because each costs some
+microseconds. Assumed: web servers send some kilobytes at a time."""
 _PIECE_BYTES = 1 << 16
 _MAX_SIZE_DIGITS = 8
 _PORTS = {"http": 80, "https": 443}
 _REMOTE = re.compile(r"https?://", re.IGNORECASE)
 _UNICAST = ipaddress.ip_network("2000::/3")
-"""All that IANA has given out of IPv6 for the internet (RFC 4291). What else there is reaches one's own network, or
-holds an IPv4 address that some machines unpack."""
+"""IANA's IPv6 addresses for the internet (RFC 4291). All others are in one's own network, or hold an IPv4 address that
+some machines unpack."""
 _HOLD_IPV4 = tuple(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96")))
-"""IPv6 addresses that stand for the IPv4 address in their last bits: on this machine, and behind a NAT64."""
+"""IPv6 addresses that mean the IPv4 address in their last bits: on this machine, and behind a NAT64."""
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
@@ -56,25 +56,25 @@ _SPECIAL = tuple(
             *(
                 "224.0.0.0/3",
                 "168.63.129.16/32",
-            ),  # multicast and reserved; what Azure's machines ask for their settings
+            ),  # multicast and reserved; the settings service of Azure's machines
             *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
         ),
     )
 )
-"""IANA's registries of special-purpose addresses, whether these are routed or not: no pictures are there."""
+"""IANA's registries of special-purpose addresses, routed or not: pictures are never there."""
 _SAFE = "%/:=&?~+!$,;'@()*[]"
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a picture is."""
+    """The place of a picture."""
 
     scheme: str
     host: str
     port: int
     path: str
     is_named: bool
-    """Whether its host is one of those that the gateway was told: it may be in a private network."""
+    """Its host is in `--picture_hosts`: it may be in a private network."""
 
     @property
     def authority(self) -> str:
@@ -83,20 +83,21 @@ class _Target:
 
 
 class RemotePictures:
-    """Made once per gateway. `hosts` are names, with a port unless it is the usual one; `*`: any public address."""
+    """Fetches pictures for one gateway. `hosts` are names, with a port unless it is the usual one; `*`: any public
+    address."""
 
     def __init__(self, hosts: Sequence[str], *, num_bytes: int, max_waiting: int) -> None:
-        """`num_bytes`: memory for all that is fetched."""
+        """`num_bytes`: memory for all fetches."""
         self._hosts = frozenset(map(host_and_port, hosts))
         places = max(1, min(MAX_FETCHES, num_bytes // BYTES_OF_FETCH))
-        self._room = Room(places, of_one=max(1, places // SHARE_OF_ONE), most=max_waiting)
+        self.room = Room(places, of_one=max(1, places // SHARE_OF_ONE), most=max_waiting)
 
     @asynccontextmanager
     async def fetched(self, messages: Sequence[ChatMessage], caller: str) -> AsyncIterator[None]:
-        """While inside, data URLs stand in place of the addresses of pictures. Others stay as they are.
+        """Within the block, data URLs replace the addresses of pictures. Data URLs stay as they are.
 
         Raises:
-            ApiError: one can't be had.
+            ApiError: a picture can't be fetched.
         """
         places = [place for message in messages for place in _places(message) if _REMOTE.match(place.url)]
         if not places or not self._hosts:
@@ -105,7 +106,7 @@ class RemotePictures:
         if len(places) > MAX_PICTURES:
             raise bad_picture(f"{len(places)} pictures are too many: {MAX_PICTURES} at most")
         urls = [place.url for place in places]
-        taken = await self._room.take(1, caller)
+        taken = await self.room.take(1, caller)
         try:
             await self._fetch(places)
             yield
@@ -116,7 +117,7 @@ class RemotePictures:
 
     async def _fetch(self, places: Sequence[ImageUrl]) -> None:
         try:
-            async with asyncio.timeout(TIMEOUT_S):  # those who wait are not told that their host is slow
+            async with asyncio.timeout(TIMEOUT_S):  # the clock starts after the wait for a place
                 left = MAX_BYTES
                 for place in places:
                     kind, data = await self._found(place.url, left)
@@ -126,7 +127,7 @@ class RemotePictures:
             raise bad_picture(f"the pictures did not come within {TIMEOUT_S:g} s") from None
 
     async def _found(self, url: str, max_bytes: int) -> tuple[str, bytearray]:
-        """The media type and the bytes of what is at an address."""
+        """The media type and the bytes at an address."""
         for _ in range(MAX_REDIRECTS + 1):
             target = self._target(url)
             answer, data = await _asked(target, max_bytes)
@@ -134,20 +135,20 @@ class RemotePictures:
                 try:
                     url = urljoin(url, location)
                 except ValueError:
-                    raise bad_picture(f"{target.authority} redirects to what is no address") from None
+                    raise bad_picture(f"{target.authority} redirects to a place that is no address") from None
                 continue
             if answer.status != 200:
                 raise bad_picture(f"{target.authority} answers {answer.status} instead of the picture")
             kind = answer.getheader("content-type", "").partition(";")[0].strip().lower()
             if not re.fullmatch(r"image/[a-z0-9.+-]{1,32}", kind):
-                raise bad_picture(f"{target.authority} answers what is no picture: {kind[:64]!r}")
+                raise bad_picture(f"{target.authority} answers with something that is no picture: {kind[:64]!r}")
             if answer.getheader("content-encoding", "identity").lower() != "identity":
                 raise bad_picture(f"{target.authority} answers in an encoding that was not asked for")
             return kind, data
         raise bad_picture(f"a picture is redirected more than {MAX_REDIRECTS} times")
 
     def _target(self, url: str) -> _Target:
-        """Raises: ApiError: nobody may ask there."""
+        """Raises: ApiError: nobody may fetch from there."""
         try:
             parts = urlsplit(url)
             scheme, port = parts.scheme, parts.port
@@ -173,10 +174,10 @@ def _places(message: ChatMessage) -> list[ImageUrl]:
 
 
 async def _asked(target: _Target, max_bytes: int) -> tuple[http.client.HTTPResponse, bytearray]:
-    """The head and the body of what is answered.
+    """Ask for a picture; returns the head and the body of the answer.
 
     Raises:
-        ApiError: nothing, or too much, or no HTTP.
+        ApiError: there is no answer, too much, or no HTTP.
     """
     tls = {"ssl": ssl.create_default_context(), "server_hostname": target.host} if target.scheme == "https" else {}
     try:
@@ -202,10 +203,11 @@ async def _asked(target: _Target, max_bytes: int) -> tuple[http.client.HTTPRespo
 
 
 async def _body(reader: asyncio.StreamReader, answer: http.client.HTTPResponse, max_bytes: int) -> bytearray:
-    """What follows that head.
+    """The body after that head.
 
     Raises:
-        ApiError: too much, or in too small pieces. EOFError, ValueError: it breaks off, or is no HTTP.
+        ApiError: it is too large, or its chunks too small.
+        EOFError, ValueError: it breaks off, or is no HTTP.
     """
     found = bytearray()
     if not answer.chunked:
@@ -227,7 +229,7 @@ async def _body(reader: asyncio.StreamReader, answer: http.client.HTTPResponse, 
 
 
 async def _read(reader: asyncio.StreamReader, length: int, found: bytearray, max_bytes: int) -> None:
-    """Add so many bytes, or less if it ends before. Raises: ApiError: that is too much."""
+    """Read up to `length` more bytes. Raises: ApiError: there are too many."""
     end = len(found) + length
     while len(found) < end and (piece := await reader.read(min(end - len(found), _PIECE_BYTES))):
         found += piece
@@ -236,7 +238,7 @@ async def _read(reader: asyncio.StreamReader, length: int, found: bytearray, max
 
 
 def _chunk_bytes(line: bytes) -> int:
-    """Raises: ValueError: it begins no chunk."""
+    """The size in the first line of a chunk. Raises: ValueError: it is no such line."""
     size = line.partition(b";")[0].strip()
     if not 0 < len(size) <= _MAX_SIZE_DIGITS or not size.isalnum():
         raise ValueError
@@ -246,7 +248,7 @@ def _chunk_bytes(line: bytes) -> int:
 async def _connected(
     addresses: Sequence[str], target: _Target, tls: dict[str, object]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To the first address that answers. Raises: OSError: none does."""
+    """Connect to the first address that answers. Raises: OSError: none does."""
     for place, address in enumerate(addresses):
         try:
             return await asyncio.open_connection(address, target.port, **tls)  # type: ignore[arg-type]
@@ -257,10 +259,11 @@ async def _connected(
 
 
 async def _addresses(target: _Target) -> list[str]:
-    """What its name stands for now.
+    """The addresses of the target's name now.
 
     Raises:
-        ApiError: one of them is in a private network. OSError: nothing.
+        ApiError: one of them is in a private network.
+        OSError: there are none.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
@@ -271,7 +274,7 @@ async def _addresses(target: _Target) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet, also if it stands for another one."""
+    """An IP address is on the internet, also if it stands for another one."""
     known = ipaddress.ip_address(address.partition("%")[0])
     if any(known in network for network in _HOLD_IPV4):
         known = ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)
@@ -281,7 +284,7 @@ def is_public(address: str) -> bool:
 
 
 class _Stored:
-    """Looks like a socket from which all of this can be read."""
+    """Looks like a socket with this data to http.client."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,9 +1,8 @@
-"""The bodies of OpenAI's requests, checked field by field: every field is honoured exactly, or refused by name.
+"""The bodies of OpenAI's requests, checked field by field: each field is honoured exactly, or refused by name.
 
-All of them are a `Body`. It lists for each kind of object which of OpenAI's and vLLM's other fields make no difference
-to the answer, and with which values; `refuse_unknown` refuses all others. The fields for ways to choose tokens are
-made from `DecodingOptions`. `GenerationOptions` come out; the same classes make the OpenAPI document. Chats are in
-`chat_request`.
+All of them are a `Body`. It lists which other fields of OpenAI's and vLLM's change nothing in the answer, and with
+which values; `refuse_unknown` refuses all others. The fields of decoding methods are made from `DecodingOptions`.
+Bodies give `GenerationOptions`, and make the OpenAPI document. Chats are in `chat_request`.
 """
 
 import difflib
@@ -32,7 +31,7 @@ from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.sampling import ANY_OBJECT, SAMPLING_NAMES, Constraint, SamplingOptions
 
 MOST_NAMES = 32
-"""Characters of an unknown name that are repeated, and fields that the header names."""
+"""Characters of an unknown name that errors repeat, and number of fields that the header names."""
 
 _String = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 
@@ -51,22 +50,23 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], 
 
 
 class Anything:
-    """Stands for any value."""
+    """Contains every value."""
 
     def __contains__(self, value: object) -> bool:
         return True
 
 
 ANYTHING = Anything()
-"""A hint: it is taken whatever it says, and named in the header `X-Unused-Fields`."""
+"""A hint: any value is accepted, and the header `X-Unused-Fields` names it."""
 
 
 Harmless = dict[str, tuple[Any, ...] | Anything]
-"""By name, the values that change nothing about the answer; None is always one. Any other value is refused."""
+"""Fields by name, with the values that change nothing in the answer; None is always one. Other values are refused."""
 
 
 def _fail_fast(schema: Any) -> None:
-    """Else a list of 240,000 wrong things makes as many errors, and that in each type that a field may have."""
+    """Stop at the first error in each list. Otherwise a list of 240,000 wrong items makes as many errors, for each
+    possible type."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -77,30 +77,30 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """A part of a request's JSON."""
+    """An object in a request's JSON."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[Harmless] = {}
 
     def hints(self) -> list[str]:
-        """Names of fields of its own that made no difference, beside those that are harmless with any value."""
+        """Names of declared fields that changed nothing, besides harmless ones with any value."""
         return []
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """What pydantic makes of the fields, but each list is given up at the first thing that is wrong in it."""
+        """pydantic's own schema, but each list stops at its first error."""
         schema = handler(source)
         _fail_fast(schema)
         return schema
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """The names of all fields that it may have."""
+        """The names of all fields that the object may have."""
         return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.harmless]
 
 
 def refuse_unknown(body: Body, *, lenient: bool) -> None:
-    """Raises ApiError for the first field that isn't honoured; `lenient`: only for those that are known."""
+    """Refuse fields. Raises: ApiError: a field can't be honoured. `lenient`: only if its name is known."""
     for part, path, name, value in _extras(body):
         harmless = part.harmless.get(name)
         if value is None or (harmless is not None and value in harmless):
@@ -117,7 +117,7 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
 
 
 def unused_fields(body: Body) -> list[str]:
-    """Paths of fields that were taken although they make no difference to the answer; who asked is told of them."""
+    """Paths of fields that were accepted although they change nothing; the client is told of them."""
     found = set()
     for part, path in _parts(body, ""):
         extras = [name for name, value in (part.model_extra or {}).items() if value is not None]
@@ -127,16 +127,18 @@ def unused_fields(body: Body) -> list[str]:
 
 
 def _extras(body: Body) -> Iterator[tuple[Body, str, str, Any]]:
-    """(the object, the path to it, a field's name, its value) of all fields that no class declares."""
+    """(object, its path, field name, value) of all fields that no class declares."""
     for part, path in _parts(body, ""):
         for name, value in (part.model_extra or {}).items():
             yield part, path, name, value
 
 
 def _parts(part: Any, path: str) -> Iterator[tuple[Body, str]]:
-    """(an object of the request, the path to it), the request itself first."""
+    """(object, its path) of all objects in a request, the request itself first."""
     if isinstance(part, list):
-        for place, one in enumerate(part if part and isinstance(part[0], Body | list) else ()):  # numbers have none
+        for place, one in enumerate(
+            part if part and isinstance(part[0], Body | list) else ()
+        ):  # lists of numbers have none
             yield from _parts(one, f"{path[:-1]}[{place}].")
     if isinstance(part, Body):
         yield part, path
@@ -158,7 +160,7 @@ def _definition(one: Any) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class DecodingFields(Body):
-        """A part of a request."""
+        """The fields of decoding methods."""
 else:
     DecodingFields = create_model(
         "DecodingFields", __base__=Body, **{one.name: _definition(one) for one in fields(DecodingOptions)}
@@ -171,7 +173,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of these."""
+    """vLLM's constraints: one of these."""
 
     harmless: ClassVar[Harmless] = {"disable_fallback": ANYTHING, "structural_tag": (), "whitespace_pattern": ()}
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
@@ -182,10 +184,10 @@ class StructuredOutputs(Body):
 
 
 class Sampling(DecodingFields):
-    """What both kinds of requests share."""
+    """The fields of chats and completions."""
 
     harmless: ClassVar[Harmless] = {
-        # of OpenAI
+        # OpenAI's
         **dict.fromkeys(("user", "metadata", "safety_identifier", "prediction"), ANYTHING),
         **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), ANYTHING),
         **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
@@ -195,7 +197,7 @@ class Sampling(DecodingFields):
         "verbosity": ANYTHING,
         "best_of": (1,),
         "function_call": ("none", "auto"),
-        # of vLLM
+        # vLLM's
         **dict.fromkeys(("request_id", "guided_decoding_backend"), ANYTHING),
         **dict.fromkeys(("cache_salt", "chat_template", "documents", "kv_transfer_params", "logits_processors"), ()),
         **dict.fromkeys(("mm_processor_kwargs", "prompt_logprobs", "structural_tag", "truncate_prompt_tokens"), ()),
@@ -206,11 +208,11 @@ class Sampling(DecodingFields):
         "bad_words": ([],),
         "length_penalty": (1,),
         "priority": (0,),
-        # of the WebSocket
+        # the WebSocket's
         "id": ANYTHING,
     }
 
-    model: str | None = Field(None, description="The name that /v1/models gives; left out: the first of them.")
+    model: str | None = Field(None, description="A name from /v1/models; left out: the first one.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -225,10 +227,12 @@ class Sampling(DecodingFields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None, description="Of tokens in the prompt or the answer; 1: none."
+        None, description="Penalty of tokens in the prompt or the answer; 1: none."
     )
-    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="Before which no end of text comes.")
-    ignore_eos: bool | None = Field(None, description="Go on behind the end of text.")
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="No end of text comes before this many tokens."
+    )
+    ignore_eos: bool | None = Field(None, description="Continue after the end of text.")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -236,11 +240,11 @@ class Sampling(DecodingFields):
     guided_choice: Choices | None = None
     guided_grammar: Constraining | None = Field(None, description="In Lark, as llguidance has it.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    return_tokens_as_token_ids: bool | None = Field(None, description="Log probabilities are of token_id:N.")
-    swarm_events: bool | None = Field(None, description="Also tell of the route and of servers that fail.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens as token_id:N in log probabilities.")
+    swarm_events: bool | None = Field(None, description="Also report the route and failed servers.")
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:
-        """How to answer, for prompts of up to this many tokens.
+        """The options of the generation, for prompts of up to this many tokens.
 
         Raises:
             ApiError: the model can't do that.
@@ -277,7 +281,7 @@ class Sampling(DecodingFields):
             if constraint is not None and getattr(self, name):
                 raise ApiError(
                     400,
-                    f"{name} can't be used with {constraint.field}, which says where the text ends",
+                    f"{name} can't be used with {constraint.field}, which decides where the text ends",
                     param=name,
                     code="invalid_value",
                 )
@@ -295,7 +299,7 @@ class Sampling(DecodingFields):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar has to be compiled before the answer begins."""
+        """A grammar has to be compiled before the answer begins."""
         return bool(self.model_fields_set & CONSTRAINING)
 
     def _sampling(self, model: LanguageModel) -> SamplingOptions:
@@ -336,7 +340,7 @@ class Sampling(DecodingFields):
         return frozenset()
 
     def _more_ends(self, model: LanguageModel) -> frozenset[int]:
-        """Tokens that end an answer besides the model's own and those of the request."""
+        """Tokens that end an answer, besides the model's own and the request's."""
         return frozenset()
 
     def _max_tokens(self) -> int | None:
@@ -346,16 +350,16 @@ class Sampling(DecodingFields):
         raise NotImplementedError
 
     def _constraint(self, model: LanguageModel) -> Constraint | None:
-        """What the answer must look like.
+        """The constraint on the answer, if there is one.
 
         Raises:
-            ApiError: two fields say so.
-            ConfigurationError: the model can't be made to.
+            ApiError: two fields constrain it.
+            ConfigurationError: the model can't be constrained.
         """
         found = self._constraints(model)
         if len(found) > 1:
             first, second = (one.field for one in found[:2])
-            raise ApiError(400, f"{first} and {second} both say what the answer must look like", param=second)
+            raise ApiError(400, f"{first} and {second} both constrain the answer: give one of them", param=second)
         return found[0] if found else None
 
     def _constraints(self, model: LanguageModel) -> list[Constraint]:
@@ -412,7 +416,7 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: int | None = None
-    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
+    suffix: str | None = Field(None, description="For models that write the text between two others.")
 
     @model_validator(mode="after")
     def _echoes_no_suffix(self) -> "CompletionRequest":
@@ -428,10 +432,10 @@ class CompletionRequest(Sampling):
         return value
 
     def prompts(self, model: LanguageModel) -> list[list[int]]:
-        """Token ids.
+        """Token ids of each prompt.
 
         Raises:
-            ApiError: there is nothing to go on from, or not a token of the model.
+            ApiError: a prompt is empty, or has a token that the model lacks.
         """
         prompt: Any = self.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
@@ -451,7 +455,7 @@ class CompletionRequest(Sampling):
 
     def _around(self, model: LanguageModel, prefix: str | list[int]) -> list[int]:
         if model.middle_form is None:
-            message = f"{model.name} has no tokens for what stands between two texts: leave suffix out"
+            message = f"{model.name} has no tokens for the text between two others: leave suffix out"
             raise ApiError(400, message, param="suffix", code="unsupported_parameter")
         before = model.encode(prefix, special_tokens=False) if isinstance(prefix, str) else list(prefix)
         after = model.encode(self.suffix or "", special_tokens=False)

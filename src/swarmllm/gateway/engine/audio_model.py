@@ -1,6 +1,7 @@
-"""A model that hears: its client in the swarm, and transformers' own pipeline for speech around it.
+"""An audio model: its client in the swarm, and transformers' own pipeline for speech around it.
 
-Made by `model_choice`, asked by `apis/audio`. `TranscriptBuilder` collects what a Whisper tells beside the text.
+`model_choice` opens it, `apis/audio` asks it. Beside the text, a Whisper finds segments, times and probabilities;
+`TranscriptBuilder` collects them.
 """
 
 import threading
@@ -33,38 +34,38 @@ FALLBACK = {
     "compression_ratio_threshold": 1.35,
     "no_speech_threshold": 0.6,
 }
-"""Temperature 0: where what Whisper writes is improbable or repeats itself, it writes that piece anew, the freer the
-more often. The temperatures are its paper's (section 4.5), the thresholds those of transformers' documentation."""
+"""For temperature 0. Where Whisper's text is improbable or repeats itself, Whisper writes that piece again, at the next
+temperature. The temperatures are from its paper (section 4.5), the thresholds from transformers' documentation."""
 NEVER = {"logprob_threshold": float("-inf"), "no_speech_threshold": 2.0}
-"""Thresholds that nothing passes, so that transformers computes what would be compared with them."""
+"""Thresholds that no text fails. With them, transformers computes the values that it would compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechOptions:
-    """How a sound is to be written down."""
+    """How to write down a sound."""
 
     translates: bool = False
-    """Into English."""
+    """Translate into English."""
     language: str | None = None
     prompt: str | None = None
     temperature: float | None = None
-    """None: as the checkpoint prefers."""
+    """None: the checkpoint's own."""
     timestamps: bool = False
     details: bool = False
-    """Also what segments are given beside their text."""
+    """Also fill in the probabilities of segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Some seconds of the sound."""
+    """Some seconds of the sound, with their text."""
 
     start_s: float
     end_s: float
     text: str
     tokens: tuple[int, ...]
-    """Times included."""
+    """With the tokens of times."""
     seek: int
-    """Where the piece of sound begins in which it was transcript, in hundredths of a second."""
+    """Start of the piece of sound that this segment is from, in hundredths of a second."""
     temperature: float
     avg_logprob: float | None
     no_speech_prob: float | None
@@ -72,18 +73,18 @@ class Segment:
 
 @dataclass
 class Transcript:
-    """What was transcript."""
+    """The text of a sound, as far as it is known."""
 
     text: str = ""
     segments: list[Segment] = field(default_factory=list)
     language: str | None = None
-    """A name in English; None: the model doesn't say."""
+    """Its English name; None: the model doesn't tell."""
     num_tokens: int = 0
 
 
 @dataclass
 class _Piece:
-    """As much sound as a Whisper hears at a time."""
+    """One window of sound: a Whisper takes 30 s at a time."""
 
     seek: int
     temperature: float
@@ -92,7 +93,7 @@ class _Piece:
 
 
 class TranscriptBuilder:
-    """Is told what one `generate()` of a Whisper finds, piece by piece, in its thread."""
+    """Collects the results of one `generate()` of a Whisper, piece by piece, in the thread that runs it."""
 
     def __init__(self, model: "AudioModel", on_text: Callable[[str], None]) -> None:
         self._model, self._on_text = model, on_text
@@ -102,7 +103,7 @@ class TranscriptBuilder:
         self.transcript = Transcript()
 
     def piece(self, given: dict[str, Any], found: Any) -> None:
-        """What `generate_with_fallback` was given and has found."""
+        """Take the arguments and the result of `generate_with_fallback`."""
         from transformers.generation.logits_process import WhisperNoSpeechDetection
 
         config = given["generation_config"]
@@ -121,7 +122,7 @@ class TranscriptBuilder:
             self.transcript.language = self._model.language_in(given["decoder_input_ids"][0].tolist())
 
     def segments(self, found: list[dict[str, Any]]) -> None:
-        """What the last piece is made of."""
+        """Take the segments of the last piece."""
         assert self._piece is not None  # generate() makes them of it
         for one in found:
             tokens = one["tokens"].tolist()
@@ -141,7 +142,7 @@ class TranscriptBuilder:
         self.tell(self._model.text_of(self._tokens).rstrip("\ufffd"))  # a character may be in two pieces
 
     def tell(self, text: str) -> None:
-        """That this is what was transcript up to now."""
+        """Give on the text up to now, as far as it is new."""
         if len(text) > self._num_told:
             self._on_text(text[self._num_told :])
             self._num_told = len(text)
@@ -182,7 +183,7 @@ class AudioModel(OfferedModel):
 
     @property
     def languages(self) -> dict[str, str]:
-        """The codes of languages that it can be told, and their names; of one that knows English alone, none."""
+        """Language codes that the model takes, and their names; empty if it knows English alone."""
         from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
         if not self.is_whisper or not getattr(self._settings, "is_multilingual", True):
@@ -192,18 +193,18 @@ class AudioModel(OfferedModel):
 
     @property
     def translates(self) -> bool:
-        """Whether it can, into English."""
+        """The model can translate into English."""
         return bool(self.languages) and "translate" in getattr(self._settings, "task_to_id", ())
 
     def language_in(self, tokens: list[int]) -> str | None:
-        """The name of the language that is told by one of these tokens."""
+        """Name of the language that one of these tokens stands for."""
         if not self.languages:
             return "english" if self.is_whisper else None
         ids = {place: token.strip("<|>") for token, place in self._settings.lang_to_id.items()}
         return next((self.languages[ids[one]] for one in tokens if one in ids), None)
 
     def text_of(self, tokens: list[int]) -> str:
-        """Without special tokens and times."""
+        """Text of tokens, without special tokens and times."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def write(
@@ -213,7 +214,7 @@ class AudioModel(OfferedModel):
         go_on: Callable[[], None] = lambda: None,
         on_text: Callable[[str], None] = lambda _: None,
     ) -> Transcript:
-        """What is said in a sound; `go_on` is asked before each token, `on_text` is given the text by and by.
+        """Write down a sound. `go_on` is called before each token, `on_text` with each new piece of text.
 
         Raises:
             ApiError: the model can't do that.
@@ -227,7 +228,7 @@ class AudioModel(OfferedModel):
 
         is_long = self.is_whisper and len(samples) > self._pipeline.feature_extractor.n_samples
         if is_long and not self.has_times:
-            raise _refused("file", f"{self.name} knows no times, which a sound of more than one piece needs")
+            raise _refused("file", f"{self.name} writes no times, and a long sound needs them")
         times = {"return_timestamps": True} if wanted.timestamps or is_long else {}
         builder = self._building.to = TranscriptBuilder(self, on_text)
         try:
@@ -237,7 +238,7 @@ class AudioModel(OfferedModel):
                 sound, generate_kwargs={**arguments, "stopping_criteria": [still_wanted]}, **times
             )
         except BaseException as error:
-            clear_frames(error.__traceback__)  # they hold sessions, which servers keep until somebody looks for garbage
+            clear_frames(error.__traceback__)  # frames hold sessions, which servers keep until the garbage is collected
             if isinstance(error, SwarmError) or not isinstance(error, ValueError):
                 raise
             reason = str(error).strip().split("\n")[0]
@@ -257,7 +258,7 @@ class AudioModel(OfferedModel):
         """
         found: dict[str, Any] = self._language_and_task(options)
         if options.timestamps and not self.has_times:
-            raise _refused("response_format", f"{self.name} knows no times: choose json or text")
+            raise _refused("response_format", f"{self.name} writes no times: choose json or text")
         if options.prompt:
             found["prompt_ids"] = self._prompt_ids(options.prompt)
         temperature = options.temperature
@@ -293,13 +294,13 @@ class AudioModel(OfferedModel):
             ids = self.tokenizer.get_prompt_ids(prompt, return_tensors="pt")
         except ValueError:  # a special token is in it
             raise _refused("prompt", "the prompt can't hold special tokens of the model") from None
-        num_tokens, longest = len(ids) - 1, self.swarm.config.max_target_positions // 2 - 1  # as Whisper's own
+        num_tokens, longest = len(ids) - 1, self.swarm.config.max_target_positions // 2 - 1  # Whisper's own limit
         if num_tokens > longest:
             raise _refused("prompt", f"the prompt has {num_tokens} tokens, and {self.name} takes {longest}")
         return torch.as_tensor(ids)
 
     def _have_it_tell(self) -> None:
-        """What transformers' loop over pieces finds is told to whoever listens in that thread."""
+        """Wrap two methods of transformers' loop over pieces: they tell the thread's builder what they find."""
         swarm, building = self.swarm, self._building
         with_fallback, retrieve = swarm.generate_with_fallback, swarm._retrieve_segment
 

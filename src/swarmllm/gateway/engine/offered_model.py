@@ -30,7 +30,7 @@ class Use:
     negation: str
     route: str
     code: str
-    """Of the error if a model of another kind is asked for it."""
+    """Code of the error if a model of another kind is asked for this use."""
 
 
 def shortest(*lengths: int | None) -> int:
@@ -87,14 +87,15 @@ class OfferedModel:
         self.name = name or ":".join(filter(None, (view.model_name, view.config.active_adapter)))
         """In the API."""
         self.fingerprint = view.fingerprint
-        self._longest = max_length
+        self.longest = max_length
+        """Most tokens, by the settings and the model."""
         self.num_scores: int = swarm.get_input_embeddings().weight.shape[0]
         """Tokens of the model, with those that only pad its tables."""
 
     @property
     def max_length(self) -> int:
         """Most tokens of a text; of a prompt and its answer together."""
-        return self._longest
+        return self.longest
 
     def about(self) -> dict[str, Any]:
         """Facts for the page of the swarm."""

@@ -1,8 +1,9 @@
-"""Pictures in chats: from data URLs to what the model's own processor makes of them, and memory for that.
+"""Pictures in chats: from data URLs to the inputs of a model, made by its own processor; and memory for them.
 
-`chat_request` finds pictures in a request and has them read here; `generation` gives the model what came of them.
-Strangers send them: they are bounded before memory is spent on them. A `Room` bounds what all requests take together;
-who finds too little waits in line, callers in turn. Files with sound take their memory from the same room.
+`chat_request` finds pictures in a request and has them read here; `generation` gives the inputs to the model. Strangers
+send pictures, so their size is checked before memory is spent on them. A `Room` limits the memory of all requests
+together: a request that finds too little waits in line, and callers take turns. Files with sound take their memory from
+the same room.
 """
 
 import asyncio
@@ -27,49 +28,50 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEMORY_SHARE = 1 / 4
-"""Of the memory that this process may use, for all pictures and sounds. Assumed: answers need the rest."""
+"""Share of this process's memory for all pictures and sounds. Assumed: answers need the rest."""
 
 
 def default_bytes() -> int:
-    """Memory for pictures and sounds if nothing else is said."""
+    """Default memory for pictures and sounds."""
     return int(total_memory_bytes() * MEMORY_SHARE)
 
 
 class Taken:
-    """Some of a room; `free` gives it back, from the event loop."""
+    """An amount taken from a room; `free` gives it back. Call it in the event loop."""
 
     def __init__(self, room: "Room", caller: str, amount: int) -> None:
         self._room, self._caller = room, caller
         self.amount = amount
 
     def keep(self, amount: int) -> None:
-        """It turned out to be that much; nobody waits for more, since it is there already."""
+        """Change to the amount that was really needed. It never waits: the memory is in use already."""
         self._room.change(self._caller, amount - self.amount)
         self.amount = amount
 
     def shrink(self, amount: int) -> None:
-        """No more than that is needed any more."""
+        """Keep at most this amount."""
         self.keep(min(self.amount, amount))
 
     def free(self) -> None:
-        """Harmless if it has been freed."""
+        """Give all of it back. A second call does nothing."""
         self.keep(0)
 
 
 class Room:
-    """Of `size` in all, and `of_one` for one caller at a time; `most` may wait."""
+    """`size` in all, `of_one` for one caller at a time; `most` requests may wait."""
 
     def __init__(self, size: int, *, most: int, of_one: int | None = None) -> None:
         self.size = size
         self._of_one = size if of_one is None else of_one
         self._most = most
-        self._left = size
+        self.left = size
+        """Amount that nobody has."""
         self._of: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
-        """By caller; the one whose turn is next comes first."""
+        """Requests in line, by caller; the caller whose turn is next comes first."""
 
     async def take(self, amount: int, caller: str) -> Taken:
-        """That much for `caller`, when there is room; `amount` is not larger than `size`.
+        """Take an amount (at most `size`) for `caller`; waits for its turn.
 
         Raises:
             ApiError: too many wait already.
@@ -88,7 +90,7 @@ class Room:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came at the same time
+            if turn.done() and not turn.cancelled():  # its turn came in the same tick
                 self.change(caller, -amount)
             else:
                 self._forget(caller, (amount, turn))
@@ -96,26 +98,27 @@ class Room:
         return Taken(self, caller, amount)
 
     def change(self, caller: str, amount: int) -> None:
-        """`caller` has so much more, or less."""
-        self._left -= amount
+        """Count this much more (or less) as the caller's."""
+        self.left -= amount
         self._of[caller] += amount
         if not self._of[caller]:
             del self._of[caller]
         self._admit()
 
     def _admit(self) -> None:
-        """All whose turn it is. Who has as much as one may have is passed over; who finds too little is not."""
+        """Admit all requests whose turn it is. A caller at its own limit is passed over; one that finds too little room
+        is not."""
         for caller in list(self._waiting):
             amount, turn = self._waiting[caller][0]
             if self._of[caller] and self._of[caller] + amount > self._of_one:
                 continue
-            if amount > self._left:
+            if amount > self.left:
                 return
             self._forget(caller, (amount, turn))
             if caller in self._waiting:
                 self._waiting.move_to_end(caller)
             turn.set_result(None)
-            self.change(caller, amount)  # looks for the next one
+            self.change(caller, amount)  # this call admits the next one
             return
 
     def _forget(self, caller: str, one: tuple[int, "asyncio.Future[None]"]) -> None:
@@ -128,48 +131,50 @@ class Room:
 
 Result = TypeVar("Result")
 MAX_PICTURES = 16
-"""In one request. Assumed."""
+"""Pictures of one request. Assumed."""
 MAX_PIXELS = 1 << 25
-"""Of one picture: 33 megapixels, 100 MB when unpacked; phones take 12 to 50. A file of some kilobytes can be larger."""
+"""Pixels of one picture: 33 megapixels, 100 MB when unpacked; phones take 12 to 50. A file of some kilobytes can be
+larger."""
 MAX_RATIO = 50
-"""Of its longer side to its shorter one: many processors scale the shorter one to some hundred pixels, and a strip of
-8000 x 1 took 9 GB then (measured with CLIP's). Assumed: pages of a web site, photographed as a whole, have up to 20."""
+"""Longer side of a picture, divided by its shorter one. Many processors scale the shorter side to some hundred pixels;
+a strip of 8000 x 1 took 9 GB then (measured with CLIP's). Assumed: photographs of whole web pages have up to 20."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LEAST_BYTES = 32 << 20
-"""Memory for a picture, however small: of some, processors make large ones (measured: Idefics3's 17 tiles of 364²)."""
+"""Least memory of a picture. Some processors make a small picture large (measured: Idefics3's 17 tiles of 364²)."""
 BYTES_PER_PIXEL, LARGEST_BYTES_PER_PIXEL = 5, 10
-"""Of all pictures of a request until they have been processed, and of its largest one while it is. Measured with the
-processors of CLIP, Qwen2-VL, LLaVA-NeXT, Gemma 3, Pixtral and Idefics3: 5 and 9.5 at most."""
+"""Memory for all pictures of a request until they have been processed, and for the largest one during that. Measured
+with the processors of CLIP, Qwen2-VL, LLaVA-NeXT, Gemma 3, Pixtral and Idefics3: 5 and 9.5 at most."""
 _SPACES = b" \t\r\n\f\v"
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
 
 class PicturePrompt(list[int]):
-    """The tokens of a prompt with pictures, and what the model is given besides."""
+    """The tokens of a prompt with pictures, and the model's other inputs."""
 
     def __init__(self, ids: Sequence[int], inputs: dict[str, Tensor]) -> None:
         super().__init__(ids)
         self.inputs = inputs
         self.memory: Taken | None = None
-        """What it takes of the room for pictures, until its request has ended."""
+        """Its part of the room for pictures, until the request has ended."""
 
     @property
     def num_bytes(self) -> int:
-        """Of what the model is given besides."""
+        """Bytes of the other inputs."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def rows(self, count: int) -> dict[str, Tensor]:
-        """The same for that many rows with this prompt: pictures and patches of all of them lie one after the other."""
+        """The other inputs for `count` rows with this prompt: the pictures and patches of all rows, one after the
+        other."""
         return {name: torch.cat([tensor] * count) for name, tensor in self.inputs.items()}
 
 
 def picture_rows(prompt: Sequence[int], count: int) -> dict[str, Tensor]:
-    """What the model is given besides the tokens of `count` rows of that prompt; mostly nothing."""
+    """The inputs besides tokens for `count` rows of this prompt; empty without pictures."""
     return prompt.rows(count) if isinstance(prompt, PicturePrompt) else {}
 
 
 def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> None:
-    """What was taken for the pictures of these prompts, and is needed for as many rows, belongs to them now."""
+    """Hand the memory of these prompts' pictures over to them, as much as `rows` rows need."""
     for prompt in prompts:
         if isinstance(prompt, PicturePrompt):
             prompt.memory = memory
@@ -177,17 +182,17 @@ def keep_memory(prompts: Sequence[Sequence[int]], memory: Taken, rows: int) -> N
 
 
 def free_memory(prompts: Sequence[Sequence[int]]) -> None:
-    """Nobody needs the pictures of these prompts any more; in the event loop."""
+    """Free the memory of these prompts' pictures. Call it in the event loop."""
     for prompt in prompts:
         if isinstance(prompt, PicturePrompt) and prompt.memory is not None:
             prompt.memory.free()
 
 
 def unpacked_bytes(urls: Sequence[str]) -> int:
-    """Memory that these pictures take until they have been processed, from what their files say of their sizes.
+    """Memory that these pictures need until they have been processed, by the sizes that their files state.
 
     Raises:
-        ApiError: one is no picture or too large, or they are too many.
+        ApiError: one is no picture or too large, or there are too many.
     """
     if len(urls) > MAX_PICTURES:
         raise bad_picture(f"{len(urls)} pictures are too many: {MAX_PICTURES} at most")
@@ -196,7 +201,7 @@ def unpacked_bytes(urls: Sequence[str]) -> int:
 
 
 def read_picture(url: str) -> "Image":
-    """The picture of a data URL, in RGB.
+    """Read the picture of a data URL, in RGB.
 
     Raises:
         ApiError: it is none, or too large.
@@ -207,7 +212,7 @@ def read_picture(url: str) -> "Image":
 
 
 def _opened(url: str, take: "Callable[[Image], Result]") -> Result:
-    """What `take` makes of a picture whose size is all that has been read of it.
+    """Call `take` with a picture of which only the size has been read, and return its result.
 
     Raises:
         ApiError: it is none, or too large.
@@ -248,7 +253,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 class PictureProcessor:
-    """The processor of one model that sees; made when the first picture comes."""
+    """The processor of one vision model; loaded with the first picture."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         """`model` is the hub id or directory."""
@@ -263,7 +268,7 @@ class PictureProcessor:
 
     @property
     def template(self) -> str:
-        """Of chats with pictures.
+        """The chat template for messages with pictures.
 
         Raises:
             ConfigurationError: there is none.
@@ -277,7 +282,7 @@ class PictureProcessor:
         return str(found)
 
     def encode(self, text: str, urls: Sequence[str]) -> PicturePrompt:
-        """Tokens and pictures of a conversation's text, which has a place for each of the pictures at `urls`.
+        """Tokens and other inputs for the text of a conversation with one placeholder for each picture at `urls`.
 
         Raises:
             ApiError: a picture can't be read.
@@ -299,5 +304,5 @@ class PictureProcessor:
 
 
 def bad_picture(message: str) -> ApiError:
-    """What is wrong with the pictures of a chat."""
+    """An error about the pictures of a chat."""
     return ApiError(400, message, param="messages", code="invalid_image")

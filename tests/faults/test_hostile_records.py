@@ -1,4 +1,4 @@
-"""What one hostile node does to the DHT of others: real nodes with real daemons, several in one event loop."""
+"""Hostile nodes of the DHT: floods, stalls, false places and replayed records. Real nodes with real daemons."""
 
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -145,3 +145,51 @@ async def test_a_node_stands_where_its_peer_id_puts_it(swarm: Swarm) -> None:
     assert swarm.first.is_neighbour(swarm.server.peer_id)
     assert not swarm.first.is_neighbour(Identity.generate().peer_id)
     assert table.uid_to_peer_id == {node_id_of(node.peer_id): node.peer_id for node in (mallory, node_of(swarm.server))}
+
+
+# ---------------------------------------------------------------------- replayed records
+
+
+class Replayer(RecordValidator):
+    """Stores a record with its owner's own signature, recorded earlier."""
+
+    def __init__(self, recorded: bytes) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def validate(self, record: Any) -> bool:
+        return True
+
+    def sign_value(self, record: Any) -> bytes:
+        return self._recorded
+
+
+async def test_replayed_record() -> None:
+    """An old record of a peer, with its own signature, replaces neither a newer record nor its withdrawal."""
+    key, model = servers_key(FINGERPRINT), ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=2)
+    async with await Peer.create() as first:
+        victim = await Peer.create(initial_peers=first.join_maddrs)
+        mallory = await Peer.create(initial_peers=first.join_maddrs)
+        async with victim, mallory:
+            said, reader = BlockDirectory(victim), BlockDirectory(first)
+            earlier = ServerInfo(peer_id=victim.peer_id, addrs=victim.addrs, start=0, end=1)
+            await said.announce(model, earlier)
+            assert await reader.servers(FINGERPRINT) == (earlier,)
+            assert first._dht is not None
+            assert mallory._dht is not None
+            storage, node = first._dht._node.protocol.storage, mallory._dht._node
+            recorded = storage.get(type(node.node_id).generate(key)).value.get(victim.peer_id)
+
+            async def replay(ttl_s: float) -> None:
+                node.protocol.record_validator = Replayer(recorded.value)
+                await node.store(key, "", recorded.expiration_time + ttl_s, subkey=victim.peer_id)
+
+            later = earlier.model_copy(update={"end": 2})
+            await said.announce(model, later)
+            await replay(0)
+            assert await reader.servers(FINGERPRINT) == (later,)
+            await replay(300)  # the signature covers the time as well
+            assert await reader.servers(FINGERPRINT) == (later,)
+            await said.withdraw(model)
+            await replay(0)
+            assert await reader.servers(FINGERPRINT) == ()

@@ -17,7 +17,7 @@ from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutO
 from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device import device, device_thread
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread, SessionStep
 from swarmllm.server.device.scheduler import Account, Priority
 
 
@@ -29,10 +29,10 @@ async def helpers() -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def executor(helpers: None) -> AsyncIterator[Executor]:
-    executor = Executor()
-    yield executor
-    await executor.close()
+async def thread(helpers: None) -> AsyncIterator[DeviceThread]:
+    thread = DeviceThread()
+    yield thread
+    await thread.close()
 
 
 class Gate:
@@ -46,55 +46,60 @@ class Gate:
         self.opened.wait()
 
 
-async def blocked(executor: Executor) -> tuple[Gate, asyncio.Task[object]]:
+async def blocked(thread: DeviceThread) -> tuple[Gate, asyncio.Task[object]]:
     gate = Gate()
-    task = asyncio.create_task(executor.run(gate, Priority.DECODE))
+    task = asyncio.create_task(thread.run_call(gate, Priority.DECODE))
     await asyncio.to_thread(gate.entered.wait)
     return gate, task
 
 
-async def test_urgent_calls_overtake_and_equal_ones_keep_their_order(executor: Executor) -> None:
+async def test_urgent_calls_overtake_and_equal_ones_keep_their_order(thread: DeviceThread) -> None:
     order: list[str] = []
 
     def call(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    gate, first = await blocked(executor)
-    wanted = [("b1", Priority.BATCH), ("p1", Priority.PREFILL), ("d1", Priority.DECODE), ("b2", Priority.BATCH)]
+    gate, first = await blocked(thread)
+    wanted = [
+        ("b1", Priority.SESSIONLESS),
+        ("p1", Priority.PREFILL),
+        ("d1", Priority.DECODE),
+        ("b2", Priority.SESSIONLESS),
+    ]
     wanted += [("d2", Priority.DECODE), ("p2", Priority.PREFILL)]
-    tasks = [asyncio.create_task(executor.run(call(name), priority)) for name, priority in wanted]
+    tasks = [asyncio.create_task(thread.run_call(call(name), priority)) for name, priority in wanted]
     await asyncio.sleep(0)
-    assert executor.num_calls == 7
+    assert thread.num_calls == 7
     gate.opened.set()
     await asyncio.gather(first, *tasks)
 
     assert order == ["d1", "d2", "p1", "p2", "b1", "b2"]
-    assert executor.num_calls == 0
+    assert thread.num_calls == 0
 
 
-async def test_values_times_and_errors_come_back(executor: Executor) -> None:
-    timed = await executor.run(lambda: threading.current_thread().name, Priority.DECODE)
+async def test_values_times_and_errors_come_back(thread: DeviceThread) -> None:
+    timed = await thread.run_call(lambda: threading.current_thread().name, Priority.DECODE)
     assert timed.value == "swarmllm-device"
     assert timed.queue_us >= 0
     assert timed.compute_us >= 0
     with pytest.raises(ZeroDivisionError):
-        await executor.run(lambda: 1 // 0, Priority.DECODE)
-    assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+        await thread.run_call(lambda: 1 // 0, Priority.DECODE)
+    assert (await thread.run_call(lambda: 5, Priority.DECODE)).value == 5
 
 
-async def test_a_call_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
+async def test_a_call_that_is_cancelled_before_its_turn_is_not_run(thread: DeviceThread) -> None:
     ran: list[int] = []
-    gate, first = await blocked(executor)
-    second = asyncio.create_task(executor.run(lambda: ran.append(2), Priority.DECODE))
+    gate, first = await blocked(thread)
+    second = asyncio.create_task(thread.run_call(lambda: ran.append(2), Priority.DECODE))
     await asyncio.sleep(0)
     second.cancel()
     gate.opened.set()
     await first
-    await executor.run(lambda: ran.append(3), Priority.DECODE)
+    await thread.run_call(lambda: ran.append(3), Priority.DECODE)
     assert ran == [3]
 
 
-async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(executor: Executor) -> None:
+async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(thread: DeviceThread) -> None:
     order: list[str] = []
 
     def turns(name: str) -> Generator[None, None, str]:
@@ -108,9 +113,9 @@ async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(executor: Exec
         return name
 
     first = Gate()
-    tasks = [asyncio.create_task(executor.run_in_turns(turns(name), Priority.BATCH)) for name in "ab"]
+    tasks = [asyncio.create_task(thread.run_in_turns(turns(name), Priority.SESSIONLESS)) for name in "ab"]
     await asyncio.to_thread(first.entered.wait)
-    urgent = asyncio.create_task(executor.run(lambda: order.append("urgent"), Priority.DECODE))
+    urgent = asyncio.create_task(thread.run_call(lambda: order.append("urgent"), Priority.DECODE))
     await asyncio.sleep(0)
     first.opened.set()
     assert [(await task).value for task in tasks] == ["a", "b"]
@@ -118,7 +123,7 @@ async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(executor: Exec
     assert order == ["a0", "urgent", "a1", "a2", "b0", "b1", "b2"]
 
 
-async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(executor: Executor) -> None:
+async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(thread: DeviceThread) -> None:
     gate = Gate()
     ran: list[int] = []
 
@@ -130,22 +135,22 @@ async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(executo
         ran.append(2)
 
     with pytest.raises(ZeroDivisionError):
-        await executor.run_in_turns(turns(lambda: 1 // 0), Priority.BATCH)
-    task = asyncio.create_task(executor.run_in_turns(turns(gate), Priority.BATCH))
+        await thread.run_in_turns(turns(lambda: 1 // 0), Priority.SESSIONLESS)
+    task = asyncio.create_task(thread.run_in_turns(turns(gate), Priority.SESSIONLESS))
     await asyncio.to_thread(gate.entered.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     gate.opened.set()
-    assert (await executor.run(lambda: 5, Priority.BATCH)).value == 5
+    assert (await thread.run_call(lambda: 5, Priority.SESSIONLESS)).value == 5
     assert ran == [1, 1]
-    assert executor.num_calls == 0
+    assert thread.num_calls == 0
 
 
-async def test_waiting_until_idle(executor: Executor) -> None:
-    await executor.wait_until_idle()
-    gate, first = await blocked(executor)
-    idle = asyncio.create_task(executor.wait_until_idle())
+async def test_waiting_until_idle(thread: DeviceThread) -> None:
+    await thread.wait_until_idle()
+    gate, first = await blocked(thread)
+    idle = asyncio.create_task(thread.wait_until_idle())
     await asyncio.sleep(0)
     assert not idle.done()
     gate.opened.set()
@@ -156,9 +161,9 @@ async def test_waiting_until_idle(executor: Executor) -> None:
 @pytest.mark.usefixtures("helpers")
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_TIMEOUT_S", 0.02)
-    executor = Executor()
-    gate, first = await blocked(executor)
-    await executor.close()
+    thread = DeviceThread()
+    gate, first = await blocked(thread)
+    await thread.close()
     gate.opened.set()
     await first
 
@@ -176,13 +181,19 @@ class Blocks:
         return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
 
 
-class Step:
+class Step(SessionStep):
     """A step of some positions; `value` None: it can't even begin."""
 
     def __init__(self, blocks: Any, session: str, value: float | None, num_tokens: int = 1) -> None:
-        self.session, self.packer, self.num_tokens, self.value = session, blocks, num_tokens, value
-        self.granule, self.account = 1, Account("a client")
-        self.priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
+        super().__init__(
+            session=session,
+            packer=blocks,
+            num_tokens=num_tokens,
+            granule=1,
+            account=Account("a client"),
+            priority=Priority.DECODE if num_tokens == 1 else Priority.PREFILL,
+        )
+        self.value = value
         self.taken: list[int] = []
 
     def take(self, num_tokens: int) -> SessionCall:
@@ -193,12 +204,12 @@ class Step:
         return SessionCall(inputs, None, None)  # type: ignore[arg-type]
 
 
-async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Executor) -> None:
+async def test_steps_that_wait_go_together_and_each_fails_alone(thread: DeviceThread) -> None:
     blocks, others = Blocks(), Blocks()
-    gate, first = await blocked(executor)
+    gate, first = await blocked(thread)
     steps = [Step(blocks, "a", 1), Step(blocks, "b", -1), Step(blocks, "c", None), Step(others, "d", 2)]
     steps += [Step(blocks, "e", 3), Step(blocks, "e", 4)]
-    tasks = [asyncio.create_task(executor.step(step)) for step in steps]
+    tasks = [asyncio.create_task(thread.run_step(step)) for step in steps]
     await asyncio.sleep(0)
     gate.opened.set()
     await first
@@ -209,18 +220,18 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(executor: Execut
     assert [timed.value[0, 0, 0] for timed in (a, d, e, f)] == [2, 3, 4, 5]
     assert isinstance(b, ArithmeticError)
     assert isinstance(c, SessionLostError)
-    load = executor.thread.load
+    load = thread.load
     assert (load.num_steps, load.num_tokens, load.num_forwards) == (6, 6, 2)
     assert 1 < load.batch_size < 5
 
 
-async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executor) -> None:
+async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThread) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
-    await executor.run(lambda: executor.thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
-    gate, first = await blocked(executor)
-    prefill = asyncio.create_task(executor.step(long))
-    decode = asyncio.create_task(executor.step(Step(blocks, "b", 1)))
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
+    gate, first = await blocked(thread)
+    prefill = asyncio.create_task(thread.run_step(long))
+    decode = asyncio.create_task(thread.run_step(Step(blocks, "b", 1)))
     await asyncio.sleep(0)
     gate.opened.set()
     await first
@@ -232,48 +243,48 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(executor: Executo
     assert blocks.forwards[0] == [1, 24]
 
 
-async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(executor: Executor) -> None:
+async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(thread: DeviceThread) -> None:
     class Uneven(Blocks):
         def run(self, calls: Sequence[SessionCall]) -> list[Any]:
             self.forwards.append([])
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
     blocks = Blocks()
-    await executor.run(lambda: executor.thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
-    gate, first = await blocked(executor)
-    uneven = asyncio.create_task(executor.step(Step(Uneven(), "a", 1, num_tokens=100)))
-    others = [asyncio.create_task(executor.step(Step(blocks, name, 1))) for name in "bc"]
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
+    gate, first = await blocked(thread)
+    uneven = asyncio.create_task(thread.run_step(Step(Uneven(), "a", 1, num_tokens=100)))
+    others = [asyncio.create_task(thread.run_step(Step(blocks, name, 1))) for name in "bc"]
     await asyncio.sleep(0)
     gate.opened.set()
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         await uneven
     await asyncio.gather(first, *others)
-    assert (await executor.step(Step(blocks, "a", 1))).value[0, 0, 0] == 2
+    assert (await thread.run_step(Step(blocks, "a", 1))).value[0, 0, 0] == 2
 
 
-async def test_a_call_may_raise_whatever_it_likes(executor: Executor) -> None:
+async def test_a_call_may_raise_whatever_it_likes(thread: DeviceThread) -> None:
     def raises(error: BaseException) -> None:
         raise error
 
     calls = [
-        executor.run(partial(raises, error), Priority.DECODE) for error in (StopIteration(3), KeyError(), OSError())
+        thread.run_call(partial(raises, error), Priority.DECODE) for error in (StopIteration(3), KeyError(), OSError())
     ]
     kinds = [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
     assert kinds == [RuntimeError, KeyError, OSError]
-    assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+    assert (await thread.run_call(lambda: 5, Priority.DECODE)).value == 5
 
 
 @pytest.mark.parametrize("place", ["next", "ran", "add", "decoding"])
 async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
-    executor: Executor, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    thread: DeviceThread, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mistake(*_: object) -> None:
         raise ZeroDivisionError("nobody thought of this")
 
-    gate, first = await blocked(executor)
-    monkeypatch.setattr(executor.thread._scheduler, place, mistake)
-    watching = asyncio.create_task(executor.watch())
-    waiting = [asyncio.create_task(executor.step(Step(Blocks(), name, 1))) for name in "abc"]
+    gate, first = await blocked(thread)
+    monkeypatch.setattr(thread._scheduler, place, mistake)
+    watching = asyncio.create_task(thread.watch())
+    waiting = [asyncio.create_task(thread.run_step(Step(Blocks(), name, 1))) for name in "abc"]
     await asyncio.sleep(0)
     gate.opened.set()
     results = await asyncio.gather(first, *waiting, return_exceptions=True)
@@ -281,14 +292,14 @@ async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
     with pytest.raises(LocalProtocolError, match=r"ZeroDivisionError: nobody thought of this.*start the server again"):
         await watching
     with pytest.raises(BlocksNotServedError, match="can't compute any more"):
-        await executor.run(lambda: 5, Priority.DECODE)
-    await executor.wait_until_idle()
+        await thread.run_call(lambda: 5, Priority.DECODE)
+    await thread.wait_until_idle()
     assert "the device thread ended" in caplog.text
 
 
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_cuda_context_that_is_lost_ends_the_thread(
-    executor: Executor, lost: bool, monkeypatch: pytest.MonkeyPatch
+    thread: DeviceThread, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every later call would fail, for everybody; so the process ends with one sentence. Others fail alone."""
 
@@ -301,11 +312,11 @@ async def test_a_cuda_context_that_is_lost_ends_the_thread(
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    watching = asyncio.create_task(executor.watch())
+    watching = asyncio.create_task(thread.watch())
     with pytest.raises(BlocksNotServedError if lost else RuntimeError, match="CUDA error"):
-        await executor.run(fails, Priority.DECODE)
+        await thread.run_call(fails, Priority.DECODE)
     if not lost:
-        assert (await executor.run(lambda: 5, Priority.DECODE)).value == 5
+        assert (await thread.run_call(lambda: 5, Priority.DECODE)).value == 5
         watching.cancel()
         return
     with pytest.raises(
@@ -313,14 +324,14 @@ async def test_a_cuda_context_that_is_lost_ends_the_thread(
     ):
         await watching
     with pytest.raises(BlocksNotServedError, match="can't compute any more"):
-        await executor.run(lambda: 5, Priority.DECODE)
+        await thread.run_call(lambda: 5, Priority.DECODE)
 
 
-async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Executor) -> None:
+async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(thread: DeviceThread) -> None:
     blocks = Blocks()
-    gate, first = await blocked(executor)
+    gate, first = await blocked(thread)
     steps = [Step(blocks, "a", 1), Step(blocks, "b", 1)]
-    tasks = [asyncio.create_task(executor.step(step)) for step in steps]
+    tasks = [asyncio.create_task(thread.run_step(step)) for step in steps]
     await asyncio.sleep(0)
     tasks[0].cancel()
     gate.opened.set()
@@ -328,10 +339,10 @@ async def test_a_step_that_is_cancelled_before_its_turn_is_not_run(executor: Exe
     await tasks[1]
     assert steps[0].taken == []
     assert blocks.forwards == [[1]]
-    await executor.wait_until_idle()
+    await thread.wait_until_idle()
 
 
-async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(executor: Executor) -> None:
+async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(thread: DeviceThread) -> None:
     """It holds a session's cache, and the next call may come tomorrow."""
     gate = Gate()
 
@@ -341,7 +352,7 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(executor
             return super().run(calls)
 
     step = Step(Slow(), "a", 1)
-    running = asyncio.create_task(executor.step(step))
+    running = asyncio.create_task(thread.run_step(step))
     await asyncio.to_thread(gate.entered.wait)
     running.cancel()
     await asyncio.wait([running])
@@ -368,7 +379,7 @@ LACKS = [
 
 @pytest.mark.parametrize("lack", LACKS, ids=str)
 async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
-    executor: Executor, lack: BaseException, caplog: pytest.LogCaptureFixture
+    thread: DeviceThread, lack: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails() -> None:
         raise lack
@@ -378,15 +389,15 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
             return [lack for _ in calls]
 
     rooms: list[str] = []
-    executor.thread.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
-    for failing in (executor.run(fails, Priority.BATCH), executor.step(Step(Lacking(), "a", 1))):
+    thread.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
+    for failing in (thread.run_call(fails, Priority.SESSIONLESS), thread.run_step(Step(Lacking(), "a", 1))):
         with pytest.raises(ServerOutOfMemoryError, match="use another one"):
             await failing
     assert rooms == ["swarmllm-device"] * 2
     said = [record.getMessage() for record in caplog.records if record.name == device.logger.name]
     assert [line.startswith("memory ran out") and type(lack).__name__ in line for line in said] == [True] * 2
     with pytest.raises(ArithmeticError):
-        await executor.step(Step(Blocks(), "a", -1))
+        await thread.run_step(Step(Blocks(), "a", -1))
     assert len(rooms) == 2
 
 
@@ -403,10 +414,10 @@ def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
     assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 
 
-async def test_a_lack_that_shows_in_what_is_joined(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_that_shows_in_what_is_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         torch.empty(1 << 48)
 
     monkeypatch.setattr(device_thread, "joined", fails)
     with pytest.raises(ServerOutOfMemoryError):
-        await executor.step(Step(Blocks(), "a", 1))
+        await thread.run_step(Step(Blocks(), "a", 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.server.device import forward_backward
-from swarmllm.server.device.forward_backward import Batch, Graph, KeptBatches, Turns, _parts
+from swarmllm.server.device.forward_backward import Graph, KeptForward, KeptForwards, Turns, _turn_spans
 
 
 def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
@@ -19,8 +19,8 @@ def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
     return Graph(hidden * factor + embeds, inputs, [], Span(0, 1), num_tokens)
 
 
-def batch(num_tokens: int = 4) -> Batch:
-    return Batch([[graph(num_tokens)]])
+def batch(num_tokens: int = 4) -> KeptForward:
+    return KeptForward([[graph(num_tokens)]])
 
 
 def run(turns: Turns[dict[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
@@ -35,7 +35,7 @@ def run(turns: Turns[dict[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
 
 
 async def test_a_kept_forward_is_used_once_and_only_by_its_peer() -> None:
-    kept, mine = KeptBatches(max_tokens=8), batch()
+    kept, mine = KeptForwards(max_tokens=8), batch()
     kept.put("me", 1, mine)
     for peer_id, request in (("you", 1), ("me", 2)):
         with pytest.raises(SessionLostError):
@@ -46,7 +46,7 @@ async def test_a_kept_forward_is_used_once_and_only_by_its_peer() -> None:
 
 
 async def test_the_oldest_make_room() -> None:
-    kept = KeptBatches(max_tokens=10)
+    kept = KeptForwards(max_tokens=10)
     newest = batch(num_tokens=5)
     for request in (1, 2):
         kept.put("me", request, batch())
@@ -58,7 +58,7 @@ async def test_the_oldest_make_room() -> None:
 
 
 async def test_none_outlives_its_time_or_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeptBatches(max_tokens=10)
+    kept = KeptForwards(max_tokens=10)
     kept.put("me", 1, batch())
     kept.clear()
     with pytest.raises(SessionLostError):
@@ -80,7 +80,7 @@ def test_the_gradient_must_have_the_shape_of_the_outputs() -> None:
 
 def test_parts_pass_gradients_on_and_rows_are_joined() -> None:
     groups = [[graph(), graph(factor=5.0)], [graph(), graph(factor=7.0)]]
-    grads, num_turns = run(Batch(groups).gradients(torch.ones(2, 4, 2)))
+    grads, num_turns = run(KeptForward(groups).gradients(torch.ones(2, 4, 2)))
     assert num_turns == 4
     assert grads["hidden_states"][:, 0, 0].tolist() == [15.0, 21.0]
     assert grads["inputs_embeds"][:, 0, 0].tolist() == [6.0, 8.0]
@@ -101,5 +101,5 @@ def test_a_turn_on_a_device_is_of_more_blocks_the_fewer_tokens(
 ) -> None:
     traits = type("Traits", (), {"forbidden_cuts": (2,)})()
     blocks: Any = type("Blocks", (), {"device": torch.device(device), "traits": traits})()
-    cuts = _parts(blocks, Span(0, 8), num_tokens)
+    cuts = _turn_spans(blocks, Span(0, 8), num_tokens)
     assert [part.start for part in cuts] + [cuts[-1].end] == expected
