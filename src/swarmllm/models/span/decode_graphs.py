@@ -95,7 +95,7 @@ class DecodeGraphs:
         """The smallest size with room for so many positions; None: there is none."""
         return next((size for size in self.sizes if size >= num_positions), None)
 
-    def run(
+    def replay(
         self, size: int, hidden: Sequence[Tensor], pairs: Sequence[tuple[int, int]], position_ids: Tensor | None = None
     ) -> Tensor:
         """Run a step of `size` on these; returns `[number of pairs, hidden]`, a tensor of its own."""
