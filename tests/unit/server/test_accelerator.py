@@ -75,7 +75,7 @@ class Blocks:
         self.blocks = self
         self.traits = type("", (), {"batch_axis": 0})()
 
-    def run(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+    def run_calls(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         return [self._device.launch(call.inputs + 1, self._compute_s) for call in calls]  # type: ignore[operator]
 
 

@@ -175,7 +175,7 @@ class Blocks:
         self.blocks, self.traits = self, BlockTraits()
         self.forwards: list[list[int]] = []
 
-    def run(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
+    def run_calls(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
         hidden: list[Any] = [call.inputs for call in calls]
         self.forwards.append([tensor.shape[1] for tensor in hidden])
         return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
@@ -245,7 +245,7 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThr
 
 async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(thread: DeviceThread) -> None:
     class Uneven(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             self.forwards.append([])
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
@@ -347,9 +347,9 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(thread: 
     gate = Gate()
 
     class Slow(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             gate()
-            return super().run(calls)
+            return super().run_calls(calls)
 
     step = Step(Slow(), "a", 1)
     running = asyncio.create_task(thread.run_step(step))
@@ -385,7 +385,7 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
         raise lack
 
     class Lacking(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             return [lack for _ in calls]
 
     rooms: list[str] = []

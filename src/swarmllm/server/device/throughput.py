@@ -117,7 +117,7 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
         cache = blocks.new_cache(span)
         blocks.forward(random_inputs(blocks, min(context, longest)), span, cache)
         calls.append(SessionCall(random_inputs(blocks, 1), span, cache))
-    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run, calls, way)))
+    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class _MeasuredBlocks:
     def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
         """Run a decode step as the server will run it."""
         if cache is not None and self._packer.way == Packing.PAGED:
-            self._packer.forward.run([SessionCall(token, self.span, cache)], Packing.PAGED)
+            self._packer.forward.run_packed([SessionCall(token, self.span, cache)], Packing.PAGED)
         else:
             self._blocks.forward(token, self.span, cache)
 
