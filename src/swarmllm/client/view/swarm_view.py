@@ -88,7 +88,7 @@ class SwarmView:
         """Events so far: errors by their code, complaints of servers about others (`accusations`), `repairs`, `moves`,
         `spot_checks`, `spot_checks_failed`, `spot_checks_undecided`."""
         self.model_place = name
-        """The value of `--model` for this model on this machine; its name in the swarm may lack the directory's path."""
+        """The value of `--model` for this model on this machine; its name in the swarm may lack the path."""
         self.hidden_size: int | None = None
         """Width of the hidden states; None: unknown."""
         self.num_bytes: int | None = None
