@@ -8,6 +8,7 @@ BENCH_INSTALLED := $(VENV)/.bench-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
 TRAINERS := .venv-trainers
+KERNELS := .venv-kernels
 # In this order. Clients that others have left running use Python's `random`, which hypothesis takes for its tests'.
 ROOMS := $(wildcard $(addprefix tests/,properties numerics unit gpu faults swarm gateway))
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
@@ -31,7 +32,7 @@ GPU_RESULTS ?= build/gpu-results
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-quick test-slow test-oldest test-trainers check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
+.PHONY: help demo test test-quick test-slow test-oldest test-trainers test-kernels check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
 
 help:
 	@echo "make demo         a swarm of real servers on this machine tells a story"
@@ -39,6 +40,7 @@ help:
 	@echo "make test-quick   whether this installation works: unit tests, commands, a failover, training, the gateway"
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile, subjects of commits; make format: mends the first two where it can"
+	@echo "make test-kernels  the kernels for CUDA in Triton's interpreter, on a processor"
 	@echo "make docs         the pages of docs/ as a web site in build/site; every warning is an error"
 	@echo "make bench        the main benchmarks, with pictures; make bench BENCHMARKS='inference prefix': some of them"
 	@echo "make gpu          tests and benchmarks on a GPU, ten minutes at most, without a network from what make gpu-bundle packed"
@@ -58,7 +60,7 @@ test-quick: $(INSTALLED)
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(QUICK)
 
 test: $(INSTALLED)
-	@echo "the fast tests: about 25 minutes on two quiet cores; make test-quick: about 2"
+	@echo "the fast tests: some 10 minutes on two quiet cores; make test-quick: about 2"
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-slow: $(INSTALLED)
@@ -68,8 +70,11 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python $(PYTEST) tests/swarm/test_trainers.py tests/swarm/test_notebooks.py \
-		tests/gateway/test_openai.py::test_langchain_uses_it_as_it_uses_openai tests/gateway/test_other_apis.py tests/gateway/test_frameworks.py
+	$(TRAINERS)/bin/python $(PYTEST) --lane trainers tests/swarm tests/gateway
+
+# Triton's interpreter runs the kernels for CUDA on a processor.
+test-kernels: $(KERNELS)/.installed
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python $(PYTEST) $(PARALLEL) --lane triton tests/numerics
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -153,7 +158,15 @@ $(TRAINERS)/.installed: $(INSTALLED)
 	$(TRAINERS)/bin/python $(PACKAGE) '.[trainers]'
 	@touch $@
 
+# Also on top of .venv. The interpreter needs an older numpy than constraints.txt names, so both have their pins here.
+$(KERNELS)/.installed: $(INSTALLED)
+	[ -x $(KERNELS)/bin/python ] || $(PYTHON) -m venv $(KERNELS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(KERNELS)/bin/python -m pip install -qq triton==3.6.0 numpy==2.3.5
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TRAINERS) build dist benchmarks/results src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(TRAINERS) $(KERNELS) build dist benchmarks/results src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name '*.so' -exec rm -f {} + -o -name '*.pyc' -exec rm -f {} + -o -name __pycache__ -type d -prune -exec rm -rf {} +

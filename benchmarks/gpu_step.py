@@ -35,12 +35,11 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
-from swarmllm.models.span import page_access
+from swarmllm.models.span import page_pool
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.page_access import Placed
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
+from swarmllm.models.span.page_pool import Placed
 from swarmllm.models.span.span_cache import SpanCache
 
 T = TypeVar("T")
@@ -205,7 +204,7 @@ def attention_times(bandwidth: float, limit_s: float) -> list[dict[str, Any]]:
         for size in (32, 64):
             for splits in (4, 8, 16):
                 kernels.KEYS_OF_TILE, kernels.num_splits = size, lambda _, splits=splits: splits
-                run = partial(page_access.attend_pages, query, keys, values, tables, placed, 128**-0.5, 0)
+                run = partial(page_pool.attend_pages, query, keys, values, tables, placed, 128**-0.5, 0)
                 ms = tried_ms(run)
                 share = 4 * sessions * context * heads * 128 / bandwidth / ms * 1e3
                 rows.append(

@@ -22,10 +22,9 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 TEXTS = (5, 12, 20, 33, 40, 52, 64, 80)
 """Positions that each client has written."""

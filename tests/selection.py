@@ -1,11 +1,12 @@
-"""Which tests a run takes on: samples and parts that the commit chooses, and none that would begin after a deadline.
+"""Choice of the tests of a run: samples and parts by the commit's hash, lanes, and no test after a deadline.
 
-Everything here is the same for all processes of a run and for every run of a commit, and over the commits nothing is
-lost: a test's place is a hash of its name, and the commit's hash says whose turn it is.
+All processes of a run and all runs of a commit choose the same tests. Over the commits no test is lost: a test's place
+is a hash of its name, and the commit's hash gives the turn.
 """
 
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from zlib import crc32
@@ -14,6 +15,8 @@ import pytest
 
 NO_COMMIT = "0"
 LEFT_OUT = "left out: the deadline has come"
+LANES = {"gpu": "make gpu", "triton": "make test-kernels", "trainers": "make test-trainers"}
+"""Tests that need what a usual machine or environment lacks, and the command that runs them."""
 
 
 def current_commit(repository: Path) -> str:
@@ -51,8 +54,21 @@ def sampled(names: Sequence[str], num_parts: int, commit: str = COMMIT, *, alway
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "rotates(n): on each commit one of n parts of these tests is for `make test`, the others are slow"
+        "markers",
+        "rotates(n, whole_file=False): on each commit one of n parts of these tests is fast, the others are slow;"
+        " whole_file: the tests of a file take their turn together, because what they share costs most",
     )
+    config.addinivalue_line("markers", "lane(name): left out but for `--lane name`")
+
+
+def lane_of(item: pytest.Item) -> str | None:
+    mark = item.get_closest_marker("lane")
+    if mark is None:
+        return None
+    (name,) = mark.args
+    if name not in LANES:
+        raise pytest.UsageError(f"{item.nodeid}: no lane {name!r}, only {', '.join(LANES)}")
+    return str(name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--part", metavar="I/N", type=_part, help="part I of N; I may be `commit`: the one whose turn it is"
     )
+    group.addoption("--lane", choices=LANES, help="the tests of this lane alone; without it those of none")
     group.addoption("--deadline", metavar="T", type=float, help="begin no test after T seconds since 1970")
 
 
@@ -78,9 +95,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in item.iter_markers("rotates"):
             (num_parts,) = mark.args
-            if part_of(item.nodeid, num_parts) != turn_of(COMMIT, num_parts):
+            name = item.nodeid.partition("::")[0] if mark.kwargs.get("whole_file") else item.nodeid
+            if part_of(name, num_parts) != turn_of(COMMIT, num_parts):
                 item.add_marker(pytest.mark.slow)
     yield
+    of_other_lanes = [item for item in items if lane_of(item) != config.getoption("lane")]
+    if of_other_lanes:
+        items[:] = [item for item in items if lane_of(item) == config.getoption("lane")]
+        config.hook.pytest_deselected(items=of_other_lanes)
+        config.stash[OTHER_LANES] = Counter(lane for item in of_other_lanes if (lane := lane_of(item)) is not None)
     if (wanted := config.getoption("part")) is None:
         return
     part, num_parts = wanted
@@ -89,6 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
 
 
+OTHER_LANES = pytest.StashKey[Counter[str]]()
 _begun: set[str] = set()
 
 
@@ -102,7 +126,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the part, and what the deadline left out."""
+    """Says which part this is, and what was left out."""
+    for lane, count in terminalreporter.config.stash.get(OTHER_LANES, Counter()).items():
+        terminalreporter.write_line(f"{count} tests of the lane {lane} are left out: {LANES[lane]} runs them")
     if (wanted := terminalreporter.config.getoption("part")) is not None:
         terminalreporter.write_line(f"part {wanted[0]} of {wanted[1]} of the tests, at commit {COMMIT[:12]}")
     left_out = [report.nodeid for report in terminalreporter.getreports("skipped") if LEFT_OUT in report.longreprtext]

@@ -4,25 +4,26 @@
     model = AutoDistributedModel.from_pretrained(name, initial_peers=[...])
     model.generate(...)
 
-The public names are imported when they are first used, so that `import swarmllm` costs next to nothing.
-`docs/architecture.md` follows a token through the files. Whoever is listed first may import those that come later:
+The public names are imported when they are first used, so that `import swarmllm` is fast. `docs/architecture.md`
+follows a token through the files. Each entry may import the entries below it:
 
 __main__         `swarmllm X`
-commands/        those that have no room of their own
+commands/        commands without a room of their own
 gateway/         an HTTP API and web pages
 demo/            a whole swarm on this machine
+api              names that guests may import: the gateway, notebooks, other projects
 client/          a model without its blocks
 server/          some blocks
-command_line     what commands share
-speculation/     guesses of tokens, sent ahead
-decoding/        ways to choose tokens
-models/          models, cut into a client's part and blocks
+command_line     common parts of all commands
+speculation/     guessing tokens ahead
+decoding/        methods of choosing tokens
+models/          models, split into the client's part and blocks
 network/         everything between processes
 swarm/           pure decisions
 config           settings
 invite           one word that says how to join a swarm
-data_structures  plain values that all rooms share, above all what a server announces
-files            text that users saved, files that a crash must not leave half written, temporary directories
+data_structures  plain values that all rooms share, such as a server's announcement
+files            reading users' text, writing files safely, temporary directories
 machine_memory   main memory that this process may use
 errors           every error that a user can meet
 version          the version of this package

@@ -1,7 +1,7 @@
-"""The command `swarmllm X`: the same as `python -m swarmllm X`, and a screen that lists what X can be.
+"""The command `swarmllm X`, the same as `python -m swarmllm X`, and the screen that lists all commands.
 
-Imports the one module that is asked for, so that no command waits for the others' dependencies. A command module has
-`main(argv) -> int`, the exit status.
+It imports only the module of the command, so that no command waits for the dependencies of others. A command's module
+has `main(argv) -> int`, which returns the exit status.
 """
 
 import difflib
@@ -107,21 +107,21 @@ def _run(arguments: list[str]) -> int:
         return 2
     try:
         status: int = import_module(COMMANDS[name].module).main(arguments[1:])
-    except KeyboardInterrupt:  # while it was imported; later the command itself takes care of Ctrl-C
+    except KeyboardInterrupt:  # during the import; later the command itself handles Ctrl-C
         return 130
     return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the command line) names, and return its exit status."""
+    """Run the command that `argv` (default: the command line) names and return its exit status."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # also of a help screen, behind which the parser ends the program
+                sys.stdout.flush()  # also after a help screen, where the parser ends the program
     except BrokenPipeError:
-        # `swarmllm --help | head`: the reader has had enough. Python would complain again when it flushes at exit.
+        # `swarmllm --help | head`: the reader has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,12 +1,13 @@
-"""Shared by all commands: flags made from settings, in both spellings; settings from a file; logging; exit codes.
+"""Common parts of all commands: flags from settings, settings from a file, logging, signals, exit codes.
 
-Exit codes: 0 done, 1 a failure, 2 unusable arguments, 130 interrupted. Errors of swarmllm are one sentence on standard
-error; anything else is a bug and shows its traceback.
+Exit codes: 0 done, 1 failure, 2 unusable arguments, 130 interrupted. A SwarmError is printed as one sentence on
+standard error. Any other exception is a bug and shows its traceback.
 
-Each field of a settings dataclass is a flag, made with argparse (`argparse_options`). The metadata of a field changes
-that: `alias` is a second name of the flag; `hidden` keeps it off the help screens; `in_file` makes it a key of the file
-of `--config` only, without a flag; `flag` = False gives neither flag nor key.
-`require_free_ports` is asked before anything heavy is imported, so that a taken port is told at once.
+Each field of a settings dataclass becomes a flag (`argparse_options`). The metadata of a field changes that: `alias` is
+a second name of the flag; `hidden` keeps it off the help screens; `in_file` makes it a key of the file of `--config`,
+without a flag; `flag` = False gives neither flag nor key.
+
+`require_free_ports` runs before anything heavy is imported, so that a taken port is reported at once.
 """
 
 import argparse
@@ -46,10 +47,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STDERR = 2
-"""The last of the file descriptors that every process should have."""
+"""The last file descriptor that every process should have."""
 
 EVERY_S = 4.0
-"""Assumed: somebody who sees nothing for 5 seconds begins to doubt."""
+"""Assumed: a user who sees nothing for 5 seconds begins to doubt."""
 HELP_COLUMNS = 80
 ADDRESS = """
 ADDRESS is what a server prints behind --initial_peers when it starts; a client
@@ -58,7 +59,7 @@ or server on the same local network finds the swarm without it.
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Screens of one width, whatever the terminal's; flags with long names don't break their lines."""
+    """Formats screens of one width on every terminal, and flags with long names on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=HELP_COLUMNS)
@@ -71,9 +72,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes `--num-blocks` for `--num_blocks`, and only reports the flags that were given.
+    """An ArgumentParser that accepts `--num-blocks` for `--num_blocks`, and returns only the flags that were given.
 
-    `common` names the settings that `--help` shows, in this order; the others are behind `--help_all`. None: all.
+    `common` names the settings that `--help` shows, in this order; `--help_all` shows the others too. None: all.
     """
 
     def __init__(self, *, prog: str, description: str, epilog: str = "", common: Sequence[str] | None = None) -> None:
@@ -94,10 +95,10 @@ class Parser(argparse.ArgumentParser):
     def add_settings(
         self, config_type: type, classes: Sequence[type], *groups: type, without: Sequence[str] = ()
     ) -> None:
-        """A flag for each field of `config_type`, but those `without`; name, type and help are the field's own.
+        """Add a flag for each field of `config_type` except `without`. Name, type and help are the field's own.
 
-        `classes` and `groups` are the classes that declare the fields, in the order of the screen. Each of `groups` has
-        a heading, its docstring.
+        `classes` and `groups` are the classes that declare the fields, in the order of the help screen. Each class in
+        `groups` gets a heading, its docstring.
         """
         known, hints = {one.name: one for one in fields(config_type)}, get_type_hints(config_type)
         done = set(without)
@@ -113,11 +114,11 @@ class Parser(argparse.ArgumentParser):
                 self.settings.append((action, owner, one))
 
     def flag_text(self, action: argparse.Action) -> str:
-        """A flag with what stands for its value, as help screens show it."""
+        """The text of a flag and its value, as help screens show it."""
         return self._get_formatter()._format_action_invocation(action)
 
     def format_help(self) -> str:
-        """The screen of `--help`: the common flags only, each with one sentence."""
+        """The screen of `--help`: the common flags, each with one sentence."""
         self._explain(at_length=False)
         if self._common is None:
             return self.format_all()
@@ -141,7 +142,7 @@ class Parser(argparse.ArgumentParser):
     def format_all(self, *, at_length: bool = False) -> str:
         """A screen with all flags in their groups, and the keys that only a file may hold.
 
-        `at_length`: with all that their docstrings say.
+        `at_length`: with their whole docstrings.
         """
         self._explain(at_length=at_length)
         formatter = self._get_formatter()
@@ -163,7 +164,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """One sentence, exit code 2."""
+        """Print one sentence and exit with code 2."""
         unexpected = message.removeprefix("unrecognized arguments: ")
         if unexpected != message:
             message = f"there is no place for {unexpected!r}: is it part of a text that needs quotes?"
@@ -171,9 +172,9 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_settings(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        """The flags that were given (None: on the command line), on top of those in `--config FILE`."""
+        """The settings from `--config FILE` and from these flags (None: the command line). Flags win."""
         argv = list(sys.argv[1:] if argv is None else argv)
-        end = argv.index("--") if "--" in argv else len(argv)  # what follows is text, whatever it begins with
+        end = argv.index("--") if "--" in argv else len(argv)  # text follows, whatever it begins with
         argv = [*map(_underscored, argv[:end]), *argv[end:]]
         self._refuse_keys_of_the_file(argv[:end])
         from_file: list[str] = []
@@ -190,7 +191,7 @@ class Parser(argparse.ArgumentParser):
         return settings
 
     def _refuse_keys_of_the_file(self, flags: Sequence[str]) -> None:
-        """Ends the program if a flag is one of the settings that only the file of `--config` may hold."""
+        """Exit if a flag is a setting that only the file of `--config` may hold."""
         in_file = {
             name: action for action, _, one in self.settings if is_in_file(one) for name in action.option_strings
         }
@@ -203,7 +204,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{name} moved to the file of --config: {_toml_line(in_file[name], list(values))}")
 
     def _refuse_unknown(self, flags: Sequence[str]) -> None:
-        """Ends the program at the first flag that there isn't, with the nearest one, before others are missed."""
+        """Exit at the first unknown flag and name the most similar one, before argparse reports missing flags."""
         known = [name for action in self._actions for name in action.option_strings]
         in_file = {action.dest for action, _, one in self.settings if is_in_file(one)}
         shown = [name for action in self._actions if action.dest not in in_file for name in action.option_strings]
@@ -216,7 +217,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else ""))
 
     def _model_of_invite(self, flags: Sequence[str]) -> list[str]:
-        """`--model` as an invite among the initial peers says, if the command needs one; the flags given win."""
+        """`--model` from an invite among the initial peers, if the command needs a model and none is given."""
         if not any(action.dest == "model" and action.required for action in self._actions):
             return []
         words = [flag.partition("=")[2] if flag.startswith("--initial_peers=") else flag for flag in flags]
@@ -230,7 +231,8 @@ class Parser(argparse.ArgumentParser):
         return ["--model", next(iter(models))] if models and not given else []
 
     def _flags_of(self, path: str, given: Collection[str]) -> list[str]:
-        """The flags in a file but those `given`: they win, also where several values would be taken together."""
+        """The settings of a file as flags, except those `given`: flags win, also where argparse would join several
+        values."""
         try:
             table = tomllib.loads(read_text(path))
         except ConfigurationError as error:
@@ -242,7 +244,7 @@ class Parser(argparse.ArgumentParser):
         for key, value in table.items():
             flag, given_value = _underscored(f"--{key}"), value
             off = f"--no_{flag[2:]}"
-            if isinstance(value, bool) and off in known:  # a setting that is on without a flag
+            if isinstance(value, bool) and off in known:  # a setting that is on by default
                 flag, given_value = off, not value
             if flag in given or (given_value is False and flag in known):
                 continue
@@ -253,7 +255,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_in_file(one: Field[Any]) -> bool:
-    """Whether a setting has no flag, only a key in the file of `--config`."""
+    """True if a setting has no flag, only a key in the file of `--config`."""
     return bool(one.metadata.get("in_file"))
 
 
@@ -266,7 +268,7 @@ def _toml_line(action: argparse.Action, values: Sequence[str]) -> str:
 
 
 def _values_of(name: str, flags: Sequence[str]) -> list[str]:
-    """What is given for a flag, as a word of its own or behind `=`."""
+    """All values given for a flag, as the next word or behind `=`."""
     given = [value for flag, value in itertools.pairwise(flags) if flag == name]
     return given + [flag.partition("=")[2] for flag in flags if flag.startswith(f"{name}=")]
 
@@ -279,7 +281,7 @@ def _underscored(arg: str) -> str:
 
 
 def set_up_logging(default_level: str = "INFO") -> None:
-    """Log to standard error, ours at `SWARMLLM_LOG_LEVEL`, others' warnings only."""
+    """Log to standard error: our messages at `SWARMLLM_LOG_LEVEL`, those of libraries from WARNING on."""
     name = default_log_level(default_level)
     if name not in logging.getLevelNamesMapping():
         raise ConfigurationError(f"SWARMLLM_LOG_LEVEL={name} is no log level; use DEBUG, INFO, WARNING or ERROR")
@@ -288,15 +290,15 @@ def set_up_logging(default_level: str = "INFO") -> None:
     )
     logging.getLogger("swarmllm").setLevel(name)
     if name == "WARNING" and default_level == "WARNING":
-        # Commands that say nothing else still say what takes seconds.
+        # Commands that print nothing else still say what takes seconds.
         for waiting in ("swarmllm.network.p2p.discovery", __name__):
             logging.getLogger(waiting).setLevel(logging.INFO)
     if name != "DEBUG":
-        warnings.simplefilter("ignore")  # third parties' warnings mean nothing to whoever runs a command
+        warnings.simplefilter("ignore")  # users of commands can't do anything about warnings of libraries
 
 
 class Patience:
-    """While inside, says what is waited for whenever nothing else was said for a while, to whoever sees a terminal."""
+    """A context manager that says what the program waits for, whenever nothing else was printed for a while."""
 
     def __init__(self, say: Callable[[str], None], every_s: float | None = None) -> None:
         """`every_s` None: `EVERY_S`."""
@@ -307,12 +309,12 @@ class Patience:
         self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
 
     def wait_for(self, what: Callable[[], str] | None) -> None:
-        """From now on it is this; None: nothing, others are speaking."""
+        """Say this from now on. None: nothing, something else prints."""
         self._waiting_for, self._said_at = what, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Since it was made."""
+        """Seconds since the start."""
         return time.monotonic() - self._began_at
 
     def _run(self) -> None:
@@ -337,9 +339,9 @@ class Patience:
 
 @contextmanager
 def announced_imports(*, torch: bool = True) -> Iterator[None]:
-    """While imports run, say so now and every few seconds, unless they are done already.
+    """While imports run, say so now and every few seconds. Silent if they are done already.
 
-    Enter it once the flags are known to be right.
+    Enter it after the flags were checked.
     """
     if ("torch" if torch else "hivemind") in sys.modules:
         yield
@@ -352,43 +354,46 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
 
 
 def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:
-    """Run a synchronous command; the process's exit code."""
+    """Run a synchronous command and return the exit code."""
     try:
         _open_standard_streams()
         set_up_logging(default_log_level)
         for stream in (sys.stdin, sys.stdout):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # whatever is typed or a model writes, on whatever terminal
+                stream.reconfigure(
+                    errors="replace"
+                )  # users type any bytes, models write any characters, and terminals differ
         with _ended_in_order():
             code = program() or 0
-            sys.stdout.flush()  # while a failure can still be told
+            sys.stdout.flush()  # while a failure can still be reported
             return code
     except SwarmError as error:
         print(f"swarmllm: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # the shell's prompt begins a line of its own, not behind ^C
+            print(file=sys.stderr)  # so that the shell's prompt doesn't stand behind ^C
         return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         if error.errno == errno.ENOSPC:
             print(f"swarmllm: can't write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
-        # `swarmllm generate … | head`: the reader has had enough. Python would complain again when it flushes at exit.
+        # `swarmllm generate … | head`: the reader has closed the pipe. Python would complain again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def read_stdin() -> str:
-    """All that comes on standard input: by its byte order mark, or as the terminal has it."""
+    """All of standard input, decoded by its byte order mark or in the terminal's encoding."""
     if not isinstance(sys.stdin, io.TextIOWrapper):
         return sys.stdin.read()
     return decoded(sys.stdin.buffer.read(), sys.stdin.encoding, "replace")
 
 
 def _open_standard_streams() -> None:
-    """Make /dev/null of those that were closed: libuv ends the process if something else gets their numbers."""
+    """Open /dev/null for standard streams that are closed. libuv ends the process if other files get their numbers."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -399,12 +404,12 @@ def _open_standard_streams() -> None:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """While entered, SIGTERM and a terminal that is closed end the program by SystemExit: nothing is left behind."""
+    """While entered, SIGTERM and a closed terminal raise SystemExit, so that nothing is left behind."""
 
     def end(signum: int, frame: object) -> NoReturn:
         sys.exit(128 + signum)
 
-    # Those that are ignored stay so: that is what nohup does.
+    # Signals that are ignored stay ignored: nohup does that.
     signums = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
     for signum in signums:
         signal.signal(signum, end)
@@ -416,12 +421,12 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def one_line(error: SwarmError) -> str:
-    """The error's message; what libraries said inside it may have several lines."""
+    """The error's message on one line. Messages of libraries may have several."""
     return " ".join(str(error).split())
 
 
 def run_command(command: Callable[[], Awaitable[int | None]], *, default_log_level: str = "INFO") -> int:
-    """Run an asynchronous command in an event loop; the process's exit code."""
+    """Run an asynchronous command in an event loop and return the exit code."""
 
     def program() -> int | None:
         import uvloop
@@ -437,7 +442,7 @@ async def _as_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | N
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to report: a SwarmError if there is one, else whatever came first."""
+    """The error to report: a SwarmError if the group holds one, else its first error."""
     errors = group.subgroup(SwarmError) or group
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
@@ -446,14 +451,14 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
-    """An event that SIGINT, SIGTERM, a terminal that is closed and, if asked for, the end of standard input set.
+    """An event that is set by SIGINT, SIGTERM, a closed terminal and, if asked for, the end of standard input.
 
     Call it in the event loop.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # so nohup asks
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup asks for that
             loop.add_signal_handler(signum, stop.set)
     if stop_on_stdin_eof:
         stdin = sys.stdin.fileno()
@@ -468,7 +473,7 @@ def stop_event(*, stop_on_stdin_eof: bool = False) -> asyncio.Event:
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` returns; None if `stop` is set before, and the work cancelled then."""
+    """Wait for `work` and return its result. If `stop` is set first, cancel it and return None."""
     working = asyncio.create_task(work, name="what may be stopped")
     stopped = asyncio.create_task(stop.wait(), name="wait for a signal")
     try:
@@ -481,13 +486,13 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result])
 
 
 def flag_names(field: Field[Any]) -> list[str]:
-    """`--name`, or `--no_name` of what is on by default; and its alias if it has one."""
+    """`--name`, or `--no_name` for a setting that is on by default, and the alias if there is one."""
     first = f"--no_{field.name}" if field.default is True else f"--{field.name}"
     return [first, *(f"--{field.metadata[key]}" for key in ("alias",) if key in field.metadata)]
 
 
 def argparse_options(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """How to read values of this type, and what stands for them on the screen."""
+    """argparse's options for values of this type, with the placeholder that help screens show."""
     if hint is bool:
         return {"action": "store_false" if field.default is True else "store_true"}
     options: dict[str, Any] = {"required": field.default is MISSING and field.default_factory is MISSING}
@@ -504,7 +509,7 @@ def argparse_options(field: Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _reader(parse: Callable[[str], Any], *, is_optional: bool = False) -> Callable[[str], Any]:
-    """`parse` with a sentence for what it can't read; `auto` is None where that is a value."""
+    """Wrap `parse` so that bad values get a clear sentence; `auto` means None where None is a value."""
     wanted = f"a {'whole ' if parse is int else ''}number{' or auto' if is_optional else ''}"
 
     def read(text: str) -> Any:
@@ -519,7 +524,7 @@ def _reader(parse: Callable[[str], Any], *, is_optional: bool = False) -> Callab
 
 
 def flag_help(field: Field[Any], owner: type, *, at_length: bool) -> str:
-    """The docstring under the field, or its first sentence; and the default where it says something."""
+    """The help of a flag: the docstring below its field or the first sentence of it, and the default."""
     if field.metadata.get("hidden"):
         return argparse.SUPPRESS
     text = (
@@ -541,7 +546,7 @@ def flag_help(field: Field[Any], owner: type, *, at_length: bool) -> str:
 
 @cache
 def docstrings(owner: type) -> dict[str, str]:
-    """What is written under the fields of a class, by their names; nothing where its source isn't at hand."""
+    """The docstrings below the fields of a class, by name. Empty if the source isn't available."""
     module = vars(sys.modules[owner.__module__])
     tree = ast.parse("".join(linecache.getlines(module["__file__"], module)))
     body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__), [])
@@ -554,9 +559,9 @@ def docstrings(owner: type) -> dict[str, str]:
 
 
 def require_free_ports(maddrs: Sequence[str]) -> None:
-    """Raises ConfigurationError if another program listens on one of these TCP multiaddresses.
+    """Raise ConfigurationError if another program listens on one of these TCP multiaddresses.
 
-    For commands: importing what would find out takes seconds.
+    For commands: the import that would find out takes seconds.
     """
     for maddr in maddrs:
         if place := re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
@@ -564,7 +569,7 @@ def require_free_ports(maddrs: Sequence[str]) -> None:
 
 
 def require_free_port(host: str, port: int, problem: str, mend: str) -> None:
-    """Raises ConfigurationError if another program listens there; other reasons are left to who really listens."""
+    """Raise ConfigurationError if another program listens there. Other errors are left to the real listener."""
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as one:

@@ -1,8 +1,8 @@
-"""Settings that rooms share, and those of clients: frozen, validated, and the only place that reads the environment.
+"""Settings of clients, and settings that several rooms share. Frozen and validated. Only this module reads the
+environment.
 
-`server/settings` and `gateway/settings` add theirs. `command_line` makes the flags of all commands from the fields, and
-their help from the docstrings below them: `--help` shows the first sentence of each, `--help_all` all of it, with the
-unit and the reason for the default.
+`server/settings` and `gateway/settings` add their own. `command_line` makes the flags of all commands from the fields.
+The docstring below a field is its help: `--help` shows the first sentence, `--help_all` the whole text.
 """
 
 import os
@@ -17,18 +17,18 @@ from swarmllm.files import has_home, user_cache_dir, user_path
 from swarmllm.invite import Invite, agreed_name, merge_allowed, unpack_invites
 
 BALANCE_QUALITY = 0.9
-"""Measured in benchmarks/simulate: Petals' 0.75 moves even less, but leaves a swarm that lost some servers at three
-quarters of what it could do; at 0.9 a server of a swarm in churn still moves less than once an hour."""
+"""Measured in benchmarks/simulate. Petals' 0.75 moves even less, but leaves a swarm that lost servers at three quarters
+of its possible speed. At 0.9 a server in a changing swarm still moves less than once an hour."""
 
 COMPRESSIONS = ("auto", "none", "int8")
 RENEWAL_PERIODS = 0.5
 RECORD_PERIODS = 1.25
-"""Update periods between announcements, and until one expires: a crash shows within 1.25 periods, and one announcement
-that was missed in a busy moment doesn't make a server vanish."""
+"""In update periods: time between announcements, and lifetime of an announcement. A crash shows within 1.25 periods. A
+server that misses one announcement in a busy moment doesn't vanish."""
 
 
 def in_file(default: Any) -> Any:
-    """A field that is set in Python or in the file of `--config`, and has no flag: for tuning."""
+    """A field for tuning. It is set in Python or in the file of `--config`, and has no flag."""
     return field(default=default, metadata={"in_file": True})
 
 
@@ -36,45 +36,45 @@ _INDICES = re.compile(r"^(\d+):(\d+)$")
 
 
 def default_initial_peers() -> tuple[str, ...]:
-    """`SWARMLLM_INITIAL_PEERS`: multiaddresses, or invites, separated by spaces or commas."""
+    """Read `SWARMLLM_INITIAL_PEERS`: multiaddresses or invites, separated by spaces or commas."""
     return tuple(os.environ.get("SWARMLLM_INITIAL_PEERS", "").replace(",", " ").split())
 
 
 def default_cache_dir() -> str | None:
-    """`SWARMLLM_CACHE`: where downloaded checkpoints go; None = the Hugging Face cache."""
+    """Read `SWARMLLM_CACHE`, the directory for downloaded checkpoints. None = the Hugging Face cache."""
     if chosen := os.environ.get("SWARMLLM_CACHE"):
         return chosen
     if has_home() or any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")):
         return None
-    return str(user_cache_dir() / "huggingface")  # else it would be a directory called ~
+    return str(user_cache_dir() / "huggingface")  # else downloads would go to a directory called ~
 
 
 def own_cache_dir() -> Path:
-    """Where goes what isn't downloaded: the cache, or the user's if it is the Hugging Face cache."""
+    """The directory for files that aren't downloaded: `SWARMLLM_CACHE`, or one in the user's cache."""
     chosen = default_cache_dir()
     return user_cache_dir() / "swarmllm" if chosen is None else user_path(chosen)
 
 
 def address_book_path() -> Path:
-    """Where peers that were met are kept."""
+    """The file with addresses of peers that were met before."""
     return own_cache_dir() / "swarmllm_peers.json"
 
 
 def default_log_level(default: str = "INFO") -> str:
-    """`SWARMLLM_LOG_LEVEL`, a name of the logging module."""
+    """Read `SWARMLLM_LOG_LEVEL`, a name of the logging module."""
     return os.environ.get("SWARMLLM_LOG_LEVEL", default).upper()
 
 
 def hub_token() -> str | None:
-    """`HF_TOKEN`; huggingface_hub finds a token that was stored by its login command itself."""
+    """Read `HF_TOKEN`. huggingface_hub itself finds a token that its login command stored."""
     return os.environ.get("HF_TOKEN") or None
 
 
 def parse_block_indices(text: str) -> tuple[int, int]:
-    """`"4:12"` → (4, 12), half-open.
+    """Parse `"4:12"` into (4, 12), half-open.
 
     Raises:
-        ConfigurationError: it is anything else.
+        ConfigurationError: the text is anything else.
     """
     match = _INDICES.match(text.strip())
     if match is None or int(match[1]) >= int(match[2]):
@@ -83,10 +83,10 @@ def parse_block_indices(text: str) -> tuple[int, int]:
 
 
 def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """`"30:32,0:2"` → ((0, 2), (30, 32)), half-open, in order; of nothing nothing.
+    """Parse `"30:32,0:2"` into ((0, 2), (30, 32)): half-open, sorted. An empty text gives no ranges.
 
     Raises:
-        ConfigurationError: it is anything else, or they overlap.
+        ConfigurationError: the text is anything else, or ranges overlap.
     """
     matches = [_INDICES.match(part.strip()) for part in text.split(",")] if text else []
     ranges = sorted((int(match[1]), int(match[2])) for match in matches if match is not None)
@@ -100,7 +100,7 @@ def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def require_directory_or_hub_id(name_or_path: str) -> None:
-    """Raises ConfigurationError if it looks like a directory, but there is none."""
+    """Raise ConfigurationError if the name looks like a directory that doesn't exist."""
     directory = user_path(name_or_path)
     looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if not directory.is_dir() and (looks_like_a_path or directory.exists()):
@@ -108,11 +108,11 @@ def require_directory_or_hub_id(name_or_path: str) -> None:
 
 
 def require_model_place(model: str) -> None:
-    """Raises ConfigurationError if it looks like a directory, but there is none.
+    """Raise ConfigurationError if the name looks like a directory that doesn't exist. For commands.
 
-    For commands: importing torch, to open it, would take seconds.
+    Opening the model would tell as well, but importing torch for that takes seconds.
     """
-    if model.endswith(".gguf"):  # which may be a part of one
+    if model.endswith(".gguf"):  # perhaps one of several files
         return
     place, colon, kind = model.rpartition(":")
     names_a_kind = colon and "/" not in kind and not user_path(model).exists()  # of a GGUF file
@@ -120,17 +120,17 @@ def require_model_place(model: str) -> None:
 
 
 FROM_STDIN = "-"
-"""Value of --initial_peers: wait for a line with them on standard input. Whoever starts a whole swarm can start all
-servers at once, and tells the others where the first one is while they are still importing."""
+"""Value of --initial_peers: read a line with addresses from standard input. A program can start all servers of a swarm
+at once, and send the first one's address to the others while they are still importing."""
 
 
 PEER_ID_PREFIX, PEER_ID_CHARS = "12D3KooW", 52
-"""Of the peer ids of all Ed25519 keys."""
+"""The first characters of every Ed25519 peer id."""
 _NOT_BASE58 = re.compile(r"[^1-9A-HJ-NP-Za-km-z]")
 
 
 def require_address(initial_peer: str) -> None:
-    """Raises ConfigurationError if it can't be a multiaddress with a peer id."""
+    """Raise ConfigurationError unless this can be a multiaddress with a peer id."""
     addr, found, peer_id = initial_peer.partition("/p2p/")
     if not found or not addr.startswith("/"):
         raise ConfigurationError(
@@ -151,14 +151,15 @@ def require_address(initial_peer: str) -> None:
 
 
 def require_addresses(initial_peers: Sequence[str]) -> None:
-    """Raises ConfigurationError if one of them can't be a multiaddress. For commands: what parses them imports much."""
+    """Raise ConfigurationError unless all of them can be multiaddresses. For commands: the real parser is slow to
+    import."""
     for address in initial_peers:
         if address != FROM_STDIN:
             require_address(address)
 
 
 def require_positive(owner: object, *names: str) -> None:
-    """Raises ConfigurationError unless these settings are None or above 0."""
+    """Raise ConfigurationError unless these settings are None or above 0."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and not value > 0:
@@ -167,7 +168,7 @@ def require_positive(owner: object, *names: str) -> None:
 
 
 def require_known(name: str, value: str, known: Sequence[str]) -> None:
-    """Raises ConfigurationError unless `known` holds this setting."""
+    """Raise ConfigurationError unless the value is in `known`."""
     if value not in known:
         raise ConfigurationError(f"{name} {value!r} is not known; use one of {', '.join(known)}")
 
@@ -181,7 +182,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: str = field(default="auto", metadata={"alias": "torch_dtype"})
-    """Type of weights and activations; auto = as in the checkpoint."""
+    """Type of weights and activations. auto = the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,22 +190,22 @@ class SwarmConfig:
     """The swarm."""
 
     initial_peers: tuple[str, ...] = field(default_factory=default_initial_peers)
-    """Multiaddresses of any peers of the swarm, or an invite. They look like `/ip4/…/tcp/…/p2p/…`; three or more
-    survive the loss of some."""
+    """Multiaddresses of any peers of the swarm, or an invite. They look like `/ip4/…/tcp/…/p2p/…`. Name three or more,
+    so that the swarm is found when some are gone."""
     lan_discovery: bool = True
-    """Look for the swarm on the local network. Only if there are no initial peers; and servers announce the swarm there
-    if it was begun by --new_swarm, or found so."""
+    """Look for the swarm on the local network. Happens only without initial peers. Servers also announce the swarm
+    there, if they started it with --new_swarm or found it there."""
     swarm_name: str | None = field(default=None, repr=False, metadata={"flag": False})
-    """Name of a private swarm, whose servers are announced and found under keys of their own. Only an invite brings it,
-    since others can read command lines. None = the public swarm of the model."""
+    """Name of a private swarm. It decides under which keys servers are announced and found. Only an invite sets it,
+    because others can read command lines. None = the public swarm of the model."""
     identity_path: str | None = None
-    """File of the key that is this peer's id; created if missing. Servers with --allowed_clients know clients by it, an
-    Ed25519 key. None = a new id at each start."""
+    """File with the key behind this peer's id; created if missing. The key is an Ed25519 key. Servers with
+    --allowed_clients know a client by it. None = a new id at each start."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is not None and "tuple[str" in str(one.type):  # a list, or a single one, is as good
+            if value is not None and "tuple[str" in str(one.type):  # accept a list or a single string as well
                 values = (value,) if isinstance(value, str) else value
                 object.__setattr__(self, one.name, tuple(map(str, values)))
         addresses, invites = unpack_invites(self.initial_peers)
@@ -218,7 +219,7 @@ class SwarmConfig:
             raise ConfigurationError(f"identity_path {self.identity_path} is a directory; name a file")
 
     def _follow(self, invites: Sequence[Invite]) -> None:
-        """Take what invites say besides addresses and the name of the swarm."""
+        """Take over the settings in invites other than addresses and the swarm's name."""
 
     def _follow_lists(self, invites: Sequence[Invite], *names: str) -> None:
         for name in names:
@@ -231,82 +232,83 @@ class ClientConfig(SwarmConfig):
     """How a client uses servers."""
 
     contributor_identity: str | None = None
-    """Identity file of a server of yours that serves this model. Other servers that are short of time or room serve
-    those first who serve as well; all clients of one server share a turn."""
+    """Identity file of a server of yours that serves this model. Busy servers serve clients of contributors first. All
+    clients of one contributing server share one turn."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of the only servers to use; None = any."""
     blocked_servers: tuple[str, ...] = ()
     """Peer ids of servers never to use."""
     connect_timeout_s: float = in_file(5.0)
-    """Seconds to dial one peer. A dead one fails in milliseconds, a frozen one by this timeout, or after about a second
-    where others serve its blocks."""
+    """Timeout for dialling one peer, in seconds. A dead peer fails in milliseconds. A frozen one fails at this timeout,
+    or after about a second if others serve its blocks."""
     step_timeout_s: float = in_file(300.0)
-    """Seconds that one step may compute while its servers answer pings: slow is not dead."""
+    """Longest time for one step, in seconds, while its servers answer pings. A slow server is not a dead one."""
     route_timeout_s: float = in_file(20.0)
-    """Seconds to wait for somebody to serve missing blocks. Then comes a MissingBlocksError; also for blocks whose only
-    servers are announced, but fail."""
+    """Seconds to wait for servers of missing blocks. Then a MissingBlocksError is raised, also if all announced servers
+    of some blocks fail."""
     start_timeout_s: float = in_file(600.0)
-    """Seconds to wait for a swarm that is just starting: at most a minute for one on the local network, the rest for
-    blocks that servers announce they load. Assumed: a disk reads 300 GB in the meantime."""
+    """Seconds to wait for a swarm that is still starting. At most a minute of it is for finding one on the local
+    network, the rest for blocks that servers announce as loading. Assumed: a disk reads 300 GB in this time."""
     max_retries: int = in_file(8)
-    """Attempts to repair one step or batch, as long as other servers are left, before the last error is raised."""
+    """Attempts to repair one step or forward before the last error is raised."""
     ban_s: float = in_file(15.0)
-    """Seconds that a peer is avoided after its first fault; doubles with each further one, at most 16-fold."""
+    """Seconds to avoid a peer after its first fault. Doubles with each further fault, at most 16-fold."""
     update_period_s: float = in_file(30.0)
-    """Seconds after which a look into the DHT is stale."""
+    """Seconds after which what was read from the DHT is stale."""
     ping_period_s: float = in_file(10.0)
-    """Seconds between rounds of pings (of at most 8 servers) while the client is in use."""
+    """Seconds between rounds of pings, of at most 8 servers, while the client is in use."""
     min_gain_to_move: float = in_file(0.25)
-    """Share by which a route must be faster for a running session to move to it; 1 = never. What is left to generate
-    must be worth the move. Lower values make sessions follow every change of load."""
+    """Share by which another route must be faster for a session to move to it; 1 = never. The rest of the text must be
+    worth the move as well. With lower values, sessions follow every change of load."""
     max_parallel_routes: int = in_file(4)
-    """Routes over which a forward or backward batch is split, so that their servers together do most. They may share
-    servers."""
+    """Most routes over which one forward or backward is split. The routes may share servers."""
     prefill_chunk_tokens: int = in_file(128)
-    """Tokens (batch × seq) of one prefill step. A long prompt flows through the servers as a pipeline of these.
-    Measured in benchmarks/inference.py: shorter chunks fill the pipeline better, longer ones multiply better. On GPUs
-    that need more to be busy, steps are longer, up to `max_batch_tokens`."""
+    """Tokens (batch × seq) of one prefill step. A long prompt passes through the servers as a pipeline of such steps.
+    Measured in benchmarks/inference.py: shorter steps fill the pipeline better, longer ones compute faster. GPUs
+    that need more tokens get longer steps, up to `max_batch_tokens`."""
     max_batch_tokens: int = in_file(1024)
-    """Most tokens of one micro-batch in forward and backward, for which servers announce their own cap as well, and of
-    a prefill step that is longer than `prefill_chunk_tokens`."""
+    """Most tokens of one micro-batch in forward and backward, and of a longer prefill step. Servers announce a limit of
+    their own as well."""
     compute_padding: bool = in_file(False)
-    """Compute what attention_mask hides in batches, as local models do. It costs time, and matters only to those who
-    look at outputs of padding: a loss or an average that takes it in. Texts are the same; see docs/training.md."""
+    """Compute padding in forwards, as local models do. Needed only if you use the outputs of padding, for example in an
+    average. It costs time. Generated texts are the same; see docs/training.md."""
     push: bool = in_file(True)
-    """Let servers pass hidden states and gradients on to each other. If not, the client relays everything."""
+    """Let servers send hidden states and gradients to each other directly. If not, the client relays everything."""
     speculation: str = "auto"
-    """Guess the next tokens, and check several at once: auto, off, ngram, mtp, or a small model that guesses. What is
-    generated stays the same. "ngram" guesses from the text so far, "mtp" by the checkpoint's head for multi-token
-    prediction; a hub id or directory names a small model of the family. "auto" is "ngram" over links with round trips
-    of 20 ms, and "mtp" beside it if there is a small head. Each stops by itself where it would not pay."""
+    """Guess the next tokens and check several at once: auto, off, ngram, mtp, or a small model. Speculation never
+    changes the text. "ngram" guesses from the text so far, "mtp" with the checkpoint's head for multi-token
+    prediction. A hub id or directory names a small model of the same family. "auto" uses "ngram" if a round trip
+    takes 20 ms or more, and "mtp" as well if the checkpoint has a small head. Each stops by itself where it doesn't
+    pay."""
     local_blocks: str | None = None
-    """Blocks that run on this machine, like 0:2 or 0:2,30:32. With the first ones here, no server sees embeddings; see
-    docs/client.md. None = all run on servers."""
+    """Blocks that run on this machine, like 0:2 or 0:2,30:32. With the first blocks here, no server sees embeddings;
+    see docs/client.md. None = all blocks run on servers."""
     activation_noise: float = in_file(0.0)
-    """Noise on hidden states that leave this machine, as a share of their size. It costs quality and hides little, see
-    docs/security.md. 0 = none."""
+    """Noise added to hidden states that leave this machine, relative to their size; 0 = none. It costs quality and
+    hides little, see docs/security.md."""
     fallback_to_local: str | None = None
-    """Model that goes on with a text, on this machine, when the swarm can't be repaired: a hub id or directory, with
-    the same tokenizer. It can be a smaller one of the family."""
+    """Model that continues a text on this machine if the swarm can't be repaired. Hub id or directory, with the same
+    tokenizer. It can be a smaller model of the family."""
     fallback_after: int | None = in_file(None)
-    """Repairs of one text after which the local model goes on all the same. None = however many are needed."""
+    """Repairs of one text after which the local model takes over in any case. None = never because of their number."""
     active_adapter: str | None = None
-    """Name of an adapter that servers offer; see `swarmllm status`. It is a hub id, or a directory's own name. Only
-    servers that have it are used, all with the same version of it."""
+    """Name of an adapter that servers offer, as `swarmllm status` shows it. It is a hub id, or the name of a directory.
+    Only servers that offer it are used, all with the same version."""
     compression: str = "auto"
-    """How hidden states and gradients travel: auto, none or int8. "none" is exactly; "int8" is 8 bits a value, half the
-    bytes of bfloat16; "auto" is "int8" where it pays, in messages of 256 KiB or more over links that carry less than
-    150 Mbit/s, and what servers send as their own `--compression` says. With `verify_fraction`, "auto" is "none"."""
+    """Encoding of hidden states and gradients: auto, none or int8. "none" is exact. "int8" takes 8 bits a value, half
+    the bytes of bfloat16. "auto" uses int8 where it pays: for messages of 256 KiB or more over connections slower
+    than 150 Mbit/s, and leaves the direction from servers to their own `--compression`. With `verify_fraction`,
+    "auto" means "none"."""
     verify_fraction: float = in_file(0.0)
-    """Share of steps and batches that other servers compute again, to find liars; 0 to 1. See batches/spot_checks.
-    Batches are relayed then, whatever `push` says: a server could show this client something else than it passes on.
-    Why it is off by default, docs/security.md says with figures."""
+    """Share of steps and forwards to recompute on other servers, 0 to 1, to find servers that lie. See
+    batches/spot_checks. Forwards are relayed then, whatever `push` says, because a server could show this client
+    something else than it passes on. docs/security.md says why it is off by default."""
     verify_tolerance: float = in_file(0.15)
-    """Relative error of a position's hidden states that this forgives; 0.5 lets servers with nf4 or int4 in. With
-    `verify_fraction`, servers that may differ by more without lying are not used. The default is what weights in 8 bits
-    need; 0.1 would let bfloat16 in, and 0.001 float32 only."""
+    """Largest relative error of a position's hidden states in such a check. With `verify_fraction`, servers whose
+    weights may honestly differ by more are not used. The default allows weights in 8 bits; 0.5 also allows nf4 and
+    int4, 0.1 only bfloat16, 0.001 only float32."""
     max_message_bytes: int = in_file(256 << 20)
-    """Largest message that is accepted from a server."""
+    """Largest message to accept from a server, in bytes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -338,7 +340,9 @@ class ClientConfig(SwarmConfig):
             raise ConfigurationError(f"verify_tolerance must be above 0 and below 1, not {self.verify_tolerance}")
         require_known("compression", self.compression, COMPRESSIONS)
         if self.verify_fraction and self.compression == "auto":
-            object.__setattr__(self, "compression", "none")  # what is compared closely must not have been rounded
+            object.__setattr__(
+                self, "compression", "none"
+            )  # checks compare closely, so nothing may be rounded on the way
         if not 0 <= self.min_gain_to_move <= 1:
             raise ConfigurationError(f"min_gain_to_move must be 0 to 1, not {self.min_gain_to_move}")
         if self.max_retries < 0 or self.ban_s < 0 or self.start_timeout_s < 0:
@@ -348,7 +352,7 @@ class ClientConfig(SwarmConfig):
         self._follow_lists(invites, "allowed_servers")
 
     def client_settings(self) -> dict[str, Any]:
-        """What a client is told, by the fields' names: for those who know more than that."""
+        """The settings of a client alone, for configs that hold more than these."""
         return {one.name: getattr(self, one.name) for one in fields(ClientConfig)}
 
 
@@ -357,7 +361,7 @@ class ClientModelConfig(ModelConfig, ClientConfig):
     """A model, and how a client uses its servers."""
 
     device: str = "cpu"
-    """Torch device of the client's own part: embeddings, final norm and head; auto = a GPU if there is one. It pays for
+    """Torch device of the client's part (embeddings, final norm, head); auto = a GPU if there is one. Worth it for
     large models: the head of a 70B model reads 2.1 GB for each token."""
 
 
@@ -366,16 +370,16 @@ class PeerConfig(SwarmConfig):
     """How others reach this peer."""
 
     port: int | None = None
-    """TCP port to listen on. It replaces port 0 in `host_maddrs`; None = any free one."""
+    """TCP port to listen on; None = any free one. It replaces port 0 in `host_maddrs`."""
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddresses to listen on."""
     announce_maddrs: tuple[str, ...] | None = None
-    """Multiaddresses to announce instead, as of a port forwarding."""
+    """Multiaddresses to announce instead, for example those of a port forwarding."""
     relay: bool = True
-    """Pass bytes on between peers that can't reach each other. Only to servers that have asked for it; what passes is
+    """Relay bytes between peers that can't reach each other. Only to servers that have asked for it. The bytes are
     encrypted from end to end."""
     relay_mbps: float = 100.0
-    """Megabits a second that may pass through so, all together. Assumed: what a home or a small machine can spare."""
+    """Most megabits a second to relay, for all peers together. Assumed: what a home or a small machine can spare."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes: ties a peer to the program that started it."""
 
@@ -387,7 +391,7 @@ class PeerConfig(SwarmConfig):
 
     @property
     def loopback_only(self) -> bool:
-        """Whether only this machine can reach the peer, so that a local network is none of its business."""
+        """True if only this machine can reach the peer. Then it doesn't use the local network either."""
         return all(maddr.startswith(("/ip4/127.", "/ip6/::1/")) for maddr in self.host_maddrs)
 
     @property

@@ -1,6 +1,6 @@
-"""The plain values that every room shares: spans of blocks, what a server announces, and a snapshot of a swarm.
+"""Plain values that every room shares: spans of blocks, announcements of servers, snapshots of a swarm.
 
-Pydantic models here are what peers send: strict, frozen, bounded, and unknown (newer) fields are ignored.
+Pydantic models here are sent by peers: strict, frozen, bounded. Unknown fields, of newer peers, are ignored.
 """
 
 from bisect import bisect_left
@@ -15,9 +15,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 MAX_BLOCKS = 4096
 """Assumed: no model of today has more than a few hundred blocks."""
 MAX_ADDRS = 16
-"""Addresses that one server announces; a record has room for about this many."""
+"""Most addresses that one server announces. A record has room for about this many."""
 MAX_TTL_S = 15 * 60.0
-"""No record may outlive its owner for longer."""
+"""Longest lifetime of a record."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -38,24 +38,24 @@ class Span:
         return iter(range(self.start, self.end))
 
     def __contains__(self, item: object) -> bool:
-        """True for a block index inside, and for a span that lies wholly inside."""
+        """True if a block index, or a whole span, lies inside."""
         if isinstance(item, Span):
             return self.start <= item.start and item.end <= self.end
         return isinstance(item, int) and self.start <= item < self.end
 
     def __str__(self) -> str:
-        """As people write it, and as `--block_indices` takes it."""
+        """The notation of `--block_indices`."""
         return f"{self.start}:{self.end}"
 
 
 class ServerState(IntEnum):
-    """The life of a server, as it announces it."""
+    """The state that a server announces."""
 
     JOINING = 0
-    """Loading its blocks: counts for placement, not for routing."""
+    """Loads its blocks: counts for placement, not for routing."""
     ONLINE = 1
     LEAVING = 2
-    """Finishes its sessions, takes no new ones."""
+    """Finishes its sessions and takes no new ones."""
 
 
 class PeerModel(BaseModel):
@@ -65,57 +65,57 @@ class PeerModel(BaseModel):
 
 
 def printable(text: str) -> str:
-    """Without control characters: a stranger's text shall not steer terminals, logs or the direction of writing."""
+    """Remove control characters: a stranger's text must not control terminals, logs or the writing direction."""
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 PeerText = Annotated[str, AfterValidator(printable)]
-"""What a peer says in words, for people to read."""
+"""A peer's text for people to read."""
 
 
 Length = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class StackTraits(PeerModel):
-    """What a server found out about its blocks when it loaded them, so that clients need no guess."""
+    """Properties of blocks that a server observed when it loaded them."""
 
     block_output: Annotated[int, Field(ge=0, le=8)] = 0
-    """What a block returns: 0 = a tensor, k = a tuple of k values, the hidden states first."""
+    """Form of a block's result: 0 = a tensor, k = a tuple of k values with the hidden states first."""
     extra_inputs: tuple[Literal["input_ids", "inputs_embeds"], ...] = ()
     """Tensors besides the hidden states that these blocks need."""
     forbidden_cuts: Annotated[tuple[int, ...], Field(max_length=MAX_BLOCKS)] = ()
     """Block indices inside the span at which a route may not enter or leave it."""
     batch_axis: Annotated[int, Field(ge=0, le=3)] = 0
-    """Axis of the batch in the hidden states; the sequence is the next one ([batch, seq, hidden] = 0)."""
+    """Axis of the batch in the hidden states; the sequence axis is the next one ([batch, seq, hidden] = 0)."""
     chunked_prefill: bool = True
-    """Whether a prompt may be processed in several steps."""
+    """True if a prompt may be processed in several steps."""
     rollback: bool = True
-    """Whether the cache can be cropped; otherwise a rollback replays the inputs."""
+    """True if the cache can be cropped. Otherwise a rollback replays the inputs."""
     skips_padding: Annotated[tuple[Literal["left", "right"], ...], Field(max_length=2)] = ()
-    """Sides of a text on which padding may be left out of a batch: what is computed of the text stays the same."""
+    """Sides of a text on which padding can be dropped without changing the outputs of the text."""
     length_borders: Annotated[tuple[Length, ...], Field(max_length=16)] = ()
-    """Lengths in ascending order; calls that are longer compute all of their positions otherwise. LongRoPE has one: it
-    has other frequencies for longer calls."""
+    """Lengths in ascending order. A call longer than one of them computes all its positions differently. LongRoPE has
+    one, because longer calls have other frequencies."""
     own_length_beyond: Length | None = None
-    """Positions beyond which calls of each length have frequencies of their own (dynamic NTK); None: there is no such
-    length."""
+    """Beyond this number of positions, each length of a call has frequencies of its own (dynamic NTK). None: there is
+    no such number."""
     takes_source: bool | None = None
-    """Whether the blocks attend to an encoder's outputs, which a session is given with its first step; None takes
-    no room in a record: they don't. A server of a version without encoder-decoders never says so."""
+    """True if the blocks attend to an encoder's outputs, which a session gets with its first step. None, which takes no
+    room in a record: they don't. Servers of versions without encoder-decoders never send it."""
 
     @property
     def even_length(self) -> float:
-        """Positions up to which calls of all lengths compute alike."""
+        """Number of positions up to which calls of all lengths compute alike."""
         return min((*self.length_borders, self.own_length_beyond or inf), default=inf)
 
     def arithmetic(self, length: int) -> int:
-        """Equal for lengths of calls that compute alike; the length is the largest position and 1."""
+        """A number that is equal for lengths that compute alike. The length is the largest position plus 1."""
         if self.own_length_beyond is not None and length > self.own_length_beyond:
             return length
         return -bisect_left(self.length_borders, length)
 
     def last_alike(self, length: int) -> float:
-        """The largest length of calls that compute as those of this one."""
+        """The largest length whose calls compute like those of this length."""
         if self.own_length_beyond is not None and length > self.own_length_beyond:
             return length
         longer = (*self.length_borders, self.own_length_beyond or inf)
@@ -123,99 +123,101 @@ class StackTraits(PeerModel):
 
 
 class BlockTraits(StackTraits):
-    """The traits of all blocks of a server."""
+    """The properties of all blocks of a server."""
 
     encoder: StackTraits | None = None
-    """Those of its encoder's blocks, in a model that has an encoder and a decoder: the others are the decoder's then,
-    but for `forbidden_cuts`, which are all."""
+    """Properties of the encoder's blocks, in a model with an encoder and a decoder. The other fields are the decoder's
+    then, except `forbidden_cuts`, which holds all."""
 
     @property
     def of_encoder(self) -> "BlockTraits":
-        """Those of the encoder's blocks alone."""
+        """The properties of the encoder's blocks alone."""
         return BlockTraits() if self.encoder is None else BlockTraits(**self.encoder.model_dump(exclude={"encoder"}))
 
 
 BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 DIGEST_CHARS = 4
-"""Characters that tell the weights of one block: 24 bits, 320 bytes for a server of 80 blocks. Two that differ look the
-same once in 16 million times."""
+"""Characters of the digest of one block's weights: 24 bits, so 320 bytes for a server of 80 blocks. Two different
+blocks look the same once in 16 million cases."""
 MAX_DIGESTS = 512
-"""Blocks of one server whose weights it announces: 2 KB of a record that may have 8; servers of more announce none."""
+"""Most blocks of a server that announces their digests: 2 KB of a record that may have 8. Larger servers announce
+none."""
 MAX_ROUND_TRIPS = 16
-"""That one server announces: 1 KB of a record that may have 8."""
+"""Most adapters that one server announces: 1 KB of a record that may have 8."""
 
 
 class ServerInfo(PeerModel):
-    """What one server announces."""
+    """The announcement of one server."""
 
     peer_id: Annotated[str, Field(min_length=40, max_length=64)]
     addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
-    """Multiaddresses without the `/p2p/…` part."""
+    """Multiaddresses without the `/p2p/…` end."""
     start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     state: Annotated[int, Field(ge=0, le=255)] = ServerState.ONLINE
     throughput: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
-    """Tokens per second through the whole span, forward batches: what it computes, or what its links to other servers
-    were seen to carry, whichever is less."""
+    """Tokens per second of forwards through the whole span: computing speed, or the observed speed of its network,
+    whichever is less."""
     decode_ms_per_block: Milliseconds = 1.0
-    """Milliseconds that one decode step spends per block at batch 1."""
+    """Milliseconds that one decode step of one session takes per block."""
     decode_ms_per_block_batch8: Milliseconds = 0.0
-    """The same for a batch of 8 rows; 0 = not measured."""
+    """The same for 8 sessions computed together; 0 = not measured."""
     context_ms_per_block_per_1k: Milliseconds = 0.0
-    """What 1000 tokens in the KV cache add to a decode step, per block."""
+    """Milliseconds that 1000 tokens in the KV cache add to a decode step, per block."""
     queue_ms: Milliseconds = 0.0
-    """How long a step waits for its turn at present."""
+    """Milliseconds that a step waits for its turn at present."""
     wake_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
-    """What loading the blocks is going to take, which nobody has used for long; `queue_ms` has it already. 0 = they are
-    loaded."""
+    """Milliseconds to load the blocks again, which were unloaded because nobody used them. `queue_ms` includes it. 0 =
+    they are loaded."""
     step_ms_p95: Milliseconds = 0.0
-    """The time within which 95 in 100 of the last decode steps were ready, waiting included; 0 = none yet."""
+    """95th percentile of the time of recent decode steps, waiting included; 0 = none yet."""
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """Positions computed in sessions since the server began."""
+    """Positions computed in sessions since the start."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """Steps and batches that failed here since then, whoever's fault it was."""
+    """Failed steps and forwards since the start, whoever caused them."""
     speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
-    """What a server with `--nice` leaves itself of its speed while its owner's programs need the machine; the speeds
-    above are what is left. 0 = paused: to be used only if nobody else serves these blocks."""
+    """Share of its speed that a server with `--nice` has left while its owner's programs need the machine. The speeds
+    above include it. 0 = paused: used only if nobody else serves these blocks."""
     round_trips: Annotated[
         tuple[tuple[Annotated[str, Field(max_length=64)], Milliseconds], ...], Field(max_length=MAX_ROUND_TRIPS)
     ] = ()
-    """(peer id, ms) of servers that hold the blocks after these: likely successors in a route. Clients estimate the
-    others."""
+    """(peer id, ms) of servers that hold the next blocks: likely successors in a route. Clients estimate the others."""
     cache_tokens_left: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """KV cache left, in tokens through the whole span."""
+    """Free KV cache, in tokens through the whole span."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     """Most tokens of one forward or backward request."""
     batch_tokens: Annotated[int, Field(ge=0, le=1 << 30)] = 0
-    """Tokens of a forward below which fewer take hardly less time; 0 = not told, as by processors, where it is few."""
+    """Tokens of a forward below which fewer tokens take hardly less time; 0 = not told. CPUs don't tell, because the
+    number is small there."""
     dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     version: Annotated[PeerText, Field(max_length=32)] = ""
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
     hardware: Annotated[PeerText, Field(max_length=64)] = ""
-    """What computes, by name; empty: not told. For people to read only."""
+    """Name of the processor or GPU; empty: not told. For people to read only."""
     memory_left_bytes: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """What no program uses of the memory in which the blocks are; 0 = not told. For people to read only."""
+    """Free memory of the device that holds the blocks; 0 = not told. For people to read only."""
     num_sessions: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Texts that are under way here at present."""
+    """Sessions in progress at present."""
     machine: Annotated[str, Field(max_length=16, pattern=r"^[0-9a-f]*$")] = ""
-    """The same for servers that were started together, for several devices of a machine. Anybody could say so, so it is
-    for people to read only."""
+    """A common name of servers that were started together for several devices of a machine. Anybody could claim it, so
+    it is for people to read only."""
     adapters: Annotated[tuple[Annotated[PeerText, Field(max_length=128)], ...], Field(max_length=64)] = ()
     traits: BlockTraits = BlockTraits()
     weights: Annotated[str, Field(max_length=DIGEST_CHARS * MAX_DIGESTS, pattern=r"^[0-9A-Za-z_-]*$")] = ""
-    """What of the checkpoint its blocks are made of: `DIGEST_CHARS` characters for each; empty: not told."""
+    """Digests of the checkpoint's weights, `DIGEST_CHARS` characters for each block; empty: not told."""
     instance: Annotated[str, Field(max_length=16, pattern=r"^[0-9a-f]*$")] = ""
-    """Another one whenever the server begins; empty: not told."""
+    """A value that changes at each start of the server; empty: not told."""
     identity_shared: bool = False
-    """Whether it has seen another process with its peer id: then it isn't known which of them is reached."""
+    """True if the server has seen another process with its peer id. Then nobody knows which of them is reached."""
     relays_for: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Peers that are reached through this server at present, as nobody can dial them."""
+    """Peers behind NAT that are reached through this server at present."""
     inner_states: bool = False
-    """Whether it answers what passes between its blocks, for clients that ask."""
+    """True if the server returns values between its blocks to clients that ask."""
     claim: tuple[BlockIndex, BlockIndex] | None = None
-    """Blocks [start, end) that this server is about to move to; announced before it moves, so that only one does."""
+    """Blocks [start, end) that this server is about to move to. Announced before the move, so that only one server
+    moves there."""
 
     @model_validator(mode="after")
     def _span_is_not_empty(self) -> "ServerInfo":
@@ -230,28 +232,28 @@ class ServerInfo(PeerModel):
 
     @property
     def relayed(self) -> bool:
-        """Whether others can't dial this server, but only reach it through relays."""
+        """True if this server can be reached only through relays."""
         return bool(self.addrs) and "/p2p-circuit" in self.addrs[0]
 
     def digests(self) -> dict[int, str]:
-        """Block → what it is made of, as far as it is told."""
+        """Digest of each block, if the server announces digests."""
         if len(self.weights) != DIGEST_CHARS * len(self.span):
             return {}
         return {block: self.weights[DIGEST_CHARS * index :][:DIGEST_CHARS] for index, block in enumerate(self.span)}
 
 
 class ServedBlocks(PeerModel):
-    """What a server says of itself when it is greeted; its record may be anybody's invention."""
+    """A server's own statement in its greeting. Its record could be anybody's invention."""
 
     start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     traits: BlockTraits | None = None
     """None: the blocks are still loading."""
     asleep: bool = False
-    """Whether they have to be loaded again before a request is answered, since nobody has used them for long."""
+    """True if the blocks must be loaded again before a request is answered, because nobody used them for long."""
 
     def confirms(self, server: ServerInfo) -> bool:
-        """Whether this is what was announced."""
+        """True if this agrees with the announcement."""
         loaded = self.traits is not None or server.state != ServerState.ONLINE
         return loaded and (self.start, self.end) == (server.start, server.end)
 
@@ -260,11 +262,11 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class Patch(PeerModel):
-    """One change that an adapter makes to one module of a block; `adapters/block_adapter` says what the kinds do."""
+    """One change that an adapter makes to one module of a block. `adapters/block_adapter` explains the kinds."""
 
     block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
     path: Annotated[str, Field(max_length=128)]
-    """The path of the module inside its block."""
+    """Path of the module inside its block."""
     kind: Literal[
         "lora",
         "row_lora",
@@ -283,33 +285,32 @@ class Patch(PeerModel):
     shapes: Annotated[tuple[Annotated[tuple[Size, ...], Field(min_length=1, max_length=3)], ...], Field(max_length=4)]
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
-    """Share of a LoRA's inputs that is left out. Calls come with a seed for each token then, from which it follows
-    which."""
+    """Dropout of a LoRA's inputs. Calls then carry a seed for each token, which decides what is dropped."""
     number: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    """A `row_lora` is for those tokens alone for which calls say this number (`adapter_numbers`). Servers that
-    know no numbers refuse that kind."""
+    """Number of a `row_lora`: it applies to the tokens for which calls name this number (`adapter_numbers`). Servers of
+    versions without numbers refuse that kind."""
 
 
 class ModelRecord(PeerModel):
-    """One line of the swarm's register of models: which checkpoint a server serves."""
+    """One entry of the swarm's register of models: the checkpoint that a server serves."""
 
     name: Annotated[PeerText, Field(max_length=256)]
     fingerprint: Annotated[PeerText, Field(min_length=8, max_length=128)]
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     encoder_blocks: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
-    """How many of them, the first ones, are an encoder's; 0: all are of one stack."""
+    """Number of the encoder's blocks, which come first; 0: there is one stack only."""
     block_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 0
-    """Memory that the largest block takes with the default `quant_type`; 0 = not told."""
+    """Memory of the largest block with the default `quant_type`; 0 = not told."""
 
 
 @dataclass(frozen=True)
 class SwarmSnapshot:
-    """The servers of one model, as one look into the DHT showed them."""
+    """The servers of one model, as read from the DHT at one time."""
 
     num_blocks: int
     servers: tuple[ServerInfo, ...] = ()
     encoder_blocks: int = 0
-    """How many blocks, the first ones, are an encoder's; 0: all are of one stack."""
+    """Number of the encoder's blocks, which come first; 0: there is one stack only."""
     taken_at: float = field(default=0.0, compare=False)
     """Monotonic clock of the reader, seconds."""
 
@@ -317,7 +318,7 @@ class SwarmSnapshot:
         return tuple(server for server in self.servers if server.state == ServerState.ONLINE)
 
     def cache_room(self) -> int:
-        """The longest text, in tokens, for which some server of each block has cache left; 0: not known."""
+        """The longest text, in tokens, for which every block has a server with enough free cache; 0: not known."""
         room = [0] * self.num_blocks
         for server in self.online():
             for block in server.span:
@@ -325,14 +326,14 @@ class SwarmSnapshot:
         return min(room, default=0)
 
     def missing_blocks(self) -> tuple[int, ...]:
-        """Blocks that no server which is online holds."""
+        """Blocks that no server in state online holds."""
         held = {block for server in self.online() for block in server.span}
         return tuple(block for block in range(self.num_blocks) if block not in held)
 
 
 @dataclass(frozen=True)
 class RouteHop:
-    """One server of a route and the blocks that it runs for it (a sub-range of what it holds)."""
+    """One server of a route and the blocks that it runs (a part of its span)."""
 
     server: ServerInfo
     span: Span
@@ -342,5 +343,5 @@ class RouteHop:
 
 
 def size_in_words(num_bytes: float) -> str:
-    """Bytes in GB, or in MB where GB would be 0.00 or little more."""
+    """A number of bytes in GB, or in MB if it is small."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -38,17 +38,17 @@ class SwarmError(Exception):
     """Base of all errors of swarmllm."""
 
     code: ClassVar[str] = "error"
-    """How this error is named on the wire."""
+    """Name of this error on the wire."""
     retriable: ClassVar[bool] = False
-    """Whether doing the same again, after a refresh or with another peer, can succeed."""
+    """True if the same call can succeed after a refresh or with another peer."""
     blames_peer: ClassVar[bool] = False
-    """Whether the peer should be avoided for a while."""
+    """True: avoid the peer for a while."""
     said_by: str | None = None
-    """The server that says so of what it was asked; None: this side has found it out. Of a `PeerError`, see there."""
+    """The server that reported this about its own request; None: this side found it. For a `PeerError` see there."""
 
 
 class ConfigurationError(SwarmError, ValueError):
-    """The caller's settings or arguments can't work; the message names the mend."""
+    """The caller's settings or arguments can't work. The message names the mend."""
 
     code = "configuration"
 
@@ -82,9 +82,9 @@ class PeerError(SwarmError):
     code = "peer"
     retriable = True
     accused_by: str | None = None
-    """The peer that says so of `peer_id`; None: this side has seen it itself, or `peer_id` hasn't named anybody."""
+    """The peer that reported this about `peer_id`; None: this side saw it itself, or `peer_id` named nobody."""
     through_relay: bool = False
-    """Whether it was a stream through a relay that ended or fell silent: the relay may be what failed."""
+    """True if the failed stream went through a relay: then the relay may be what failed."""
 
     def __init__(self, message: str, peer_id: str | None = None) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class PeerError(SwarmError):
 
     @property
     def is_hearsay(self) -> bool:
-        """Whether a peer says it of another one: that proves nothing, and makes nobody avoided."""
+        """True if one peer reports this about another. It proves nothing, so nobody is avoided for it."""
         return self.accused_by is not None and self.accused_by != self.peer_id
 
 
@@ -111,7 +111,7 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class ServerOverloadedError(PeerError):
-    """The server has no room for this request now, or can't do it for another reason that is its own."""
+    """The server has no room for this request now, or can't do it for another reason of its own."""
 
     code = "overloaded"
 
@@ -129,19 +129,19 @@ class CacheFullError(PeerError):
 
 
 class SessionTooLargeError(CacheFullError):
-    """The session needs more KV cache than the server has in all: no waiting helps, only a larger server."""
+    """The session needs more KV cache than the server has in all. Waiting doesn't help, only a larger server."""
 
     code = "session_too_large"
 
 
 class BlocksNotServedError(PeerError):
-    """The server doesn't hold the blocks (any more)."""
+    """The server doesn't hold the blocks, or not any more."""
 
     code = "blocks_not_served"
 
 
 class GroupLostError(BlocksNotServedError):
-    """A process that had a part of the server's blocks has gone, so it can't compute until it is started again."""
+    """A process that held some of the server's weights is gone. The server can't compute until it is restarted."""
 
     code = "group_lost"
 
@@ -197,7 +197,7 @@ class BlockWeightsNotFoundError(WeightsError):
 
 
 class WeightsMismatchError(WeightsError):
-    """The checkpoint is another one than the swarm serves, or its tensors don't fit its config."""
+    """The swarm serves another checkpoint, or the checkpoint's tensors don't fit its config."""
 
     code = "weights_mismatch"
 
@@ -216,6 +216,6 @@ ERRORS_BY_CODE: dict[str, type[SwarmError]] = {cls.code: cls for cls in _subclas
 
 
 def error_from_code(code: str, message: str, peer_id: str | None = None) -> SwarmError:
-    """The error that a peer reported by `code`; unknown codes (of newer peers) become a plain PeerError."""
+    """Make the error that a peer reported with `code`. Unknown codes, of newer peers, become a plain PeerError."""
     cls = ERRORS_BY_CODE.get(code, PeerError)
     return cls(message, peer_id) if issubclass(cls, PeerError) else cls(message)

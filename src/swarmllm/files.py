@@ -1,12 +1,12 @@
-"""Files on this machine: text of users, files that a crash must not leave half written, temporary directories.
+"""Files on this machine: text of users, files that survive crashes, temporary directories.
 
-Every room takes paths of users through `user_path`, reads settings, keys, invites and lists by `read_text`, and writes
-what must survive by `replace_file`. Users save text with any editor. JSON of checkpoints is read by
-`models/checkpoint`, as transformers does.
+Every room resolves users' paths with `user_path`, reads settings, keys, invites and lists with `read_text`, and writes
+important files with `replace_file`. Users may save text with any editor. `models/checkpoint` reads the JSON of
+checkpoints, as transformers does.
 
-A `PrivateDirectory` doesn't outlive its process, even if that is killed: it is locked while the process lives, and
-whenever a process makes one, it removes those that nobody holds. Used for the socket of p2pd, the logs of a LocalSwarm
-and the meeting place of a tensor-parallel group.
+A `PrivateDirectory` doesn't outlive its process, even if that is killed. It is locked while the process lives, and each
+process that makes one removes those that nobody has locked. Used for the socket of p2pd, the logs of a LocalSwarm and
+the meeting place of a tensor-parallel group.
 """
 
 import codecs
@@ -28,22 +28,22 @@ MAX_TEXT_BYTES = 16 << 20
 """Assumed: nobody writes more by hand."""
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, because its mark begins with that of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks. Notepad writes that of UTF-8, and PowerShell's `>` that of UTF-16."""
+"""Byte order marks. Notepad writes UTF-8's, and PowerShell's `>` UTF-16's."""
 
 PREFIX = "swarmllm-"
 LOCK = ".lock"
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """The path with ~ replaced by the home directory.
+    """Replace ~ by the home directory.
 
     Raises:
-        ConfigurationError: it begins with ~, and nobody knows where that is.
+        ConfigurationError: the path begins with ~, and there is no home directory.
     """
     try:
         return Path(path).expanduser()
@@ -52,7 +52,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def has_home() -> bool:
-    """Whether this user has a home directory: a container may run as a number for which there is no user."""
+    """True if this user has a home directory. A container may run as a number without a user."""
     try:
         Path("~").expanduser()
     except RuntimeError:
@@ -61,17 +61,17 @@ def has_home() -> bool:
 
 
 def user_cache_dir() -> Path:
-    """Where this user's programs keep what they can make again; of a user without a home, among temporary files.
+    """The directory for files that programs can make again. Without a home, it is among temporary files.
 
     Raises:
-        ConfigurationError: somebody else has made that directory.
+        ConfigurationError: the directory belongs to another user.
     """
     if users := os.environ.get("XDG_CACHE_HOME"):
         return user_path(users)
     if has_home():
         return user_path("~/.cache")
     directory = Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    with suppress(OSError):  # whoever writes there will be told
+    with suppress(OSError):  # writing there will report it
         directory.mkdir(mode=0o700, exist_ok=True)
     if directory.exists() and directory.stat().st_uid != os.getuid():
         raise ConfigurationError(f"{directory} is another user's: set SWARMLLM_CACHE to a directory of your own")
@@ -79,10 +79,10 @@ def user_cache_dir() -> Path:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file, without a byte order mark and with `\\n` at the end of lines.
+    """Read a text file. Drop the byte order mark, and end all lines with `\\n`.
 
     Raises:
-        ConfigurationError: it can't be read, is too large, or is in an encoding that can't be told.
+        ConfigurationError: it can't be read, is too large, or has an unknown encoding.
     """
     path = user_path(path)
     try:
@@ -102,10 +102,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def decoded(data: bytes, encoding: str, errors: str = "strict") -> str:
-    """The text of these bytes by their byte order mark, or in this encoding, with `\\n` at the end of lines.
+    """Decode bytes by their byte order mark or in this encoding, and end all lines with `\\n`.
 
     Raises:
-        UnicodeDecodeError: they are something else.
+        UnicodeDecodeError: they are in another encoding.
     """
     for mark, marked in _MARKS:
         if data.startswith(mark):
@@ -115,20 +115,20 @@ def decoded(data: bytes, encoding: str, errors: str = "strict") -> str:
 
 
 def entries_of(text: str) -> list[str]:
-    """What the lines say, without spaces around it; comments begin with #."""
+    """The lines without surrounding spaces, empty lines and comments (#)."""
     stripped = (line.strip() for line in text.splitlines())
     return [line for line in stripped if line and not line.startswith("#")]
 
 
 @contextmanager
 def replaced(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
-    """A name beside this one; the file that is written there takes its place at the end.
+    """Yield a temporary name; the file written there replaces `path` at the end.
 
-    So readers see the old file or the new one, also after a crash; unless `durable`, after a power cut perhaps none,
-    which is enough for what can be made again.
+    Readers see the old file or the new one, also after a crash. Unless `durable`, there may be neither after a power
+    cut. That is enough for files that can be made again.
 
     Raises:
-        OSError: it can't be written; the old file is as it was.
+        OSError: it can't be written; the old file is unchanged.
     """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -144,17 +144,17 @@ def replaced(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[
 
 
 def replace_file(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
-    """The same with a text.
+    """Replace the contents of a file by a text, in the same way.
 
     Raises:
-        OSError: it can't be written; the old file is as it was.
+        OSError: it can't be written; the old file is unchanged.
     """
     with replaced(path, durable=durable) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def create_private_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all.
+    """Write a new file that only this user can read, whole or not at all.
 
     Raises:
         FileExistsError: there is one already.
@@ -168,7 +168,7 @@ def create_private_file(path: str | os.PathLike[str], data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(beside, path)  # unlike a rename, it takes no other file's place
+            os.link(beside, path)  # unlike a rename, it never replaces another file
         except FileExistsError:
             raise
         except OSError:  # a file system without links
@@ -183,7 +183,7 @@ def create_private_file(path: str | os.PathLike[str], data: bytes) -> None:
 class PrivateDirectory:
     """A new directory that only this user can read, until `remove()`. Also a context manager.
 
-    `max_path_bytes`: where the user's temporary directory has too long a name for a socket, /tmp is taken.
+    `max_path_bytes`: use /tmp if the path in the user's temporary directory would be too long for a socket.
     """
 
     def __init__(self, *, max_path_bytes: int | None = None) -> None:
@@ -195,10 +195,10 @@ class PrivateDirectory:
         new = self.path / f"{LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)  # so that it never has this name and is free, while somebody means to hold it
+        new.rename(self.path / LOCK)  # locked before it gets this name, so that nobody sees it free
 
     def remove(self) -> None:
-        """Harmless when done twice."""
+        """Remove the directory. Harmless if called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -214,7 +214,7 @@ class PrivateDirectory:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Directories whose process was killed. Those of other users, and of processes that still make theirs, stay."""
+    """Remove directories whose process was killed. Those of other users and of processes still making theirs stay."""
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError):
             if lock.parent.lstat().st_uid != os.getuid():

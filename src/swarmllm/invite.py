@@ -1,12 +1,12 @@
-"""Invites: one word, or a file that holds it, which says all that somebody needs to join a swarm.
+"""Invites: one word, or a file with that word, that contains everything needed to join a swarm.
 
-    swarm:eyJtb2RlbCI6…        what `swarmllm dht --invite` prints; goes wherever initial peers go
-    friends.swarm              a file with such a word in it
+    swarm:eyJtb2RlbCI6…        printed by `swarmllm dht --invite`; accepted wherever initial peers are
+    friends.swarm              a file with such a word
 
-An invite carries the addresses of peers and, if its author wanted it so, the model, the peer ids of a private swarm,
-and the name under which that swarm's servers are found. It grants no computing: servers check the identities
-of clients, and clients those of servers, whoever has read it.
-`config` unpacks invites among initial peers; `command_line` takes the model from them.
+An invite holds addresses of peers and optionally the model, the peer ids of a private swarm, and the name under which
+that swarm's servers are found. It gives no right to compute: servers check the identities of clients, and clients those
+of servers, whoever has read the invite. `config` unpacks invites among initial peers; `command_line` takes the model
+from them.
 """
 
 import base64
@@ -23,39 +23,39 @@ PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
 MAX_INVITE_CHARS = 65536
 MAX_ENTRIES = 256
-"""Entries of each list at most."""
+"""Most entries of each list."""
 MAX_ENTRY_CHARS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
-    """What one invite says."""
+    """The contents of one invite."""
 
     initial_peers: tuple[str, ...]
     """Multiaddresses of peers of the swarm."""
     model: str | None = None
     """Hub id of the model, or the name of a directory that everybody has."""
     allowed_servers: tuple[str, ...] | None = None
-    """Peer ids of the servers that clients should use, and servers count as their neighbours; None = any."""
+    """Peer ids of the servers that clients use and servers count as neighbours; None = any."""
     allowed_clients: tuple[str, ...] | None = None
-    """Peer ids of the clients that servers should serve; None = any."""
+    """Peer ids of the clients that servers serve; None = any."""
     swarm_name: str | None = None
-    """Unguessable; servers and clients that have it meet under keys of their own in a DHT that others use as well."""
+    """An unguessable name. Servers and clients that know it use DHT keys of their own."""
 
     def __str__(self) -> str:
-        """The word."""
+        """The invite as one word."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         text = json.dumps(given, separators=(",", ":"), ensure_ascii=False)
         return PREFIX + base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
 def is_invite(entry: str) -> bool:
-    """Whether this entry among initial peers is an invite, or the name of a file with one."""
+    """True if this entry among initial peers is an invite, or the name of a file with one."""
     return entry.startswith(PREFIX) or entry.endswith(FILE_SUFFIX)
 
 
 def read_invite(entry: str) -> Invite:
-    """The invite that is this word or in this file.
+    """Read an invite, given as a word or as a file.
 
     Raises:
         ConfigurationError: there is none, or it is damaged.
@@ -82,7 +82,7 @@ def read_invite(entry: str) -> Invite:
 
 
 def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invite, ...]]:
-    """Initial peers with the invites among them replaced by what they name; and these invites.
+    """Replace the invites among initial peers by the addresses that they hold; return addresses and invites.
 
     Raises:
         ConfigurationError: one of them is damaged.
@@ -99,16 +99,16 @@ def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invit
 
 
 def merge_allowed(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    """All peer ids of these lists; None if there are no lists."""
+    """Join these lists of peer ids; None if all of them are None."""
     given = [ids for ids in lists if ids is not None]
     return tuple(dict.fromkeys(peer_id for ids in given for peer_id in ids)) if given else None
 
 
 def agreed_name(invites: Iterable[Invite]) -> str | None:
-    """The name of the private swarm that these invites are to; None if they name none.
+    """The name of the private swarm in these invites; None if they name none.
 
     Raises:
-        ConfigurationError: they are to several.
+        ConfigurationError: they name different swarms.
     """
     names = {invite.swarm_name for invite in invites if invite.swarm_name is not None}
     if len(names) > 1:

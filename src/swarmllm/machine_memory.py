@@ -1,8 +1,8 @@
-"""Main memory that this process may use: the machine's, or less where a cgroup limits it.
+"""Main memory that this process may use: the machine's, or less if a cgroup limits it.
 
-A container, a systemd unit with `MemoryMax=` and a batch system limit memory by cgroups, of version 1 or 2, and every
-level above the process's own group counts as well. psutil sees the whole machine. Used by all rooms that size something
-by memory.
+Containers, systemd units with `MemoryMax=` and batch systems limit memory by cgroups of version 1 or 2. Every level
+above the process's own group counts as well. psutil sees the whole machine. All rooms that size something by memory use
+this module.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class _Version:
-    """How files of a cgroup are called."""
+    """Names of a cgroup's files."""
 
     limits: tuple[str, ...]
     usage: str
     cache: tuple[str, ...]
-    """Entries of memory.stat: what the kernel drops before it refuses memory."""
+    """Entries of memory.stat that the kernel frees before it refuses memory."""
 
 
 _VERSIONS = {
@@ -30,12 +30,12 @@ _VERSIONS = {
     ),
     "cgroup2": _Version(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
 }
-"""File system → names. Above `memory.high`, a process is slowed down until it stands still."""
+"""File system → names. Above `memory.high`, the kernel slows a process down until it stands still."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A cgroup on the way from the process's own to the top."""
+    """A cgroup between the process's own and the top."""
 
     directory: Path
     version: _Version
@@ -44,7 +44,7 @@ class _Group:
         return min((found for name in self.version.limits if (found := self._number(name)) is not None), default=None)
 
     def used(self) -> int:
-        """Without the cache of files, which gives way."""
+        """Without the cache of files, which the kernel frees on demand."""
         try:
             lines = (line.split() for line in (self.directory / "memory.stat").read_text().splitlines())
             cached = sum(int(number) for name, number in lines if name in self.version.cache)
@@ -55,24 +55,24 @@ class _Group:
     def _number(self, name: str) -> int | None:
         try:
             return int((self.directory / name).read_text())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # missing, or "max"
             return None
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process can take now without another one having to give it back."""
+    """Memory that this process can take now without another process giving any back."""
     left = (limit - group.used() for group in _groups(PROC) if (limit := group.limit()) is not None)
     return max(0, min((int(psutil.virtual_memory().available), *left)))
 
 
 def total_memory_bytes() -> int:
-    """Memory that this process could have if nobody else used any."""
+    """Memory that this process could have if no other process used any."""
     limits = (limit for group in _groups(PROC) if (limit := group.limit()) is not None)
     return min((int(psutil.virtual_memory().total), *limits))
 
 
 def _groups(proc: Path) -> Iterator[_Group]:
-    """The process's cgroups that may limit memory, from its own to the top of what it sees."""
+    """The cgroups that may limit the process's memory, from its own to the top of the visible tree."""
     try:
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
         own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
@@ -82,11 +82,11 @@ def _groups(proc: Path) -> Iterator[_Group]:
         kind, _, options = mount[mount.index("-") + 1 :][:3]
         if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        # https://man7.org/linux/man-pages/man7/cgroups.7.html: version 2 is the line that names no controller
+        # https://man7.org/linux/man-pages/man7/cgroups.7.html: the line of version 2 names no controller
         wanted = "memory" if kind == "cgroup" else ""
         path = next((Path(path) for _, controllers, path in own if wanted in controllers.split(",")), Path("/"))
         root, top = Path(mount[3]), Path(mount[4])
-        # A container may see only its own part of the tree, as the top, although its path is the machine's.
+        # A container may see its own subtree as the top, although the path is the machine's.
         below = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else Path()
         directory = top / below
         for level in (directory, *directory.parents):

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fault_tools import Doom, Faulty
+from hostile import ALL, HIDDEN, load_blocks
 from swarm_in_process import Blocks
 from swarm_models import connected, load_local, save_llama
 from transformers import PreTrainedModel
+
+from swarmllm.models.span.block_span import BlockSpan
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +33,15 @@ def blocks(llama: Path) -> Iterator[Blocks]:
     blocks = Blocks(llama)
     yield blocks
     blocks.close()
+
+
+@pytest.fixture(scope="session")
+def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    """Two blocks of three, so that sessions keep what they send on, for servers that hostile clients talk to."""
+    torch.set_num_threads(1)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN}
+    directory = save_llama(tmp_path_factory.mktemp("hostile") / "checkpoint", num_blocks=3, **sizes)
+    return load_blocks(directory, ALL)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,11 +21,11 @@ from swarmllm.server.__main__ import main
 from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
 from swarmllm.server.device.throughput import Throughput
-from swarmllm.server.streams.serving import StackParts
+from swarmllm.server.streams.serving import Serving
 
 
 class Fault(Enum):
-    """What the server does from the moment at which the trigger exists, whenever it is asked to compute."""
+    """The server's behaviour in each computation, as soon as the trigger exists."""
 
     MODEST = "modest"  # nothing wrong, but it says that it is slow: routes lead to the boasters
     CRASH = "crash"  # SIGKILL in the middle of the computation
@@ -75,9 +75,9 @@ def misbehave(fault: Fault, trigger: Path) -> None:
         return outputs
 
     if fault is Fault.PRYING:
-        traits: Any = StackParts.traits
+        traits: Any = Serving.traits
         asks = {"extra_inputs": ("input_ids", "inputs_embeds")}
-        StackParts.traits = property(lambda parts: traits.fget(parts).model_copy(update=asks))  # type: ignore[assignment]
+        Serving.traits = property(lambda one: traits.fget(one).model_copy(update=asks))  # type: ignore[assignment]
 
     honest_ran = Scheduler.ran
 

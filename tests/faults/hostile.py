@@ -4,14 +4,16 @@ The blocks are real ones of a tiny model, so that what gets past the checks meet
 """
 
 import asyncio
+import gc
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -27,15 +29,16 @@ from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 FINGERPRINT = "0123456789abcdef"
 HONEST = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
@@ -43,6 +46,10 @@ MALLORY = "12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo"
 SERVER = "12D3KooWJFxJRUaCsPYKtBVmAWGxuUVq2WJjT2zvEP7b1Ynb4Q3s"
 MAX_BATCH_TOKENS = 64
 CACHE_TOKENS = 512
+HIDDEN = 16
+SESSION, OTHER = "a" * 32, "b" * 32
+ALL, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
+"""Spans of the two blocks that the servers have."""
 
 
 def load_blocks(directory: Path, span: Span) -> BlockSpan:
@@ -64,34 +71,37 @@ class Server:
         tasks: asyncio.TaskGroup,
         *,
         cache_tokens: int = CACHE_TOKENS,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
         allowed_clients: Sequence[str] | None = None,
         stream_type: type[FrameStream] = FrameStream,
         pages: PrefixCache | None = None,
     ) -> None:
         self.blocks = blocks
         self._stream_type = stream_type
-        self.executor = Executor(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
+        self.device_thread = DeviceThread(Budget(pause_s=0.0))  # thousands of batches between steps would take minutes
         self.links = Links(self._dial, tasks)
         self.access = Access(allowed_clients)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        self.budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens)
+        cache_bytes = (blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * cache_tokens
         self.packer = packer_of(blocks)
-        limits = self.access.limits
-        self.sessions = SessionTable(self.packer, inputs.hidden_bytes, self.executor, self.budget, pages, limits=limits)
         self.serving = self.access.serving = Serving(
-            parts=StackParts((StackPart(blocks, inputs),)),
-            executor=self.executor,
-            sessions=self.sessions,
-            limits=limits,
-            max_batch_tokens=MAX_BATCH_TOKENS,
-            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
+            self.packer,
+            [StackBlocks(blocks, inputs)],
+            self.device_thread,
+            CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
+            limits=self.access.limits,
+            settings=ServerLimits(max_batch_tokens=max_batch_tokens, compression="none"),
+            offered=ServedAdapters((), None, token=None, cache_dir=None),
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.sessions = self.serving.sessions
+        self.sessions.pages, self.budget = pages, self.sessions.budget
         self.ends: set[FrameStream] = set()
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}
         self.failures: list[BaseException] = []
-        """What handlers have raised: nothing may get that far."""
+        """Exceptions that handlers have raised: none may get that far."""
 
     async def _dial(self, successor: Successor) -> FrameStream:
         if successor.peer_id != SERVER:
@@ -144,7 +154,7 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()  # its thread waited for the device thread
 
 
@@ -220,6 +230,81 @@ def error_code(message: Message) -> str:
     assert message.type is MessageType.ERROR, message
     code: str = message.header["code"]
     return code
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110 - nobody tells of these states
+            await asyncio.sleep(0.005)
+
+
+async def opened(server: Server, session: str = SESSION, peer_id: str = MALLORY, **fields: Any) -> FrameStream:
+    """A stream with a session on all blocks."""
+    stream = await server.connect(peer_id)
+    message = await ask(stream, MessageType.OPEN, open_header(session, ALL, **fields))
+    assert message.type is MessageType.RESULT, message.header
+    return stream
+
+
+def hidden_states(blocks: BlockSpan, length: int = 1) -> Tensor:
+    return torch.randn(1, length, blocks.embedding_dim)
+
+
+def request_header(inputs: Tensor, span: Span = ALL, **fields: Any) -> dict[str, Any]:
+    """The header of a sessionless request."""
+    shape = {"batch_size": inputs.shape[0], "seq_len": inputs.shape[1]}
+    return {"id": 1, "start": span.start, "end": span.end, **shape, **fields}
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    memory: int = psutil.Process().memory_info().rss
+    return memory
+
+
+# Where tests look behind what a client or a server shows: nowhere else.
+
+
+def write_bytes(stream: FrameStream, data: bytes) -> None:
+    """Send what no client would."""
+    stream._write(data)
+
+
+def stop_reading(stream: FrameStream) -> None:
+    """From now on nothing that comes is read, nor pings answered."""
+    assert stream._transport is not None
+    stream._transport.pause_reading()
+
+
+def is_paused(stream: FrameStream) -> bool:
+    """True if so much waits that this end reads no more."""
+    return stream._inbox.is_paused
+
+
+def unsent_bytes(stream: FrameStream) -> int:
+    assert stream._transport is not None
+    return stream._transport.get_write_buffer_size()
+
+
+def held_bytes(server: Server, peer_id: str | None = None) -> int:
+    """Bytes that the server holds for this peer, or for all."""
+    held = server.access.limits._bytes
+    return sum(held.values()) if peer_id is None else held.get(peer_id, 0)
+
+
+def num_awaited(server: Server) -> int:
+    """Requests that wait for what another server pushes."""
+    return len(server.serving.pushes._waiting)
+
+
+def num_early(server: Server) -> int:
+    """Pushes that came before their request."""
+    return len(server.serving.pushes._early)
+
+
+def dials(server: Server) -> bool:
+    """True if the server has links, or is dialling for one."""
+    return bool(len(server.links) or server.links._dialling)
 
 
 async def hang_up(stream: FrameStream) -> None:

@@ -27,14 +27,15 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, hello
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 FINGERPRINT = "0123456789abcdef"
 CLIENT = "client".ljust(46, "x")
@@ -43,17 +44,17 @@ OnSend = Callable[["Server", MessageType, dict[str, Any], Any], tuple[MessageTyp
 
 
 class Blocks:
-    """Those of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
+    """The blocks of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = open_checkpoint(str(directory))
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
         self.loop = EventLoop("swarm-in-process")
-        self.executor: Executor = self.loop.run(self._new_executor())
+        self.device_thread: DeviceThread = self.loop.run(self._new_device_thread())
 
-    async def _new_executor(self) -> Executor:
-        return Executor(Budget(pause_s=0.0))
+    async def _new_device_thread(self) -> DeviceThread:
+        return DeviceThread(Budget(pause_s=0.0))
 
     def of(self, span: Span) -> BlockSpan:
         if span not in self._loaded:
@@ -69,7 +70,7 @@ class Blocks:
         self.loop.close()
 
     async def _close(self) -> None:
-        await self.executor.close()
+        await self.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
@@ -91,17 +92,18 @@ class Server:
         self.access = Access(None)
         self.handler = StreamHandler(self.access, self.links, fingerprint=FINGERPRINT)
         inputs = InputChecks(blocks)
-        budget = CacheBudget((blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS)
-        executor, limits = swarm.blocks.executor, self.access.limits
-        self.sessions = SessionTable(packer_of(blocks), inputs.hidden_bytes, executor, budget, limits=limits)
+        cache_bytes = (blocks.cache_sizes.bytes_per_token + inputs.hidden_bytes) * CACHE_TOKENS
         self.serving = self.access.serving = Serving(
-            parts=StackParts((StackPart(blocks, inputs),)),
-            executor=executor,
-            sessions=self.sessions,
-            limits=limits,
-            max_batch_tokens=self.info.max_batch_tokens,
-            served_adapters=ServedAdapters((), None, token=None, cache_dir=None),
+            packer_of(blocks),
+            [StackBlocks(blocks, inputs)],
+            swarm.blocks.device_thread,
+            CacheRoom(cache_bytes, 0, ADAPTERS_BYTES),
+            limits=self.access.limits,
+            settings=ServerLimits(max_batch_tokens=self.info.max_batch_tokens, compression="none"),
+            offered=ServedAdapters((), None, token=None, cache_dir=None),
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.sessions = self.serving.sessions
 
     @property
     def span(self) -> Span:
@@ -139,7 +141,7 @@ class InProcessSwarm:
         self.on_message: Callable[[Server, Message], object] = lambda server, message: None
         """Called when a server takes a message, before it does anything with it."""
         self.on_send: OnSend = lambda server, kind, header, chunks: (kind, header, chunks)
-        """What a server really says when it wants to say this."""
+        """Called when a server sends a message; it sends what this returns."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._config = ClientConfig(**config)
         self.servers: list[Server] = []
@@ -208,7 +210,7 @@ class InProcessSwarm:
         return RouteHop(self.servers[server].info, Span(start, end))
 
     def first_route(self, route: Sequence[RouteHop]) -> None:
-        """What the client finds when it looks for the first time; later it finds what is best."""
+        """Have the client find this route first, and the best route later."""
         found = self.view.routes.find
 
         async def find_route(*_: Any) -> list[RouteHop]:
@@ -300,7 +302,7 @@ class _Directory:
 
 
 class Reference:
-    """What a session's steps give where all blocks are in one place."""
+    """The outputs of a session's steps where all blocks are in one place."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self._blocks = blocks

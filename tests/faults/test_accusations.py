@@ -1,4 +1,4 @@
-"""What one server says of another: nobody is avoided for it, and who says it again and again is at fault himself.
+"""Accusations of one server by another: nobody is avoided for them, and repeated ones are the accuser's own fault.
 
 In process, with the real client.
 """

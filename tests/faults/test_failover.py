@@ -44,7 +44,7 @@ NUM_TOKENS = 16
 
 
 def requests_of(session: Any) -> Callable[[], object]:
-    """Whether steps of this session are under way."""
+    """True if steps of this session are under way."""
     return lambda: session.chains[0]._in_flight
 
 
@@ -204,7 +204,7 @@ def test_death_within_a_batch(
 def test_death_with_compressed_hidden_states(
     llama: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, place: str
 ) -> None:
-    """What is replayed is what was seen: rounded to 8 bits, once."""
+    """A replay sends the hidden states that were seen: rounded to 8 bits, once."""
     living = [server.peer_id for server in swarm.living]
     with connected(llama, swarm.initial_peers, allowed_servers=living, compression="int8") as model:
         ids = prompt(1, 200)

@@ -1,4 +1,4 @@
-"""What fails while nothing is under way: no server answers the steps of an epoch that has failed, so none may be sent.
+"""Failures while nothing is under way: no server answers steps of a chain version that has failed, so none may be sent.
 
 In process. Where that goes wrong, the client waits for as long as a step may take, and then blames somebody.
 """

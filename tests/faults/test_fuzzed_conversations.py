@@ -1,10 +1,9 @@
-"""Whole conversations by the hundred thousand messages: what hostile clients say on several streams at once.
+"""Conversations of hostile clients with a server, by the hundred thousand messages, drawn from a seed.
 
-Each game has some streams of some peers, one of which calls itself by the server's own id. They greet rightly, wrongly
-or not at all; share sessions, adapters and tokens; and what they say is cut off, changed in its bytes, repeated, or
-arrives in pieces between those of the others. Some never read. After each game nothing of it may be left, nothing may
-have been logged as a mistake, and the session of an honest client goes on rightly. `test_fuzz` does the same message by
-message, `test_fuzzed_answers` what hostile servers say.
+Each game has some streams of some peers; one peer calls itself by the server's own id. They greet rightly, wrongly or
+not at all; share sessions, adapters and tokens. Their messages have wrong fields, tensors and ids, and are cut off,
+changed in their bytes, repeated, or sent in pieces. Some peers never read. After each game nothing may be left of it,
+no mistake may be logged, and an honest session goes on rightly. `test_fuzzed_answers` has hostile servers.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from random import Random
 
 import pytest
 import torch
-from fuzzed_messages import ODD_VALUES, Conversation, used_memory, wire
+from fuzzed_messages import NUMBERS, ODD_VALUES, Conversation, used_memory, wire
 from hostile import (
     FINGERPRINT,
     MALLORY,
@@ -23,18 +22,19 @@ from hostile import (
     HonestClient,
     Server,
     hang_up,
-    load_blocks,
+    held_bytes,
+    num_awaited,
     serving,
     step_header,
+    stop_reading,
+    write_bytes,
 )
 from mistakes import logged_mistakes
-from swarm_models import save_llama
 
-from swarmllm.data_structures import Span
-from swarmllm.errors import SwarmError
+from swarmllm.errors import RemoteProtocolError, SwarmError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire import stream as stream_module
-from swarmllm.network.wire.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, MessageType
+from swarmllm.network.wire.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, FrameDecoder, MessageType, encode_message
 from swarmllm.network.wire.protocol import FrameStream, hello
 from swarmllm.network.wire.tensor_codec import encode_tensors
 
@@ -43,17 +43,14 @@ CALLERS = (MALLORY, MALLORY, EVE, SERVER)
 HONEST_SESSION = "honest".ljust(32, "0")
 HELLO = {"min_version": 1, "max_version": 1, "software": "", "fingerprint": FINGERPRINT, "encodings": ["int8"]}
 GAMES_PER_STEP = 4
-"""Of the honest client: each costs as much as a game."""
+"""Games for each step of the honest client: a step costs as much as a game."""
 MEMORY_SLACK_BYTES = 48 << 20
 """Allocators don't give everything back; a leak of a hundred thousand messages would be larger."""
 
 
-@pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
-    """Two blocks of three, so that sessions keep what they send on."""
-    torch.set_num_threads(1)
-    directory = tmp_path_factory.mktemp("conversations") / "checkpoint"
-    return load_blocks(save_llama(directory, num_blocks=3, hidden_size=16, intermediate_size=16), Span(0, 2))
+@pytest.fixture
+def blocks(two_blocks: BlockSpan) -> BlockSpan:
+    return two_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +66,7 @@ class Caller:
     def __init__(self, stream: FrameStream, random: Random) -> None:
         self.stream = stream
         self.waiting = bytearray()
-        """What it is going to write."""
+        """Bytes that it is going to write."""
         self._random = random
         self._reading: asyncio.Task[None] | None = None
 
@@ -91,8 +88,8 @@ class Caller:
     def listen(self) -> None:
         """Or not."""
         if self._random.random() < 0.1:
-            if self.stream._transport is not None:
-                self.stream._transport.pause_reading()
+            if not self.stream.closed:
+                stop_reading(self.stream)
         else:
             self._reading = asyncio.create_task(self._read())
 
@@ -127,7 +124,7 @@ class Caller:
     def write_some(self) -> None:
         size = len(self.waiting) if self._random.random() < 0.7 else self._random.randint(1, len(self.waiting))
         with suppress(SwarmError):  # the server has ended the stream
-            self.stream._write(bytes(self.waiting[:size]))
+            write_bytes(self.stream, bytes(self.waiting[:size]))
         del self.waiting[:size]
 
     async def leave(self, server: Server) -> None:
@@ -160,7 +157,7 @@ def in_frames(kind: MessageType, header: dict[str, object], payload: bytes, rand
 
 
 def theft(random: Random, hidden_size: int) -> tuple[bytes, bytes]:
-    """What only the owner and the predecessor of a session may ask, after a token that is none."""
+    """Requests that only the owner and the predecessor of a session may make, after a wrong token."""
     about: dict[str, object] = {"id": 1, "session": HONEST_SESSION}
     attach = wire(MessageType.ATTACH, about | {"token": random.choice((HONEST_SESSION, "0" * 32))})
     match random.randrange(3):
@@ -211,17 +208,20 @@ async def play(server: Server, seed: int) -> int:
 
 
 async def check_nothing_left(server: Server, leased: int) -> None:
-    """Of any game."""
+    """Nothing is left of any game."""
     limits = server.access.limits
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
-            limits._bytes or server.handler._intake.num_bytes or limits.num_streams() > 2 or server.executor.num_calls
+            held_bytes(server)
+            or server.handler._intake.num_bytes
+            or limits.num_streams() > 2
+            or server.device_thread.num_calls
         ):
             await asyncio.sleep(0.001)
     assert [session.id for session in server.sessions] == [HONEST_SESSION]
     assert server.budget.leased_bytes == leased
-    assert not server.serving.pushes._waiting
+    assert not num_awaited(server)
 
 
 async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) -> None:
@@ -262,3 +262,53 @@ async def test_a_hundred_thousand_messages_of_hostile_conversations_hurt_nobody(
     blocks: BlockSpan, mistakes: list[str]
 ) -> None:
     await fuzz(blocks, 100_000, 1_000_000, mistakes)
+
+
+# ---------------------------------------------------------------------- the frame decoder
+
+
+def fuzz_decoder(count: int, seed: int) -> None:
+    """Valid bytes with some of them changed, cut out or put in: messages or a RemoteProtocolError, nothing else."""
+    generator = Random(seed)
+    refused = 0
+    for _ in range(count):
+        wire = bytearray()
+        for _ in range(generator.randint(1, 3)):
+            kind = generator.choice([kind for kind in MessageType if kind is not MessageType.CONTINUE])
+            size = (
+                0 if kind in (MessageType.PING, MessageType.PONG, MessageType.ERROR) else generator.choice((0, 9, 300))
+            )
+            header = {"id": generator.choice(NUMBERS), "session": "x" * 32}
+            wire += b"".join(encode_message(kind, header, [generator.randbytes(size)]))
+        for _ in range(generator.randint(1, 4)):
+            place = generator.randrange(len(wire)) if generator.random() < 0.5 else generator.randrange(18)
+            match generator.randrange(4):
+                case 0:
+                    wire[place] ^= 1 << generator.randrange(8)
+                case 1:
+                    wire[place] = generator.choice((0, 1, 127, 128, 255))
+                case 2:
+                    del wire[place : place + generator.randint(1, 20)]
+                case 3:
+                    wire[place:place] = generator.randbytes(generator.randint(1, 20))
+            if len(wire) < 20:
+                break
+        decoder = FrameDecoder(max_message_bytes=1 << 16)
+        cut = generator.randint(0, len(wire))
+        received = 0
+        try:
+            for part in (wire[:cut], wire[cut:]):
+                received += sum(len(message.payload) for message in decoder.feed(part))
+        except RemoteProtocolError:
+            refused += 1
+        assert received <= len(wire)
+    assert refused > count // 4, "the changes hardly break anything"
+
+
+def test_malformed_frames_are_refused() -> None:
+    fuzz_decoder(5_000, seed=0)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_malformed_frames_are_refused() -> None:
+    fuzz_decoder(100_000, seed=1)

@@ -34,7 +34,7 @@ from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.network.wire.protocol import Message, MessageType
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
 from swarmllm.server.sessions import prefix_cache
 from swarmllm.server.sessions.prefix_cache import PrefixCache
@@ -49,13 +49,13 @@ SPARE = [(0, NUM_BLOCKS), (1, 3), *LAYOUT]
 
 
 class SmallPieces(Blocks):
-    async def _new_executor(self) -> Executor:
-        return Executor(Budget(pause_s=0.0, max_tokens=PIECE))
+    async def _new_device_thread(self) -> DeviceThread:
+        return DeviceThread(Budget(pause_s=0.0, max_tokens=PIECE))
 
     @contextmanager
     def larger(self) -> Iterator[None]:
         """Within, a server computes whatever it is asked for at once, if it may."""
-        scheduler = self.executor.thread._scheduler
+        scheduler = self.device_thread._scheduler
         small, scheduler.budget = scheduler.budget, replace(scheduler.budget, max_tokens=1024)
         try:
             yield
@@ -203,7 +203,7 @@ class Fate:
     ],
 )
 def test_repairs(case: Case, victim: int, step: int, at_once: bool) -> None:
-    """What is replayed was computed before the border and behind it."""
+    """The replay was computed partly before the border and partly behind it."""
     pieces = case.blocks.larger() if at_once else nullcontext()
     with pieces, case.swarm(spare=True) as swarm:
         Fate(swarm, victim, step)
@@ -213,7 +213,7 @@ def test_repairs(case: Case, victim: int, step: int, at_once: bool) -> None:
 
 
 def test_a_session_that_goes_back_over_the_border(case: Case) -> None:
-    """What is left of a long text is computed as the short text that it is, in the session and after a repair."""
+    """The rest of a long text is computed as a short text, in the session and after a repair."""
     embeds = case.local.get_input_embeddings()(text(BORDER + 9)).detach()
     with case.swarm(spare=True) as swarm:
         model = case.client(swarm)

@@ -29,6 +29,8 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 HIDDEN, NUM_BLOCKS = 64, 6
 TYPES = {"llama": 6, "gemma3_text": 4, "qwen3_next": 4}
 """Caches that can be rolled back anywhere, that forget early, and that can't be rolled back; and numbers of blocks."""
@@ -63,7 +65,7 @@ class Here:
         return LocalBlocks([LocalSpan(self.of(Span(*ends))) for ends in ranges])
 
     def whole(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What all blocks make of a batch."""
+        """The outputs of all blocks for a batch."""
         blocks = self.of(Span(0, self.blocks.num_blocks))
         return blocks.forward(inputs_of(hidden, mask), blocks.span, blocks.new_cache())
 
@@ -306,7 +308,7 @@ def mixed(llama: Path, swarm: Faulty) -> Iterator[Any]:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_death_within_a_step(mixed: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, num_tokens: int) -> None:
-    """Of a server behind the client's own blocks and before others; decoding, and within a prompt."""
+    """The server behind the client's own blocks and before others dies, while decoding and within a prompt."""
     ids = prompt(1, 30 + num_tokens)
     expected = generate_seeded(local, ids, max_new_tokens=12)
     with mixed.inference_session(max_length=128) as session:

@@ -15,11 +15,13 @@ from transformers.generation.streamers import BaseStreamer
 from swarmllm import AutoDistributedModelForSequenceClassification, ClientConfig
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NUM_TOKENS = 12
 
 
 class Streamed(BaseStreamer):
-    """What a reader sees."""
+    """The tokens as a reader gets them."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

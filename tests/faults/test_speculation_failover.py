@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NUM_TOKENS = 24
 
 

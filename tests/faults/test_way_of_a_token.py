@@ -41,7 +41,7 @@ class Watch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     async def _set(self, profile: Any) -> None:
-        await self._blocks.executor.run(lambda: sys.setprofile(profile), Priority.DECODE)
+        await self._blocks.device_thread.run_call(lambda: sys.setprofile(profile), Priority.DECODE)
         sys.setprofile(profile)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:

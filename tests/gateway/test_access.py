@@ -21,6 +21,7 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, RejectConnec
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.app import TABLE
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import Guard, Rates
 from swarmllm.gateway.settings import GatewayConfig
@@ -29,7 +30,8 @@ from swarmllm.gateway.settings import GatewayConfig
 def ask(method: str, path: str, headers: dict[str, str] | None = None, **settings: Any) -> httpx.Response:
     """One request to an application behind a guard with these settings."""
     config = GatewayConfig(model="m", **settings)
-    guard = Guard(PlainTextResponse("inside"), config, Rates(config.requests_per_minute), lambda path, status: None)
+    rates = Rates(config.requests_per_minute)
+    guard = Guard(PlainTextResponse("inside"), TABLE, config, rates, lambda path, status: None)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=guard)
@@ -51,7 +53,9 @@ def test_keys_are_needed_where_tokens_are_made(keys: str) -> None:
         assert ask("GET", path, api_keys_file=keys).status_code == 401
         assert ask("GET", path, {"Authorization": "Bearer secret-3"}, api_keys_file=keys).status_code == 401
         assert ask("GET", path, {"Authorization": "Bearer secret-2"}, api_keys_file=keys).status_code == 200
-    assert ask("GET", "/health", api_keys_file=keys).status_code == 200
+    for path in ("/", "/swarm", "/docs", "/static/chat.js", "/health", "/metrics", "/api/swarm", "/api/version"):
+        assert ask("GET", path, api_keys_file=keys).status_code == 200, path
+    assert ask("GET", "/nothing/here", api_keys_file=keys).status_code == 401
     error = ask("GET", "/v1/models", api_keys_file=keys).json()["error"]
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
 

@@ -12,6 +12,8 @@ from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": '<Hällo> "you" 😀 \u2028'}]},
@@ -97,10 +99,10 @@ def test_names_that_are_not_the_requests(templates: ChatTemplates, name: str) ->
 def test_a_closed_one_leaves_nothing() -> None:
     templates = ChatTemplates()
     templates.start()
-    (process,) = templates._all
+    (process,) = templates.processes
     templates.close()
     assert process.poll() is not None
-    with pytest.raises(ConfigurationError, match="going away"):
+    with pytest.raises(ConfigurationError, match="shutting down"):
         rendered(templates, "")
 
 

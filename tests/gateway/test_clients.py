@@ -368,6 +368,6 @@ def test_a_lenient_gateway_names_what_it_does_not_know(swarm: LocalSwarm) -> Non
 def test_the_length_is_that_of_the_model_as_far_as_servers_have_room(asked: RunningGateway) -> None:
     model = asked.gateway.models.first
     assert model.max_length == model.swarm.config.max_position_embeddings
-    model._longest = 1 << 20
+    model.longest = 1 << 20
     assert model.swarm.swarm.look_ups.snapshot.cache_room() <= model.max_length <= SERVERS_ROOM
-    model._longest = model.swarm.config.max_position_embeddings
+    model.longest = model.swarm.config.max_position_embeddings

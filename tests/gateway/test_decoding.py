@@ -7,14 +7,16 @@ import pytest
 import torch
 from web_gateway import RunningGateway
 
-from swarmllm.client.generation import MoreDecoding
+from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.client.text_generation import TextConfig
 from swarmllm.decoding.dry import Dry
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
 from swarmllm.decoding.text_so_far import tokens_with
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 PROMPT = "Once upon a time there was a little"
 
@@ -32,7 +34,7 @@ def text_of(answer: Any) -> str:
 def local_text(local: Any, tokenizer: Any) -> Any:
     """What the local model with the client's mixin writes."""
     kind = type(local)
-    local.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
+    local.__class__ = type(kind.__name__, (DistributedModelForCausalLM, kind), {"swarm": None})
 
     def write(**options: Any) -> str:
         ids = tokenizer(PROMPT, return_tensors="pt").input_ids

@@ -9,7 +9,7 @@ import pytest
 from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
-from swarmllm.gateway import swarm_watch
+from swarmllm.gateway import monitor
 from swarmllm.gateway.engine.generation import Generation
 
 PROMPT = "Once upon a time"
@@ -76,7 +76,7 @@ def test_servers_die_while_it_streams(mortal: LocalSwarm, at_token: AtToken) -> 
         undisturbed = text_of(list(chunks_of(gateway)))
 
         second_half = {server.peer_id: server for server in mortal.servers[1:]}
-        at_token(20, lambda generation: second_half[generation._route[1].server.peer_id].kill())
+        at_token(20, lambda generation: second_half[generation.route[1].server.peer_id].kill())
         chunks = list(chunks_of(gateway))
         assert text_of(chunks) == undisturbed
         (used,) = [server for server in second_half.values() if not server.alive]
@@ -134,7 +134,7 @@ def test_a_dead_client_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         gateway.wait_until_seen(1)
         assert gateway.http.get("/health").json()["status"] == "ok"
         with monkeypatch.context() as patch:
-            patch.setattr(swarm_watch, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
+            patch.setattr(monitor, "STALLED_S", 0.0)  # so long ago is the last look of an event loop that hangs
             assert gateway.http.get("/health").json()["status"] == "dead"
         assert gateway.http.get("/health").status_code == 200
         gateway.gateway.models.close()

@@ -1,14 +1,10 @@
-"""Programs of others that speak OpenAI's API: openai's helper for tools, langchain, litellm, and Open WebUI's requests.
+"""Programs of others that speak OpenAI's API: openai's helper for tools, langchain, and Open WebUI's requests.
 
-langchain runs in `make test-trainers`: it brings very much along. litellm runs where somebody has installed it beside
-the rest: its botocore wants an older python-dateutil than jupyter_client does (litellm 1.110, 2026-11).
+langchain runs in `make test-trainers`, because it needs many other packages. litellm has no test: its botocore can't be
+installed together with jupyter_client (litellm 1.110, 2026-11).
 """
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from typing import Any, Literal
 
 import pydantic
@@ -125,12 +121,13 @@ def test_open_webuis_tasks(gateway: RunningGateway) -> None:
         assert answer.json()["choices"][0]["message"]["content"]
 
 
-# ---------------------------------------------------------------------- langchain and litellm
+# ---------------------------------------------------------------------- langchain
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 def test_langchain_binds_tools(tooled: RunningGateway) -> None:  # noqa: F811
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     asked: Any = {"base_url": f"{tooled.url}/v1", "api_key": "none", "model": NAME, "seed": 2, "max_tokens": 200}
     bound = langchain.ChatOpenAI(**asked).bind_tools([Weather], tool_choice="required")
     said = [("user", "How is the weather in Rome?")]
@@ -147,42 +144,3 @@ def test_langchain_binds_tools(tooled: RunningGateway) -> None:  # noqa: F811
     assert langchain.ChatOpenAI(**asked).bind_tools([Weather]).invoke([*said, answer, found]).content
     shaped = langchain.ChatOpenAI(**asked).with_structured_output(Fox, method="json_schema").invoke(said)
     assert isinstance(shaped, Fox)
-
-
-LITELLM = """
-import json, sys
-import litellm
-
-url, tooled, name, said, tools = json.loads(sys.argv[1])
-litellm.telemetry = False
-asked = {"model": f"openai/{name}", "api_base": url, "api_key": "none", "messages": said}
-asked |= {"temperature": 0, "max_tokens": 24}
-whole = litellm.completion(**asked)
-chunks = litellm.completion(**asked, stream=True, stream_options={"include_usage": True})
-streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-forced = {**asked, "api_base": tooled, "max_tokens": 200, "tools": tools, "tool_choice": "required"}
-(call,) = litellm.completion(**forced).choices[0].message.tool_calls
-vllm = litellm.completion(**{**asked, "model": f"hosted_vllm/{name}"})
-try:
-    litellm.completion(**{**asked, "model": "openai/other"})
-except litellm.NotFoundError as error:
-    refused = str(error)
-texts = [one.choices[0].message.content for one in (whole, vllm)]
-print(json.dumps([*texts, streamed, whole.usage.completion_tokens, json.loads(call.function.arguments), refused]))
-"""
-
-
-@pytest.mark.slow
-def test_litellm(gateway: RunningGateway, tooled: RunningGateway, story: str) -> None:  # noqa: F811
-    """In a process of its own: it leaves threads behind, and warns of itself."""
-    if importlib.util.find_spec("litellm") is None:
-        pytest.skip("could not import 'litellm'")
-    told = json.dumps([f"{gateway.url}/v1", f"{tooled.url}/v1", NAME, SAID, TOOLS[:1]])
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks another host
-    done = subprocess.run([sys.executable, "-c", LITELLM, told], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    whole, vllm, streamed, count, arguments, refused = json.loads(done.stdout.splitlines()[-1])
-    assert whole == vllm == streamed == story
-    assert count == 24
-    assert arguments["city"] in ("Rome", "Oslo")
-    assert "not served here" in refused

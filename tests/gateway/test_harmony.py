@@ -93,7 +93,7 @@ def test_a_schema_is_that_of_the_answer(harmonic: RunningGateway) -> None:
 
 
 def test_efforts_and_earlier_thoughts(harmonic: RunningGateway, gateway: RunningGateway) -> None:
-    from swarmllm.gateway.requests.chat_request import ChatRequest
+    from swarmllm.gateway.apis.chat_request import ChatRequest
 
     model = harmonic.gateway.models.first
     earlier = [*MESSAGES, {"role": "assistant", "content": "x", "reasoning_content": "so"}, *MESSAGES]

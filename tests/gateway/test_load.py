@@ -108,7 +108,6 @@ def test_idle_connections_and_slow_readers_hurt_nobody(
         for reader in slow:
             stack.callback(reader.close)
         wait_until(lambda: engine.num_under_way == NUM_SLOW, "the slow readers are being answered")
-        theirs = [generation._emit.__self__ for generation in engine._under_way]
 
         for _ in range(4):
             answer = crowded.openai.completions.create(model="embedded", prompt=PROMPT, max_tokens=12, temperature=0)
@@ -118,7 +117,6 @@ def test_idle_connections_and_slow_readers_hurt_nobody(
         wait_until(lambda: engine.num_under_way == 0, "the slow readers' texts were written")
         for server in swarm.servers:
             assert server_metrics(server)["swarmllm_server_sessions"] == 0
-        assert not any(answering.has_ended for answering in theirs)  # they do wait to be read
 
         for reader in slow:
             lines = reader.read().split(b"\n\n")

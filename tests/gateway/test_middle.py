@@ -81,7 +81,7 @@ def test_who_has_not_learned_it_says_so(gateway: RunningGateway, filling: Runnin
     body = {"prompt": PREFIX, "suffix": SUFFIX}
     answer = gateway.http.post("/v1/completions", json=body)
     assert answer.status_code == 400
-    assert "embedded has no tokens for what stands between two texts" in answer.json()["error"]["message"]
+    assert "embedded has no tokens for the text between two others" in answer.json()["error"]["message"]
     assert gateway.http.post("/v1/completions", json={**body, "suffix": "", "max_tokens": 1}).status_code == 200
     echo = filling.http.post("/v1/completions", json={**body, "echo": True})
     assert (echo.status_code, "echo goes without suffix" in echo.text) == (400, True)

@@ -10,10 +10,11 @@ import pytest
 from web_gateway import NAME, RunningGateway, server_metrics, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
+from swarmllm.gateway.apis.openai import OpenAIAnswer
+from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.engine.generation import GenerationOptions
-from swarmllm.gateway.requests.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import SamplingOptions, TokenLogprob
+from swarmllm.gateway.text import TextPiece
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
@@ -141,7 +142,8 @@ def test_two_tokens_of_one_name_are_both_there(gateway: RunningGateway, tokenize
     answer = OpenAIAnswer(request, model, [[1]], GenerationOptions(sampling=SamplingOptions(seed=0), max_tokens=1))
     same = {5: b"\xf0", 6: b"\xf0", 7: None, 8: "é".encode()}
     piece = TokenLogprob(5, -0.1, ((5, -0.1), (6, -1.0), (8, -2.0)), same)
-    (top,) = answer._logprobs([piece])["top_logprobs"]
+    answer.add(TextPiece(0, "x", piece, "length"))
+    (top,) = answer.whole()["choices"][0]["logprobs"]["top_logprobs"]
     assert top == {r"bytes:\xf0": -0.1, "token_id:6": -1.0, "é": -2.0}
 
 
@@ -295,14 +297,13 @@ def test_unknown_paths_and_methods(gateway: RunningGateway) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_hanging_up_frees_the_session_everywhere(gateway: RunningGateway, swarm: LocalSwarm, stream: bool) -> None:
     """Also while no token comes: the request is not read any further, only dropped."""
-    metrics = gateway.gateway.metrics
-    cancelled = metrics.cancelled._value.get()
+    cancelled = gateway.figure("swarmllm_gateway_cancelled_total")
     body = {"prompt": PROMPT, "max_tokens": 2000, "stream": stream, "logit_bias": {"2": -100}, "temperature": 0}
     with gateway.http.stream("POST", "/v1/completions", json=body) if stream else _abandoned(gateway, body) as response:
         if response is not None:
             next(response.iter_lines())
     wait_until(lambda: gateway.gateway.engine.num_under_way == 0, "the generation ended")
-    assert metrics.cancelled._value.get() == cancelled + 1
+    assert gateway.figure("swarmllm_gateway_cancelled_total") == cancelled + 1
     for server in swarm.servers:
         wait_until(
             lambda server=server: server_metrics(server)["swarmllm_server_sessions"] == 0, "the session was freed"
@@ -375,10 +376,10 @@ def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
     assert "swarm" not in plain
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 def test_langchain_uses_it_as_it_uses_openai(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
-    """Runs in `make test-trainers`: it brings very much along."""
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     asked: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "model": NAME, "temperature": 0}
     chat = langchain.ChatOpenAI(**asked, max_tokens=24)

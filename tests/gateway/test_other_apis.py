@@ -15,11 +15,11 @@ from test_tools import TEMPLATE, TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.apis.anthropic_messages import MessagesRequest
+from swarmllm.gateway.apis.anthropic import MessagesRequest
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
+from swarmllm.gateway.apis.request_bodies import Body, refuse_unknown
 from swarmllm.gateway.apis.responses import Item, ResponsesRequest, StoredResponses
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.request_bodies import Body, refuse_unknown
 
 SAID = "Tell me a story about a fox."
 MESSAGES: list[Any] = [{"role": "user", "content": SAID}]
@@ -110,7 +110,11 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
         ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
-        ("/api/generate", {"messages": None, "prompt": "a", "suffix": "b"}, "has no tokens for what stands between"),
+        (
+            "/api/generate",
+            {"messages": None, "prompt": "a", "suffix": "b"},
+            "has no tokens for the text between two others",
+        ),
         ("/v1/embeddings", {"messages": None, "input": "a"}, "gives no embeddings"),
         ("/api/embed", {"messages": None, "input": "a"}, "gives no embeddings"),
     ],
@@ -181,8 +185,10 @@ def test_thoughts_in_blocks(thinking: RunningGateway) -> None:
     assert "response.reasoning_text.delta" in kinds
 
 
+@pytest.mark.lane("trainers")
 def test_anthropics_client(gateway: RunningGateway, story: str) -> None:
-    anthropic = pytest.importorskip("anthropic")
+    import anthropic
+
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
     asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 24}
     asked["extra_body"] = {"temperature": 0}
@@ -294,8 +300,10 @@ def test_ollamas_calls(tooled: RunningGateway) -> None:
     ]
 
 
+@pytest.mark.lane("trainers")
 def test_ollamas_client(gateway: RunningGateway, story: str) -> None:
-    ollama = pytest.importorskip("ollama")
+    import ollama
+
     client = ollama.Client(host=gateway.url)
     options = {"temperature": 0, "num_predict": 24}
     assert client.chat(model=NAME, messages=MESSAGES, options=options).message.content == story

@@ -14,7 +14,7 @@ from web_gateway import RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.data_structures import SwarmSnapshot
-from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
+from swarmllm.gateway.monitor import Contact, SwarmPicture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -1,6 +1,8 @@
 """Parts of the gateway by themselves: text that comes token by token, sampling, the picture of a large swarm."""
 
+import asyncio
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError, SwarmError
+from swarmllm.gateway.engine.engine import Engine
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
+from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.metrics import GatewayMetrics
+from swarmllm.gateway.monitor import Contact, SwarmPicture
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
-from swarmllm.gateway.swarm_picture import Contact, SwarmPicture
 from swarmllm.gateway.text import StopFinder, TextRow
 
 
@@ -92,8 +96,8 @@ def test_the_failure_of_a_server_is_told_once_for_each_route() -> None:
     failures: list[SwarmError] = [dead, dead, gap, dead, gap]
     for _ in range(2):
         for failure in failures:
-            generation._on_failure(failure)
-        generation._on_route([RouteHop(server(1, 0, 8), Span(0, 8))], 0.1)
+            generation.on_failure(failure)
+        generation.on_route([RouteHop(server(1, 0, 8), Span(0, 8))], 0.1)
     assert [(event.name, event.details.get("peer_id")) for event in told] == [
         ("shard_status", "A"),
         ("shard_status", None),
@@ -102,6 +106,21 @@ def test_the_failure_of_a_server_is_told_once_for_each_route() -> None:
         ("shard_status", None),
         ("shard_failover", None),
     ]
+
+
+def test_a_full_queue_refuses_functions_too() -> None:
+    async def fill() -> None:
+        engine, may_end = Engine(GatewayMetrics(), max_concurrent=1, max_waiting=1), threading.Event()
+        under_way = [asyncio.ensure_future(engine.compute(may_end.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="its queue is full") as refused:
+            await engine.compute(may_end.wait)
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        may_end.set()
+        assert await asyncio.gather(*under_way) == [True, True]
+        await engine.close()
+
+    asyncio.run(fill())
 
 
 def test_the_picture_tells_what_changed() -> None:

@@ -4,9 +4,9 @@ import base64
 from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
-from seeing_model import as_png, picture
 from test_pages import ANSWERS, DONE, browser, page, pytestmark, say, settings, violations  # noqa: F401
-from test_pictures import directory, local, seeing, written  # noqa: F401
+from test_pictures import directory, local, vision, written  # noqa: F401
+from vision_model import as_png, picture
 from web_gateway import RunningGateway
 
 GIVE = """([kind, data, type]) => {
@@ -30,11 +30,11 @@ def give(page: Page, kind: str, data: bytes, media_type: str = "image/png") -> N
 
 def test_a_picture_is_pasted_dropped_removed_and_sent(
     page: Page,  # noqa: F811
-    seeing: RunningGateway,  # noqa: F811
+    vision: RunningGateway,  # noqa: F811
     written: Callable[..., str],  # noqa: F811
 ) -> None:
     red, blue = picture("red"), picture("blue")
-    page.goto(f"{seeing.url}/")
+    page.goto(f"{vision.url}/")
     expect(page.get_by_role("button", name="Attach a picture or a text file")).to_be_visible()
     settings(page, Temperature="0", Longest_answer="8")
     give(page, "paste", as_png(red))
@@ -62,8 +62,8 @@ def test_a_picture_is_pasted_dropped_removed_and_sent(
     expect(page.locator(".message.user img")).to_have_count(1)
 
 
-def test_an_edited_message_keeps_its_picture(page: Page, seeing: RunningGateway) -> None:  # noqa: F811
-    page.goto(f"{seeing.url}/")
+def test_an_edited_message_keeps_its_picture(page: Page, vision: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{vision.url}/")
     settings(page, Temperature="0", Longest_answer="8")
     give(page, "paste", as_png(picture("green")))
     expect(page.locator(THUMBNAILS)).to_have_count(1)
@@ -76,8 +76,8 @@ def test_an_edited_message_keeps_its_picture(page: Page, seeing: RunningGateway)
     expect(page.locator(THUMBNAILS)).to_have_count(0)
 
 
-def test_large_pictures_are_made_smaller(page: Page, seeing: RunningGateway) -> None:  # noqa: F811
-    page.goto(f"{seeing.url}/")
+def test_large_pictures_are_made_smaller(page: Page, vision: RunningGateway) -> None:  # noqa: F811
+    page.goto(f"{vision.url}/")
     expect(page.get_by_role("button", name="Attach a picture or a text file")).to_be_visible()
     give(page, "paste", as_png(picture("red", (3000, 1000))))
     expect(page.locator(THUMBNAILS)).to_have_count(1)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from seeing_model import as_png, as_url, picture, said, save_seeing_model
 from transformers import AutoProcessor
+from vision_model import as_png, as_url, picture, said, save_vision_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
-from swarmllm.gateway.engine.pictures import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, Eyes, unpacked_bytes
-from swarmllm.gateway.engine.room import Room
+from swarmllm.gateway.engine.vision import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, PictureProcessor, Room, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
 
 TOKENS = 8
@@ -26,16 +25,16 @@ TOKENS = 8
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("seeing")
+    return tmp_path_factory.mktemp("vision")
 
 
 @pytest.fixture(scope="module")
 def local(directory: Path) -> Any:
-    return save_seeing_model(directory)
+    return save_vision_model(directory)
 
 
 @pytest.fixture(scope="module")
-def seeing(directory: Path, local: Any) -> Iterator[RunningGateway]:
+def vision(directory: Path, local: Any) -> Iterator[RunningGateway]:
     """Two servers, and a gateway in front of them."""
     with (
         LocalSwarm(str(directory), spans=[(0, 2), (2, 4)], **OPTIONS) as swarm,
@@ -67,11 +66,11 @@ def asked(gateway: RunningGateway, messages: Any, **more: Any) -> Any:
     return gateway.http.post("/v1/chat/completions", json=body)
 
 
-def test_answers_are_those_of_the_local_model(seeing: RunningGateway, written: Callable[..., str]) -> None:
+def test_answers_are_those_of_the_local_model(vision: RunningGateway, written: Callable[..., str]) -> None:
     red, blue = picture("red"), picture("blue", (200, 64))
     answers = []
     for images in ((red,), (blue,), (red, blue)):
-        response = asked(seeing, said("What is it?", *images))
+        response = asked(vision, said("What is it?", *images))
         assert response.status_code == 200, response.text
         answers.append(response.json()["choices"][0]["message"]["content"])
         assert answers[-1] == written("What is it?", *images)
@@ -79,17 +78,17 @@ def test_answers_are_those_of_the_local_model(seeing: RunningGateway, written: C
     assert len({*answers}) == 3  # pictures matter
 
 
-def test_several_answers_and_text_alone(seeing: RunningGateway, written: Callable[..., str]) -> None:
+def test_several_answers_and_text_alone(vision: RunningGateway, written: Callable[..., str]) -> None:
     red = picture("red")
-    choices = asked(seeing, said("Well?", red), n=2).json()["choices"]
+    choices = asked(vision, said("Well?", red), n=2).json()["choices"]
     assert [one["message"]["content"] for one in choices] == [written("Well?", red)] * 2
-    response = asked(seeing, [{"role": "user", "content": "Once upon a time"}])
+    response = asked(vision, [{"role": "user", "content": "Once upon a time"}])
     assert response.status_code == 200
 
 
-def test_streams(seeing: RunningGateway, written: Callable[..., str]) -> None:
-    chunks = seeing.openai.chat.completions.create(
-        model=seeing.gateway.models.named(None).name,
+def test_streams(vision: RunningGateway, written: Callable[..., str]) -> None:
+    chunks = vision.openai.chat.completions.create(
+        model=vision.gateway.models.named(None).name,
         messages=said("What is it?", picture("green")),  # type: ignore[arg-type]
         max_tokens=TOKENS,
         temperature=0,
@@ -100,32 +99,32 @@ def test_streams(seeing: RunningGateway, written: Callable[..., str]) -> None:
     assert text == written("What is it?", picture("green"))
 
 
-def test_other_apis(seeing: RunningGateway, written: Callable[..., str]) -> None:
-    red, name = picture("red"), seeing.gateway.models.named(None).name
+def test_other_apis(vision: RunningGateway, written: Callable[..., str]) -> None:
+    red, name = picture("red"), vision.gateway.models.named(None).name
     data = base64.b64encode(as_png(red)).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
     body = {"model": name, "max_tokens": TOKENS, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
-    answer = seeing.http.post("/v1/messages", json=body).json()
+    answer = vision.http.post("/v1/messages", json=body).json()
     assert written("What is it?", red).startswith(answer["content"][0]["text"])
     said_so = {"role": "user", "content": "What is it?", "images": [data]}
     options = {"temperature": 0, "num_predict": TOKENS}
     body = {"model": name, "stream": False, "messages": [said_so], "options": options}
-    answer = seeing.http.post("/api/chat", json=body).json()
+    answer = vision.http.post("/api/chat", json=body).json()
     assert written("What is it?", red).startswith(answer["message"]["content"])
     body = {"model": name, "stream": False, "prompt": "What is it?", "images": [data], "options": options}
-    answer = seeing.http.post("/api/generate", json=body).json()
+    answer = vision.http.post("/api/generate", json=body).json()
     assert written("What is it?", red).startswith(answer["response"])
     parts = [{"type": "input_image", "image_url": as_url(red)}, {"type": "input_text", "text": "What is it?"}]
     body = {"model": name, "input": [{"role": "user", "content": parts}], "max_output_tokens": TOKENS, "temperature": 0}
-    answer = seeing.http.post("/v1/responses", json=body).json()
+    answer = vision.http.post("/v1/responses", json=body).json()
     assert written("What is it?", red).startswith(answer["output"][0]["content"][0]["text"])
 
 
 @pytest.fixture
-def memory(seeing: RunningGateway) -> Iterator[Callable[[int], Room]]:
+def memory(vision: RunningGateway) -> Iterator[Callable[[int], Room]]:
     """Has the gateway have so many bytes for pictures."""
-    responder = seeing.gateway.audio._responder
+    responder = vision.gateway.responder
     before = responder.memory
 
     def of(num_bytes: int) -> Room:
@@ -137,19 +136,19 @@ def memory(seeing: RunningGateway) -> Iterator[Callable[[int], Room]]:
 
 
 def test_pictures_wait_for_memory(
-    seeing: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
+    vision: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every API one request after the other is unpacked, if there is memory for one; and all of it comes back."""
-    url, name = as_url(picture("red")), seeing.gateway.models.named(None).name
+    url, name = as_url(picture("red")), vision.gateway.models.named(None).name
     room = memory(unpacked_bytes([url]) + 1000)
     under_way: list[int] = []
-    encode = Eyes.encode
+    encode = PictureProcessor.encode
 
     def encoded(*given: Any) -> Any:
-        under_way.append(room.size - room._left)
+        under_way.append(room.size - room.left)
         return encode(*given)
 
-    monkeypatch.setattr(Eyes, "encode", encoded)
+    monkeypatch.setattr(PictureProcessor, "encode", encoded)
     messages = said("?", picture("red"))
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     block = {"role": "user", "content": [{"type": "image", "source": source}]}
@@ -165,14 +164,14 @@ def test_pictures_wait_for_memory(
         ("/v1/chat/completions", {"messages": said("<image>", picture("red"))}),  # refused by the processor
     ]
     with ThreadPoolExecutor(len(asked)) as threads:
-        answers = threads.map(lambda one: seeing.http.post(one[0], json=one[1]).status_code, asked)
+        answers = threads.map(lambda one: vision.http.post(one[0], json=one[1]).status_code, asked)
         assert list(answers) == [200, 400, 200, 200, 200, 200, 200, 400]
     assert set(under_way) == {unpacked_bytes([url])}
-    wait_until(lambda: room._left == room.size, "all memory came back")
+    wait_until(lambda: room.left == room.size, "all memory came back")
 
 
 def test_pictures_that_need_more_than_all_are_refused_before_they_are_unpacked(
-    seeing: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
+    vision: RunningGateway, memory: Callable[[int], Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = io.BytesIO()
     Image.new("1", (5000, 5000)).save(file, "PNG")
@@ -180,10 +179,10 @@ def test_pictures_that_need_more_than_all_are_refused_before_they_are_unpacked(
     assert unpacked_bytes([url, as_url(picture("red"))]) > 5 * 25_000_000
     room = memory(1 << 27)
     monkeypatch.setattr(Image.Image, "load", None)
-    refused = asked(seeing, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    refused = asked(vision, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
     assert refused.status_code == 400
     assert "and this gateway has 128 for all: send smaller or fewer ones" in refused.json()["error"]["message"]
-    assert room._left == room.size
+    assert room.left == room.size
 
 
 def test_lack_of_memory_is_one_requests_own() -> None:
@@ -191,23 +190,23 @@ def test_lack_of_memory_is_one_requests_own() -> None:
         def __call__(self, **_: Any) -> None:
             raise MemoryError
 
-    eyes = Eyes("some/model", None)
-    eyes.__dict__["_loaded"] = Processor()
+    processor = PictureProcessor("some/model", None)
+    processor.__dict__["_loaded"] = Processor()
     with pytest.raises(ApiError, match="need more memory than there is: send smaller or fewer ones") as refused:
-        eyes.encode("", [as_url(picture("red"))])
+        processor.encode("", [as_url(picture("red"))])
     assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(
     "name", ["chat_template", "tokenize", "return_dict", "processor_kwargs", "images", "load_audio"]
 )
-def test_a_request_brings_no_template_of_its_own(seeing: RunningGateway, name: str) -> None:
+def test_a_request_brings_no_template_of_its_own(vision: RunningGateway, name: str) -> None:
     """Nor anything else that steers the processor; neither with a picture nor without."""
     options = {name: "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}
     for messages in (said("?", picture("red")), [{"role": "user", "content": "?"}]):
         body = {"messages": messages, "chat_template_kwargs": options}
         for path in ("/v1/chat/completions", "/tokenize"):
-            response = seeing.http.post(path, json=body)
+            response = vision.http.post(path, json=body)
             assert (response.status_code, response.json()["error"]["message"]) == (
                 400,
                 f"chat_template_kwargs can't hold {name}: leave it out",
@@ -218,9 +217,9 @@ CALL = {"id": "c1", "name": "look"}
 TEXT = {"type": "text", "text": "Here."}
 
 
-def test_pictures_that_tools_have_found(seeing: RunningGateway) -> None:
+def test_pictures_that_tools_have_found(vision: RunningGateway) -> None:
     """As screenshots come: in each API they cost tokens, as in a message of the user."""
-    url, name = as_url(picture("red")), seeing.gateway.models.named(None).name
+    url, name = as_url(picture("red")), vision.gateway.models.named(None).name
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
 
     def tokens_of_messages(found: list[Any], **more: Any) -> int:
@@ -228,13 +227,13 @@ def test_pictures_that_tools_have_found(seeing: RunningGateway) -> None:
         called = {"role": "assistant", "content": [{"type": "tool_use", "input": {}, **CALL}]}
         told = [{"role": "user", "content": "Look."}, called, {"role": "user", "content": [result]}]
         body = {"model": name, "max_tokens": 1, "messages": told}
-        return int(seeing.http.post("/v1/messages", json=body).json()["usage"]["input_tokens"])
+        return int(vision.http.post("/v1/messages", json=body).json()["usage"]["input_tokens"])
 
     def tokens_of_items(found: Any) -> int:
         call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
         output = {"type": "function_call_output", "call_id": "c1", "output": found}
         body = {"model": name, "input": [{"role": "user", "content": "Look."}, call, output], "max_output_tokens": 1}
-        return int(seeing.http.post("/v1/responses", json=body).json()["usage"]["input_tokens"])
+        return int(vision.http.post("/v1/responses", json=body).json()["usage"]["input_tokens"])
 
     image = {"type": "image", "source": source}
     for more in ({}, {"is_error": True}):
@@ -243,21 +242,21 @@ def test_pictures_that_tools_have_found(seeing: RunningGateway) -> None:
     assert tokens_of_items([{"type": "input_text", "text": "Here."}, part]) >= tokens_of_items("Here.") + 16
 
 
-def test_pictures_where_none_can_be(seeing: RunningGateway) -> None:
+def test_pictures_where_none_can_be(vision: RunningGateway) -> None:
     url = as_url(picture("red"))
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
-    body: dict[str, Any] = {"model": seeing.gateway.models.named(None).name, "max_tokens": 1}
+    body: dict[str, Any] = {"model": vision.gateway.models.named(None).name, "max_tokens": 1}
     asked = {**body, "system": [image], "messages": [{"role": "user", "content": "?"}]}
-    refused = seeing.http.post("/v1/messages", json=asked)
+    refused = vision.http.post("/v1/messages", json=asked)
     assert (refused.status_code, "system has blocks of type text only" in refused.text) == (400, True)
     del body["max_tokens"]
     said_by = {"role": "assistant", "content": [{"type": "input_image", "image_url": url}]}
-    refused = seeing.http.post("/v1/responses", json={**body, "input": [said_by, {"role": "user", "content": "?"}]})
+    refused = vision.http.post("/v1/responses", json={**body, "input": [said_by, {"role": "user", "content": "?"}]})
     assert (refused.status_code, "put pictures into a message of the user" in refused.text) == (400, True)
     message = refused.json()["error"]["message"]
     assert message.startswith("input.0: what the assistant")
     plain = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
-    refused = seeing.http.post("/v1/chat/completions", json={**body, "messages": [plain]})
+    refused = vision.http.post("/v1/chat/completions", json={**body, "messages": [plain]})
     assert refused.json()["error"]["message"] == "messages.0.content.0.image_url: Input should be an object"
 
 
@@ -299,23 +298,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("url", BAD)
-def test_what_is_no_picture_is_refused(seeing: RunningGateway, url: str) -> None:
-    response = asked(seeing, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+def test_what_is_no_picture_is_refused(vision: RunningGateway, url: str) -> None:
+    response = asked(vision, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
     assert response.status_code == 400
     assert BAD[url] in response.json()["error"]["message"]
     assert response.json()["error"]["code"] == "invalid_image"
 
 
-def test_further_refusals(seeing: RunningGateway, gateway: RunningGateway) -> None:
+def test_further_refusals(vision: RunningGateway, gateway: RunningGateway) -> None:
     tiny = picture("red", (8, 8))
-    many = asked(seeing, said("?", *[tiny] * (MAX_PICTURES + 1)))
+    many = asked(vision, said("?", *[tiny] * (MAX_PICTURES + 1)))
     assert many.status_code == 400
     assert "are too many" in many.json()["error"]["message"]
     detail = [{"type": "image_url", "image_url": {"url": as_url(tiny), "detail": "high"}}]
-    response = asked(seeing, [{"role": "user", "content": detail}])
+    response = asked(vision, [{"role": "user", "content": detail}])
     assert response.status_code == 200
     assert response.headers["x-unused-fields"] == "messages[].content[].image_url.detail"
-    response = asked(seeing, said("<image>", tiny))  # a placeholder without a picture
+    response = asked(vision, said("<image>", tiny))  # a placeholder without a picture
     assert response.status_code == 400
     response = asked(gateway, said("?", tiny))
     assert response.status_code == 400

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seeing_model import as_png, as_url, picture, save_seeing_model
+from vision_model import as_png, as_url, picture, save_vision_model
 from web_gateway import OPTIONS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.pictures import MAX_PICTURES
+from swarmllm.gateway.apis import remote_pictures
+from swarmllm.gateway.apis.chat_request import ChatMessage
+from swarmllm.gateway.apis.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
+from swarmllm.gateway.engine.vision import MAX_PICTURES
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests import remote_pictures
-from swarmllm.gateway.requests.chat_request import ChatMessage
-from swarmllm.gateway.requests.remote_pictures import MAX_REDIRECTS, RemotePictures, is_public
 from swarmllm.gateway.settings import GatewayConfig
 
 PNG = as_png(picture("red"))
@@ -143,10 +143,10 @@ def test_what_is_there_takes_the_place_of_the_address(web: Any, path: str) -> No
 REFUSED = {
     "round": f"redirected more than {MAX_REDIRECTS} times",
     "nowhere": "answers 302 instead of the picture",
-    "badly": "redirects to what is no address",
+    "badly": "redirects to a place that is no address",
     "away/red.png": "fetches no pictures from 127.0.0.1:9: see --picture_hosts",
     "to//127.0.0.1:9/": "fetches no pictures from 127.0.0.1:9",
-    "page": "answers what is no picture: 'text/html'",
+    "page": "answers with something that is no picture: 'text/html'",
     "packed": "in an encoding that was not asked for",
     "nothing": "answers 404 instead of the picture",
     "broken": "answers no HTTP, or breaks off",
@@ -288,7 +288,7 @@ def test_slow_hosts_of_one_caller_do_not_hold_up_others(web: Any, monkeypatch: p
         for one in slow:
             one.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-        assert pictures._room._left == 8
+        assert pictures.room.left == 8
         return found
 
     web.released.clear()
@@ -359,10 +359,10 @@ def test_addresses_at_which_machines_in_a_cloud_are_told_secrets(address: str) -
 
 
 @pytest.fixture(scope="module")
-def seeing(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+def vision(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """A gateway that may fetch from that server."""
-    directory: Path = tmp_path_factory.mktemp("seeing")
-    save_seeing_model(directory)
+    directory: Path = tmp_path_factory.mktemp("vision")
+    save_vision_model(directory)
     with (
         LocalSwarm(str(directory), spans=[(0, 4)], **OPTIONS) as swarm,
         running_gateway(swarm.initial_peers, model=(str(directory),), picture_hosts=(where(web),)) as gateway,
@@ -370,7 +370,7 @@ def seeing(web: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
         yield gateway
 
 
-def test_over_http(seeing: RunningGateway, web: Any, gateway: RunningGateway) -> None:
+def test_over_http(vision: RunningGateway, web: Any, gateway: RunningGateway) -> None:
     """The answer is that of the picture itself; a model that sees nothing has nothing fetched."""
 
     def asked(one: RunningGateway, url: str) -> Any:
@@ -379,14 +379,14 @@ def test_over_http(seeing: RunningGateway, web: Any, gateway: RunningGateway) ->
         return one.http.post("/v1/chat/completions", json=body)
 
     address = f"http://{where(web)}/to/red.png"
-    found = [asked(seeing, url).json()["choices"][0]["message"] for url in (address, as_url(picture("red")))]
+    found = [asked(vision, url).json()["choices"][0]["message"] for url in (address, as_url(picture("red")))]
     assert found[0] == found[1]
-    tokens = seeing.http.post(
+    tokens = vision.http.post(
         "/tokenize",
         json={"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}]},
     )
     assert tokens.json()["count"] > 16
-    refused = asked(seeing, f"http://{where(web)}/page")
+    refused = asked(vision, f"http://{where(web)}/page")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
     web.asked.clear()
     assert "reads text only" in asked(gateway, address).json()["error"]["message"]

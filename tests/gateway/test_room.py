@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.gateway.engine.room import Room, Taken
+from swarmllm.gateway.engine.vision import Room, Taken
 from swarmllm.gateway.errors import ApiError
 
 ACTIONS = st.lists(
@@ -53,18 +53,17 @@ def test_it_holds_what_it_holds(actions: list[tuple[str, int, int]]) -> None:
         players = Players(room)
         for action in actions:
             await players.play(*action)
-            assert players.held() + room._left == 10
-            assert room._left >= 0
+            assert players.held() + room.left == 10
+            assert room.left >= 0
             for name, amount in players.waiting():  # somebody ahead of it, or too little for it
-                fits = amount <= room._left and players.held(name) + amount <= 7
+                fits = amount <= room.left and players.held(name) + amount <= 7
                 assert not fits or len(players.waiting()) > 1
         while players.waiting() or players.held():
             before = players.held(), len(players.waiting())
             for _ in range(4):
                 await players.play("free", 0, 1)
             assert (players.held(), len(players.waiting())) != before, "somebody waits for ever"
-        assert room._left == 10
-        assert not room._of
+        assert room.left == 10
 
     asyncio.run(play())
 
@@ -103,7 +102,7 @@ def test_no_line_is_endless() -> None:
         taken.free()
         for one in waiting:
             (await one).free()
-        assert room._left == 1
+        assert room.left == 1
 
     for most in (0, 2):
         asyncio.run(play(most))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
-from swarmllm.gateway.swarm_picture import MISSES, NUM_MINUTES, QUIET_S, Contact, SwarmHistory, SwarmPicture
+from swarmllm.gateway.monitor import MISSES, NUM_MINUTES, QUIET_S, Contact, SwarmHistory, SwarmPicture
 
 START = 1_790_000_000.0 // 60 * 60  # the beginning of a minute
 
@@ -39,7 +39,7 @@ def test_all_tokens_are_in_some_minute(steps: list[tuple[int, int]], cut: int) -
             assert history.tokens_per_s_now == history.tokens_per_s(f"{1:046d}") == round(expected, 1)
     minutes = history.as_json()
     assert [one["at"] for one in minutes] == [int(START + 60 * i) for i in range(len(minutes))]
-    inner = history._minutes
+    inner = history.minutes
     assert sum(one.tokens.get(block, 0) for one in inner for block in (0,)) == pytest.approx(tokens)
     for shown, known in zip(minutes[:-1], inner, strict=False):
         assert shown["tokens_per_s"] == round(known.tokens.get(7, 0) / 60, 1)

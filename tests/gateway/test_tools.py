@@ -137,7 +137,7 @@ def test_arguments_come_while_they_are_written(sign: str, text: str) -> None:
     """Long before the call has ended: character by character, or value by value where that is the form."""
     reader = CallReader(form(sign), SCHEMAS)
     pieces = [piece for letter in text for piece in reader.take(letter, last=False)[1]]
-    assert sum(piece.place == 0 for piece in pieces) > (10 if "{" in reader._form.begin + text[:40] else 3)
+    assert sum(piece.place == 0 for piece in pieces) > (10 if "{" in form(sign).begin + text[:40] else 3)
     assert pieces[0].name == "weather"
 
 
@@ -279,7 +279,10 @@ def test_a_text_with_tools_is_a_text(tooled: RunningGateway) -> None:
             "which is none of the tools",
         ),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "both say what the answer must look like"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+            "both constrain the answer: give one of them",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a tool_call_id"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "a"}}]}]},

@@ -45,6 +45,12 @@ class RunningGateway:
         found: dict[str, Any] = self.http.get("/api/swarm").json()
         return found
 
+    def figure(self, name: str) -> float:
+        """A figure of /metrics without labels."""
+        value = self.gateway.metrics.registry.get_sample_value(name)
+        assert value is not None, name
+        return value
+
     def wait_until_seen(self, num_servers: int) -> None:
         """Until the gateway has looked at the swarm and has a line to that many servers."""
         wait_until(
@@ -88,9 +94,6 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
             assert not thread.is_alive()
     finally:
         models.close()
-    # Its own alone: pools of gateways that other tests share grow at any time.
-    pool = gateway.engine._threads._threads
-    wait_until(lambda: not any(one.is_alive() for one in pool), "the gateway's threads ended")
 
 
 def local_swarm(*spans: tuple[int, int], **options: Any) -> LocalSwarm:

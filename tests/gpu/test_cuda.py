@@ -1,4 +1,4 @@
-"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others. Skipped without CUDA."""
+"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others."""
 
 import sys
 from pathlib import Path
@@ -14,15 +14,12 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight, cuda
-from swarmllm.models.quantization.bfloat16 import Whole
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS
-from swarmllm.models.quantization.loading import pack
+from swarmllm.models.quantization.decoded import FORMS, KINDS
+from swarmllm.models.quantization.loading import Whole, check_matrix, pack
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))
@@ -30,7 +27,7 @@ from gguf_writer import BLOCKS
 from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
 from test_published_weights import KEPT_BITS, kept
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
 SPAN = Span(0, 4)
@@ -41,9 +38,9 @@ TOLERANCE = {"none": 2e-2, "int8": 6e-2, "nf4": 2e-1}
 SAME_WEIGHTS = dict.fromkeys(QUANT_TYPES, 3e-2) | {"llm_int8": 6e-2}
 """The same where both sides have the weights of the same few bits; llm_int8 rounds the inputs as well."""
 FLOAT32 = 1e-3
-"""Of float32 through three blocks. Assumed: CUDA may multiply by TF32 only where a user asks for it."""
+"""Relative error of float32 through three blocks. Assumed: CUDA may multiply by TF32 only where a user asks for it."""
 PRODUCTS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of one product, whose outputs are rounded to these."""
+"""Relative error of one product, whose outputs are rounded to these."""
 GGUF_KINDS = {KINDS[kind][0]: kind for kind in sorted(KINDS)}
 
 

@@ -1,7 +1,4 @@
-"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one.
-
-Skipped without CUDA.
-"""
+"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one."""
 
 import logging
 import sys
@@ -19,14 +16,13 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.span_cache import SpanCache
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 DEVICE, HIDDEN, NUM_BLOCKS = "cuda", 256, 3
 SIZES = {
@@ -88,7 +84,7 @@ class Sessions:
             assert self.packer.forward.graphs.sizes == (1, 2, 8)
         self.packed = [blocks.new_cache(record_past=True) for _ in LENGTHS]
         self.failures: list[Exception] = []
-        """Of packed steps, which a packer tries again one by one."""
+        """Packed steps, which a packer tries again one by one."""
         self._run = self.packer.forward.run
         self.packer.forward.run = self._noted  # type: ignore[method-assign]
 

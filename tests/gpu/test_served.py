@@ -1,4 +1,4 @@
-"""A real server on a GPU, in float32: it generates what transformers does, token by token. Skipped without CUDA."""
+"""A real server on a GPU, in float32: it generates what transformers does, token by token."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
@@ -16,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "swarm"))
 from pages import CHECKS, assert_on_pages
 from swarm_models import NUM_BLOCKS, connected, load_local, save_llama
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+pytestmark = pytest.mark.lane("gpu")
 
 OPTIONS = {"device": "cuda", "dtype": "float32", "quant_type": "none", "num_threads": 1}
 

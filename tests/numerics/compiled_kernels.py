@@ -21,8 +21,8 @@ from triton.runtime.driver import driver
 from swarmllm.models.quantization import cuda
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8
-from swarmllm.models.span import fused_kernels, page_access
-from swarmllm.models.span.page_access import Placed
+from swarmllm.models.span import fused_kernels, page_pool
+from swarmllm.models.span.page_pool import Placed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((2, 1, 16, 16, 0), (2, 3, 24, 16, 7), (4, 1, 128, 128, 0), (2, 8, 128, 128, 0), (1, 4, 256, 256, 70))
@@ -67,9 +67,9 @@ def attention(dtype: torch.dtype) -> None:
         tables = torch.zeros(2, 3, dtype=torch.int32)
         placed = Placed.of([(1, place) for place in range(40)], torch.device("cpu"), 4, ((4, 36),))
         new = (torch.zeros(1, 40, heads, size, dtype=dtype).transpose(1, 2) for size in (key_dim, value_dim))
-        page_access.write_pages(keys, values, tables, placed, *new)
+        page_pool.write_pages(keys, values, tables, placed, *new)
         query = torch.zeros(1, 40, heads * shared, key_dim, dtype=dtype).transpose(1, 2)
-        page_access.attend_pages(query, keys, values, tables, placed, 0.2, window)
+        page_pool.attend_pages(query, keys, values, tables, placed, 0.2, window)
 
 
 def fused(dtype: torch.dtype) -> None:
@@ -121,7 +121,7 @@ def parts() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> int:
     driver.set_active(Absent(int(sys.argv[1])))  # type: ignore[arg-type]
-    page_access._interprets = True
+    page_pool._interprets = True
     compiled: list[str] = []
     jit.JITFunction.run = without_launches(compiled)  # type: ignore[method-assign]
     started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The checks of the sweep: each does the same with the local model and with the client of an in-process swarm.
+"""Comparisons of a local model with the client of a swarm in this process: each does the same with both.
 
-A check returns what it found different, or None. "Equal" means bit by bit, unless a check says otherwise.
+A `Check` returns the difference in words, or None. "Equal" means bit by bit, unless a check says otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from swarmllm.models.shell.client_shell import embed, head
 
 Check = Callable[[PreTrainedModel, InProcessSwarm], str | None]
 PROMPT = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(PROMPT)
+MASK[0, :3] = 0
 NEW_TOKENS = 8
 
 
@@ -29,14 +31,6 @@ def _difference(local: Tensor, remote: Tensor, *, relative: float = 0.0) -> str 
     return None if error <= relative * float(local.abs().max()) else f"differs by {error:.1e}"
 
 
-def _outcome(model: PreTrainedModel, run: Callable[[PreTrainedModel], Tensor]) -> Tensor | str:
-    """What a model returns, or how it refuses."""
-    try:
-        return run(model)
-    except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def _compare(
     local: PreTrainedModel,
     swarm: InProcessSwarm,
@@ -46,7 +40,7 @@ def _compare(
     may_refuse: bool = False,
 ) -> str | None:
     """Equal results, or (where the local model may) equal refusals."""
-    wanted, got = _outcome(local, run), _outcome(swarm.client, run)
+    wanted, got = outcome(local, run), outcome(swarm.client, run)
     if isinstance(wanted, str) or isinstance(got, str):
         return None if may_refuse and wanted == got else f"local: {wanted!s:.300} remote: {got!s:.300}"
     return _difference(wanted, got, relative=max(relative, swarm.tolerance))
@@ -87,13 +81,11 @@ def beam_reorder(local: PreTrainedModel, swarm: InProcessSwarm) -> str | None:
 
 def left_padded_generate(local: PreTrainedModel, swarm: InProcessSwarm) -> str | None:
     """The logits of every step, too."""
-    mask = torch.ones_like(PROMPT)
-    mask[0, :3] = 0
 
     def run(model: PreTrainedModel) -> Tensor:
         output = model.generate(
-            PROMPT.where(mask > 0, 0),
-            attention_mask=mask,
+            PROMPT.where(MASK > 0, 0),
+            attention_mask=MASK,
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
@@ -205,3 +197,138 @@ CHECKS: tuple[Check, ...] = (
 def assisted(local: PreTrainedModel, swarm: InProcessSwarm, assistant: PreTrainedModel) -> str | None:
     """A second model proposes tokens; most are rejected, so the remote cache rolls back all the time."""
     return _generates(local, swarm, rows=1, may_refuse=True, assistant_model=assistant, do_sample=False)
+
+
+def flat(found: Any) -> list[Tensor | None]:
+    """All tensors of nested tuples, in order, and each None."""
+    if found is None or isinstance(found, Tensor):
+        return [found]
+    return [tensor for part in found for tensor in flat(part)]
+
+
+def differences(wanted: Any, got: Any, relative: float) -> list[str]:
+    """The differences between two nested tuples of tensors."""
+    if shape_of(wanted) != shape_of(got):
+        return [f"{shape_of(got)!s:.400} instead of {shape_of(wanted)!s:.400}"]
+    problems = []
+    for index, (one, other) in enumerate(zip(flat(wanted), flat(got), strict=True)):
+        if one is None or other is None:
+            continue
+        error = float((one.float() - other.float()).abs().max())
+        if not error <= relative * float(one.abs().max()):
+            problems.append(f"entry {index} differs by {error:.1e}")
+    return problems
+
+
+def shape_of(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return tuple(found.shape)
+    return None if found is None else [shape_of(part) for part in found]
+
+
+def outcome(model: PreTrainedModel, check: Callable[[PreTrainedModel], Any]) -> Any:
+    """The result of `check`, or the error that it raises."""
+    try:
+        return check(model)
+    except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"num_beams": 3, "do_sample": False},
+    {"num_beams": 4, "num_return_sequences": 2, "do_sample": True},
+    {"do_sample": True, "temperature": 2.0},
+    {"do_sample": False, "use_cache": False},
+)
+"""Options of generate()."""
+
+
+def check_generation(
+    local: PreTrainedModel,
+    client: PreTrainedModel,
+    given: dict[str, Any],
+    ways: Sequence[dict[str, Any]] = WAYS,
+    max_new_tokens: int = 8,
+) -> None:
+    seen: set[int] = set()
+    for way in ways:
+        results = []
+        for model in (local, client):
+            torch.manual_seed(2)
+            results.append(model.generate(**given, max_new_tokens=max_new_tokens, **way))
+        assert torch.equal(*results), way
+        seen |= {*results[0][:, -8:].flatten().tolist()}
+    assert len(seen) > 6  # or equal tokens would show little
+
+
+def check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any], **labels: Any) -> None:
+    grads = []
+    for model in (local, client):
+        model.zero_grad()
+        model(**given, **labels, use_cache=False).loss.backward()
+        grads.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    want, got = grads
+    for name, grad in got.items():  # the order of adding up differs
+        assert float((grad - want[name]).norm()) <= 1e-4 * float(want[name].norm()), name
+    assert any("embed" in name or "shared" in name for name in got)
+
+
+def inner_of_forward(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        return model(input_ids=PROMPT, attention_mask=MASK, use_cache=False, output_hidden_states=True).hidden_states
+
+
+def inner_of_cached_forward(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        return model(input_ids=PROMPT, use_cache=True, output_hidden_states=True).hidden_states
+
+
+def inner_of_choice(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        return model(input_ids=PROMPT, use_cache=False, output_hidden_states=[1, -2]).hidden_states
+
+
+def inner_of_generate(model: PreTrainedModel, **options: Any) -> Any:
+    output = model.generate(
+        PROMPT.where(MASK > 0, 0),
+        attention_mask=MASK,
+        max_new_tokens=4,
+        min_new_tokens=4,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+        **{"do_sample": False, **options},
+    )
+    return output.hidden_states
+
+
+def inner_of_beams(model: PreTrainedModel) -> Any:
+    return inner_of_generate(model, num_beams=3)
+
+
+def inner_gradients(model: PreTrainedModel) -> Any:
+    """Gradients of a loss on all hidden states, with respect to the embeddings' output."""
+    seen: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        seen.append(output.detach().requires_grad_() if not seen else output)
+        return seen[0].clone()  # some models scale their embeddings in place
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        hidden = model(input_ids=PROMPT, use_cache=False, output_hidden_states=True).hidden_states
+        torch.stack([(one * one).mean() * (1 + index) for index, one in enumerate(hidden)]).sum().backward()
+    finally:
+        hook.remove()
+    return seen[0].grad
+
+
+INNER_STATES: tuple[Callable[[PreTrainedModel], Any], ...] = (
+    inner_of_forward,
+    inner_of_cached_forward,
+    inner_of_choice,
+    inner_of_generate,
+    inner_of_beams,
+    inner_gradients,
+)
+"""Hidden states of all blocks, as users ask for them."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.models.quantization.gguf_blocks import KINDS, WHOLE, dequantize
+from swarmllm.models.quantization.decoded import KINDS, WHOLE, dequantize
 
 BLOCKS = Path(__file__).parent / "data/gguf_blocks.safetensors"
 """Rows of each kind, made by `make_gguf.py`."""
@@ -93,7 +93,7 @@ def _padded(data: bytes) -> bytes:
 
 
 def settings_of(config: Any, architecture: str) -> dict[str, Any]:
-    """What llama.cpp's converter would write about a model with the usual rotation."""
+    """The fields that llama.cpp's converter writes for a model with the usual rotation."""
     own = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,

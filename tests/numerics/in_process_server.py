@@ -24,15 +24,15 @@ from swarmllm.network.wire.protocol import MessageType, hello, raise_error
 from swarmllm.network.wire.stream import FrameStream
 from swarmllm.network.wire.tensor_codec import decode_tensors, encode_tensors
 from swarmllm.server.adapters import ServedAdapters
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device import ADAPTERS_BYTES, CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.scheduler import Budget
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.links import Links
-from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.connection import StreamHandler
 from swarmllm.server.streams.input_checks import InputChecks
-from swarmllm.server.streams.serving import Access, Serving, StackPart, StackParts
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 CLIENT = "client".ljust(46, "c")
 
@@ -42,21 +42,25 @@ class InProcessServer:
 
     def __init__(self, swarm: "InProcessServers", blocks: BlockSpan, peer_id: str) -> None:
         self.peer_id = peer_id
-        self.executor = Executor(Budget(decoding_s=0.0), name=peer_id)  # no small pieces beside those that have ended
-        self.budget, self.pages = CacheBudget(1 << 34), PrefixCache(1 << 30)
+        self.device_thread = DeviceThread(
+            Budget(decoding_s=0.0), name=peer_id
+        )  # no small pieces beside those that have ended
         self.links = Links(lambda target: swarm.dial(target.peer_id, caller=peer_id), swarm.tasks)
         access = Access(None)
         self.handler = StreamHandler(access, self.links, fingerprint="")
         self.packer = Packer(blocks, right_ways(blocks))
-        self.table = SessionTable(self.packer, 1 << 10, self.executor, self.budget, self.pages, limits=access.limits)
-        access.serving = Serving(
-            parts=StackParts((StackPart(blocks, InputChecks(blocks)),)),
-            executor=self.executor,
-            sessions=self.table,
+        self.serving = access.serving = Serving(
+            self.packer,
+            [StackBlocks(blocks, InputChecks(blocks))],
+            self.device_thread,
+            CacheRoom(1 << 34, 1 << 30, ADAPTERS_BYTES),
             limits=access.limits,
-            max_batch_tokens=1 << 20,
-            served_adapters=ServedAdapters([], None, token=None, cache_dir=None),  # type: ignore[arg-type]
+            settings=ServerLimits(max_batch_tokens=1 << 20, compression="none"),
+            offered=ServedAdapters([], None, token=None, cache_dir=None),  # type: ignore[arg-type]
+            throughput=Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0),
         )
+        self.table = self.serving.sessions
+        self.budget, self.pages = self.table.budget, self.table.pages
 
 
 class InProcessServers:
@@ -143,7 +147,7 @@ class InProcessServers:
             stream.abort()
         await asyncio.gather(*(stream.gone for stream in self._streams))
         for server in self.servers.values():
-            await server.executor.close()
+            await server.device_thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
@@ -166,7 +170,7 @@ async def _end(sock: socket.socket, peer_id: str) -> FrameStream:
 
 
 async def _first_message(streams: set[FrameStream]) -> Message:
-    """What comes first on any of them."""
+    """The message that comes first on any of them."""
     receiving = [asyncio.ensure_future(stream.receive()) for stream in streams]
     done, others = await asyncio.wait(receiving, return_when=asyncio.FIRST_COMPLETED)
     for other in others:

@@ -18,12 +18,12 @@ from swarmllm.client.remote_blocks import pieces_with_gradient
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import ConfigurationError, SessionClosedError, UnsupportedModelError
 from swarmllm.models.adapters.block_adapter import checked
-from swarmllm.models.architecture import Task, task_class
+from swarmllm.models.architecture import Task, blocks_class, stacks, task_class
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.parallel.group import Group
+from swarmllm.models.parallel.shared import Group
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
@@ -303,3 +303,27 @@ class InProcessSwarm:
             except UnsupportedModelError:  # it needs more of the blocks before
                 continue
         raise AssertionError(f"no cut is possible: {first.traits}")
+
+
+def encoder_decoder_client(path: Path, model_class: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """A client with two servers for each stack. The first server has more blocks than it is used for."""
+    checkpoint = open_checkpoint(str(path))
+    halves = []
+    for stack in stacks(checkpoint.config):
+        start, end = stack.span.start, stack.span.end
+        cut = start + 2
+        first = load_block_span(checkpoint, Span(start, end), progress=False)
+        second = load_block_span(checkpoint, Span(cut, end), progress=False)
+        route = [(first, Span(start, cut)), (second, Span(cut, end))]
+        halves.append((InProcessRunner(route), first.traits))
+    encoder, (runner, traits) = halves
+    return load_client_shell(
+        checkpoint,
+        model_class=model_class or blocks_class(checkpoint.config),
+        mixin=SwarmUser,
+        dtype="auto",
+        runner=runner,
+        traits=traits,
+        encoder=encoder,
+        progress=False,
+    )

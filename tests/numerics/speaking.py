@@ -1,4 +1,4 @@
-"""What a tiny Whisper needs beside its weights: the tokens of languages and tasks, a tokenizer, a feature extractor."""
+"""The files of a tiny Whisper besides its weights: tokens of languages and tasks, a tokenizer, a feature extractor."""
 
 from pathlib import Path
 

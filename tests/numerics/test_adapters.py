@@ -18,7 +18,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.device import forward_backward
-from swarmllm.server.device.forward_backward import Batch, Graph, Turns, forward, gradients, record
+from swarmllm.server.device.forward_backward import Graph, KeptForward, Turns, forward, gradients, record
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def test_in_turns_is_the_same_as_at_once(
     def inputs() -> BlockInputs:
         return BlockInputs(hidden_states=hidden.clone(), batch_size=3, seq_len=5, adapter=adapter)
 
-    whole = Batch([[Graph.record(blocks, inputs(), blocks.span)]])
+    whole = KeptForward([[Graph.record(blocks, inputs(), blocks.span)]])
     kept = run(record(blocks, inputs(), blocks.span, short_turns=True))
     torch.testing.assert_close(kept.outputs, whole.outputs)
     outputs = run(forward(blocks, inputs(), blocks.span, short_turns=True))["hidden_states"]

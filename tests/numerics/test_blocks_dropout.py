@@ -75,7 +75,7 @@ def gradients(model: Any, labels: Tensor, names: Callable[[str], bool]) -> dict[
     return {"logits": output.logits.detach(), **found}
 
 
-@pytest.mark.parametrize("model_type", sampled(list(DROPS), 3, always=["gpt2", "bert"]))
+@pytest.mark.parametrize("model_type", sampled(list(DROPS), 6, always=["gpt2", "bert"]))
 def test_gradients_and_logits(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
     is_encoder = model_type in ENCODERS

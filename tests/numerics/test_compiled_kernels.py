@@ -1,9 +1,5 @@
-"""Every Triton kernel compiles for GPUs of two generations; in a process of its own, without a GPU.
+"""Every Triton kernel compiles for GPUs of two generations; in a process of its own, without a GPU."""
 
-Where Triton isn't installed (it comes with torch for CUDA) these are skipped.
-"""
-
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,10 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here"),
-]
+pytestmark = pytest.mark.lane("triton")
 
 
 @pytest.mark.timeout(900)

@@ -11,7 +11,7 @@ from test_speculation import AheadRunner, FixedPlanner, Obsessed, Speculating
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
-from swarmllm.client.generation import MoreDecoding
+from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.data_structures import Span
 from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
 from swarmllm.decoding.mirostat import Mirostat
@@ -37,13 +37,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Plain(MoreDecoding, LlamaForCausalLM):
+class Plain(DistributedModelForCausalLM, LlamaForCausalLM):
     """The local model with the client's mixin."""
 
+    swarm: Any = None
 
-class Guessing(Speculating, MoreDecoding):
+
+class Guessing(Speculating, DistributedModelForCausalLM):
     """The client's mixins, guesses included."""
 
+    swarm: Any = None
     planner = FixedPlanner()
 
 
@@ -97,6 +100,7 @@ def generate(model: Any, ids: Tensor = IDS, seed: int = 11, **options: Any) -> A
         return model.generate(ids, **{"max_new_tokens": 32, "do_sample": False, "top_k": 0, **options})
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_guesses_change_nothing(plain: Any, guessing: Any, way: str) -> None:
     expected = generate(plain, **WAYS[way])

@@ -112,6 +112,7 @@ def _in_8_bits(block: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[
     return packed.decompress(), *args[1:]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_story_does_not_go_in_circles(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
@@ -156,6 +157,7 @@ def test_chat_model_answers_the_question(
     assert answer.lower() in _answer(model, tokenizer, question).lower()
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("name", ["Mia", "Tom", "Zamila", "Koren"])
 def test_story_keeps_the_name_of_its_hero(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, score: ModuleType, name: str

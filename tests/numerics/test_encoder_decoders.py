@@ -1,128 +1,41 @@
-"""Every encoder-decoder of transformers, both stacks on servers: equal to the local model, or refused with a reason.
+"""Models with an encoder and a decoder on servers: spans of both stacks, other heads, and what is refused.
 
-In one process, each stack on two servers; `tests/swarm/test_encoder_decoders.py` runs some of them through real ones.
+`test_architectures` compares every one of them with the local model.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.numerics.in_process_swarm import InProcessRunner, SwarmUser
-from tests.numerics.tiny_encoder_decoders import BASE, names, save_tiny_model, tiny_config, tiny_model
+from tests.numerics.architectures import ENCODER_DECODERS
+from tests.numerics.in_process_swarm import encoder_decoder_client
+from tests.numerics.tiny_encoder_decoders import BASE, inputs_of, names, save_tiny_model, tiny_config, tiny_model
 from tests.selection import sampled
-from transformers import PreTrainedModel
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import blocks_class, check_supported, parts_of, stacks
+from swarmllm.models.architecture import Task, parts_of, task_class, task_of
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import REFUSED_ARCHITECTURES
-from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.span.loading import load_block_span
-
-REFUSED = [name for name in names() if name in REFUSED_ARCHITECTURES]
-EXACT = [name for name in names() if name not in REFUSED_ARCHITECTURES]
-
-
-def client_of(path: Path, model_class: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """A client whose stacks are on two servers each, the first of which has more than it is used for."""
-    checkpoint = open_checkpoint(str(path))
-    halves = []
-    for stack in stacks(checkpoint.config):
-        start, end = stack.span.start, stack.span.end
-        cut = start + 2
-        first = load_block_span(checkpoint, Span(start, end), progress=False)
-        second = load_block_span(checkpoint, Span(cut, end), progress=False)
-        route = [(first, Span(start, cut)), (second, Span(cut, end))]
-        halves.append((InProcessRunner(route), first.traits))
-    encoder, (runner, traits) = halves
-    return load_client_shell(
-        checkpoint,
-        model_class=model_class or blocks_class(checkpoint.config),
-        mixin=SwarmUser,
-        dtype="auto",
-        runner=runner,
-        traits=traits,
-        encoder=encoder,
-        progress=False,
-    )
-
-
-def inputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Two texts of different lengths."""
-    torch.manual_seed(1)
-    ids, mask = torch.randint(3, 100, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    mask[1, 6:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@pytest.mark.parametrize("name", sampled(EXACT, 6))
-def test_encoder_decoder_is_exact(name: str, tmp_path: Path) -> None:
-    local, client = tiny_model(name), client_of(save_tiny_model(name, tmp_path))
-    client.generation_config = copy.deepcopy(local.generation_config)
-    given = inputs_of(local)
-    target = torch.randint(3, 100, (2, 5))
-    with torch.no_grad():
-        for more in ({}, {"use_cache": False}):
-            want = local(**given, decoder_input_ids=target, **more).logits
-            got = client(**given, decoder_input_ids=target, **more).logits
-            torch.testing.assert_close(
-                got, want, rtol=1e-4, atol=1e-4
-            )  # at most rounding: the local model with a cache
-    check_generation(local, client, given)
-    check_gradients(local, client, given, labels=target)
-
-
-def check_generation(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any]) -> None:
-    ways: tuple[dict[str, Any], ...] = (
-        {"do_sample": False},
-        {"num_beams": 3, "do_sample": False},
-        {"num_beams": 4, "num_return_sequences": 2, "do_sample": True},
-        {"do_sample": True, "temperature": 2.0},
-        {"do_sample": False, "use_cache": False},
-    )
-    seen: set[int] = set()
-    for way in ways:
-        results = []
-        for model in (local, client):
-            torch.manual_seed(2)
-            results.append(model.generate(**given, max_new_tokens=8, **way))
-        assert torch.equal(*results), way
-        seen |= {*results[0].flatten().tolist()}
-    assert len(seen) > 8  # or equal tokens would show little
-
-
-def check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any], **labels: Any) -> None:
-    grads = []
-    for model in (local, client):
-        model.zero_grad()
-        model(**given, **labels, use_cache=False).loss.backward()
-        grads.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    want, got = grads
-    for name, grad in got.items():  # the order of adding up differs
-        assert float((grad - want[name]).norm()) <= 1e-4 * float(want[name].norm()), name
-    assert any("embed" in name or "shared" in name for name in got)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="can't be split over servers: it"):
-        check_supported(tiny_config(name))
 
 
 def test_the_readme_counts_them(repo_root: Path) -> None:
     """A type is exact if one of its variants is."""
-    exact, types = ({BASE.get(name, name) for name in some} for some in (EXACT, names()))
+    exact, types = ({BASE.get(name, name) for name in some} for some in (ENCODER_DECODERS, names()))
     text = " ".join((repo_root / "README.md").read_text().split())
-    assert f"{len(exact)} of the {len(types)} model types that transformers has with an encoder" in text
-    assert f"the other {len(types - exact)} are refused with the reason (a sweep over all of them through" in text
+    assert f"{len(types)} model types with an encoder and a decoder for text. {len(exact)} of them work" in text
+    assert f"The other {len(types - exact)} are refused with the reason (tiny random models of all types," in text
 
 
 def test_an_encoder_that_pads_the_text(tmp_path: Path) -> None:
     """Whatever its length; what servers are not told of is refused."""
-    local, client = tiny_model("led"), client_of(save_tiny_model("led", tmp_path))
+    local, client = tiny_model("led"), encoder_decoder_client(save_tiny_model("led", tmp_path))
     target = torch.randint(3, 100, (2, 5))
     for length in range(1, 10):
         given = {key: value[:, :length] for key, value in inputs_of(local).items()}
@@ -142,9 +55,64 @@ def test_blocks_are_numbered_one_stack_after_the_other(tmp_path: Path) -> None:
 
 
 def test_another_source_mask_in_mid_text_is_refused(tmp_path: Path) -> None:
-    client = client_of(save_tiny_model("bart", tmp_path))
+    client = encoder_decoder_client(save_tiny_model("bart", tmp_path))
     given = inputs_of(client)
     first = client(**given, decoder_input_ids=torch.tensor([[5], [6]]), use_cache=True)
     again = {**given, "attention_mask": torch.ones_like(given["attention_mask"])}
     with torch.no_grad(), pytest.raises(ConfigurationError, match="has changed since the text began"):
         client(**again, decoder_input_ids=torch.tensor([[7], [8]]), past_key_values=first.past_key_values)
+
+
+# ---------------------------------------------------------------------- other heads
+
+MAPPINGS = {
+    Task.SEQUENCE_CLASSIFICATION: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    Task.QUESTION_ANSWERING: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+}
+
+
+LABELS: dict[Task, dict[str, torch.Tensor]] = {
+    Task.SEQUENCE_CLASSIFICATION: {"labels": torch.tensor([0, 1])},
+    Task.QUESTION_ANSWERING: {"start_positions": torch.tensor([1, 3]), "end_positions": torch.tensor([4, 3])},
+}
+
+
+CASES = [
+    f"{name} {task.name}"
+    for task, mapping in MAPPINGS.items()
+    for name in ENCODER_DECODERS
+    if type(tiny_config(name)) in mapping
+]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, 12, always=["bart SEQUENCE_CLASSIFICATION"]))
+def test_other_heads(case: str, tmp_path: Path) -> None:
+    name, _, of_task = case.partition(" ")
+    task, config = Task[of_task], tiny_config(name)
+    cls = task_class(config, task)
+    torch.manual_seed(0)
+    local: Any = cls(config).eval()
+    local.save_pretrained(tmp_path)
+    assert task_of(AutoConfig.from_pretrained(tmp_path)) == task
+    client: Any = encoder_decoder_client(tmp_path, cls).eval()
+    ids, mask = torch.randint(3, 100, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    ids[:, -1], mask[1, :3] = config.eos_token_id, 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        want, got = local(**given), client(**given)
+    for key in ("logits",) if task == Task.SEQUENCE_CLASSIFICATION else ("start_logits", "end_logits"):
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)
+    grads = []
+    for model in (local, client):
+        model.zero_grad()
+        model(**given, **LABELS[task]).loss.backward()
+        grads.append({key: one.grad for key, one in model.named_parameters() if one.grad is not None})
+    for key, grad in grads[1].items():
+        torch.testing.assert_close(grad, grads[0][key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", [Task.TOKEN_CLASSIFICATION, Task.FEATURES, Task.CAUSAL_LM])
+def test_other_tasks_are_refused_with_a_mend(task: Task) -> None:
+    """T5's class for tokens, for one, has no decoder."""
+    with pytest.raises(UnsupportedModelError, match="use AutoDistributedModelForSeq2SeqLM"):
+        task_class(tiny_config("t5"), task)

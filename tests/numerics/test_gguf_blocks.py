@@ -11,8 +11,8 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.gguf_blocks import FORMS, KERNELS, KINDS, GgufBlocks, dequantize
+from swarmllm.models.quantization.decoded import FORMS, KERNELS, KINDS, GgufBlocks, dequantize
+from swarmllm.models.quantization.loading import check_matrix
 
 KIND_IDS = sorted(KINDS)
 NAMES = [KINDS[kind][0] for kind in KIND_IDS]

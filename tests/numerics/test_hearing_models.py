@@ -1,6 +1,6 @@
-"""Every model of transformers that writes text from sound: equal to the local model, or refused with a reason.
+"""Models that write text from sound: Whisper's own generate(), their task, and what is refused.
 
-In one process, each stack on two servers, as in `test_encoder_decoders`; the conv front end is the client's.
+`test_architectures` compares all of them with the local model. The conv front end is the client's.
 """
 
 import copy
@@ -8,39 +8,33 @@ from typing import Any
 
 import pytest
 import torch
+from tests.numerics.architectures import SPEECH
+from tests.numerics.in_process_swarm import encoder_decoder_client
 from tests.numerics.speaking import IDS, save_speaking_whisper
-from tests.numerics.test_encoder_decoders import check_generation, check_gradients, client_of
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, SPECIFIC, names, save_tiny_model, sound, tiny_config
+from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
 from swarmllm.models.architecture import Task, task_class, task_of
-from swarmllm.models.refused_architectures import HEARING
-
-EXACT = sorted(SPECIFIC)
 
 
-@pytest.fixture(scope="module", params=EXACT)
+@pytest.fixture(scope="module", params=SPEECH)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, ...]:
     """The local model, and a client of the same checkpoint."""
     path = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     local = AutoModelForSpeechSeq2Seq.from_pretrained(path)
-    client = client_of(path)
+    client = encoder_decoder_client(path)
     client.generation_config = copy.deepcopy(local.generation_config)
     return local, client
 
 
-def test_all_that_are_exact_are_tested() -> None:
-    assert set(EXACT) == HEARING
-
-
-@pytest.mark.parametrize("name", [name for name in names() if name not in EXACT])
+@pytest.mark.parametrize("name", [name for name in names() if name not in SPEECH])
 def test_others_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"can't be split over servers: it |were not seen to be exact"):
         task_class(tiny_config(name), Task.SPEECH_SEQ_TO_SEQ)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", SPEECH)
 def test_their_task_is_found_and_others_are_refused(name: str) -> None:
     config = tiny_config(name)
     assert task_of(config) == Task.SPEECH_SEQ_TO_SEQ
@@ -49,32 +43,11 @@ def test_their_task_is_found_and_others_are_refused(name: str) -> None:
             task_class(config, task)
 
 
-def test_forward_is_exact(pair: tuple[PreTrainedModel, ...]) -> None:
-    local, client = pair
-    assert client.main_input_name == local.main_input_name
-    target = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for more in ({}, {"use_cache": False}):
-            want, got = (model(**sound(local), decoder_input_ids=target, **more).logits for model in pair)
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_generation_is_exact(pair: tuple[PreTrainedModel, ...]) -> None:
-    check_generation(*pair, sound(pair[0]))
-
-
-def test_gradients_are_exact(pair: tuple[PreTrainedModel, ...]) -> None:
-    labels = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(3))
-    check_gradients(*pair, sound(pair[0]), labels=labels)
-    first = next(name for name, _ in pair[0].named_parameters() if "conv" in name)
-    assert dict(pair[1].named_parameters())[first].grad is not None
-
-
 @pytest.fixture(scope="module")
 def whispers(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, ...]:
     """The same of a Whisper that knows languages and tasks."""
     path = save_speaking_whisper(tmp_path_factory.mktemp("whisper"))
-    return AutoModelForSpeechSeq2Seq.from_pretrained(path), client_of(path)
+    return AutoModelForSpeechSeq2Seq.from_pretrained(path), encoder_decoder_client(path)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +62,9 @@ def whispers(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
     ],
 )
 @pytest.mark.parametrize("length", [FRAMES, 3 * FRAMES])
+@pytest.mark.rotates(3)
 def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: dict[str, Any], length: int) -> None:
-    """Of short sounds and of long ones, which it writes piece by piece."""
+    """Short sounds, and long ones, which it writes piece by piece."""
     features = torch.randn(2, MEL_BINS, length, generator=torch.Generator().manual_seed(5))
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, length * 2 // 3 :] = 0

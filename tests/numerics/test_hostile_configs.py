@@ -27,7 +27,7 @@ from swarmllm.server.device.device import cache_bytes_per_token
 PER_CHUNK, LOADED_PER_CHUNK = 50, 10
 CHUNKS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(100)]
 MOST_SECONDS = 2.0
-"""Of this thread's own time, so that a busy machine takes no part in it."""
+"""Seconds of this thread's own time: a busy machine makes no difference."""
 LOADED = [
     "llama",
     "gpt2",

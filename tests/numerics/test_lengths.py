@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.numerics.rope_models import BORDER, KINDS, UNEVEN, load_rope
-from tests.numerics.test_kept_state import LENGTHS, Client
+from tests.numerics.server_properties import Client
+from tests.numerics.test_kept_state import LENGTHS
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows, pieces, uncut
+from swarmllm.models.boundary.block_inputs import BlockInputs, decisive_rows, pieces, uncut
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
 
@@ -62,7 +62,7 @@ def test_pieces(traits: BlockTraits, past: int, seq_len: int, wanted: list[tuple
 
 
 def test_given_positions_count() -> None:
-    """Those of padding and of texts that begin anew, too."""
+    """Positions of padding and of texts that begin anew count, too."""
     anew = torch.cat([torch.arange(30), torch.arange(5)])[None]
     assert uncut(call(35, anew), 0, LONG_ROPE) == 35, "the last piece alone would be short"
     padded = torch.stack([torch.arange(30), (torch.arange(30) - 20).clamp(min=0)])

@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swarmllm.models.quantization.check import check_matrix
-from swarmllm.models.quantization.llm_int8 import OUTLIER_THRESHOLD, LlmInt8
-from swarmllm.models.quantization.packed import Int8
+from swarmllm.models.quantization.loading import check_matrix
+from swarmllm.models.quantization.packed import OUTLIER_THRESHOLD, Int8, LlmInt8
 
 
 def inputs(num_inputs: int, columns: int, *, outliers: bool) -> Tensor:
-    """Those with outliers have them in other columns each."""
+    """Inputs with outliers have them in different columns."""
     found = torch.randn(num_inputs, columns, generator=torch.Generator().manual_seed(num_inputs)).clamp_(-5, 5)
     if outliers:
         found[torch.arange(num_inputs), torch.arange(num_inputs) % columns] = 60.0

@@ -34,6 +34,7 @@ def test_half_of_a_model(directories: tuple[Path, Path], dtype: torch.dtype) -> 
     assert used.peak <= used.blocks + SHARD_BYTES + OVERHEAD_BYTES
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("num_offloaded", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_offloaded_blocks_are_not_in_memory(directories: tuple[Path, Path], num_offloaded: int) -> None:
     """Neither at the end nor while they are loaded."""

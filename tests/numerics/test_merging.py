@@ -112,7 +112,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("method", sampled([*METHODS], 3))
+@pytest.mark.parametrize("method", sampled([*METHODS], 6))
 def test_every_method(method: str, llama: Path, tmp_path: Path) -> None:
     adapter = trained(AutoModelForCausalLM.from_pretrained(llama), METHODS[method], tmp_path / "adapter")
     found = assert_merged(AutoModelForCausalLM.from_pretrained(llama), llama, adapter, tmp_path)
@@ -126,6 +126,7 @@ def test_every_method(method: str, llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "qwen3_5_text", "gemma3_text", "phi3", "bloom"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.rotates(6)
 def test_other_architectures(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Experts, tied embeddings, other names of tensors in files than in the model."""
     base = tmp_path / "base"

@@ -25,8 +25,7 @@ from swarmllm.models.span import offload
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.server.device.device import num_blocks_that_fit, num_to_offload
 from swarmllm.server.device.forward_backward import Graph
@@ -143,6 +142,7 @@ def test_calls_in_any_order(
         assert_equal(gradients(second), gradients(first))
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("quant_type", sampled(list(QUANT_TYPES), 4))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_oss"])
 def test_formats(model_type: str, quant_type: str, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_other_devices_are_refused(directory: Path) -> None:
 @given(num_blocks=st.integers(2, 200), data=st.data())
 def test_they_are_spread(num_blocks: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(2, num_blocks))
-    chosen = spread(num_blocks, number)
+    chosen = spread(Span(0, num_blocks), number)
     assert len({*chosen}) == number
     assert chosen[0] >= 0
     assert chosen[-1] == num_blocks - 1

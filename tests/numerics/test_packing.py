@@ -1,123 +1,39 @@
-"""Several sessions in one forward: each gets what it gets alone, whatever the others do."""
+"""Several sessions in one forward: each gets what it gets alone. `test_architectures` has all architectures."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
-from tests.numerics.test_sweep import ARCHITECTURES
-from tests.numerics.tiny_models import NUM_BLOCKS, VARIANTS, save_tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.numerics.sessions_together import (
+    RELATIVE,
+    STEPS,
+    Sessions,
+    SessionsWithSources,
+    check_together_as_alone,
+    load,
+    packer_of,
+    packs_counted,
+    relative_error,
+    some_inputs,
+)
+from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
+from tests.numerics.tiny_models import NUM_BLOCKS, save_tiny
 from tests.selection import sampled
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import UnsupportedModelError
+from swarmllm.models.architecture import stacks
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
-from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.packing import Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.server.device.throughput import measure_packing
-
-RELATIVE = 1e-5
-"""Largest error in float32, relative to the largest output."""
-FALL_BACK = {
-    "bamba": "its decoding of a batch isn't that of its rows",
-    "deepseek_v4": "compresses its past into cache layers of its own",
-    "llama4_text": "scales queries by the length of the cache",
-    "qwen4_exp_text": "cache layers of its own",
-}
-"""Run one by one, with the reason."""
-ROWS = (1, 2, 1, 1)
-STEPS = ((4, 3, 11, 0), (1, 1, 2, 5), (1, 1, 1, 1), (1, 1, 1, 1))
-"""New positions of each session: prompts of different lengths, a prompt beside tokens, tokens."""
-
-
-def load(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> BlockSpan:
-    if not (directory / "config.json").exists():
-        save_tiny(model_type, directory)
-    return load_block_span(open_checkpoint(str(directory)), Span(0, NUM_BLOCKS), dtype=dtype, progress=False)
-
-
-@lru_cache(4)
-def packer_of(blocks: BlockSpan) -> Packer:
-    return Packer(blocks, right_ways(blocks))
-
-
-def some_inputs(blocks: BlockSpan, rows: int, seq_len: int, random: torch.Generator) -> BlockInputs:
-    """Random ones, whatever the blocks need."""
-    ids = torch.randint(3, 100, (rows, seq_len), generator=random)
-    embeds = torch.randn(rows, seq_len, blocks.embedding_dim, generator=random).to(blocks.dtype)
-    inputs = BlockInputs(hidden_states=embeds, batch_size=rows, seq_len=seq_len, input_ids=ids, inputs_embeds=embeds)
-    with torch.no_grad():  # what enters the first block may have more axes than embeddings
-        inputs = inputs.with_hidden(blocks.preamble(inputs).clone())
-    unneeded = {name: None for name in ("input_ids", "inputs_embeds") if name not in blocks.traits.extra_inputs}
-    return replace(inputs, **unneeded)
-
-
-class Sessions:
-    """The same sessions twice: run by a packer, and alone."""
-
-    def __init__(self, blocks: BlockSpan, rows: Sequence[int] = ROWS, span: Span | None = None) -> None:
-        self.blocks, self.rows, self.span = blocks, rows, span or blocks.span
-        self.packer = packer_of(blocks)
-        self.random = torch.Generator().manual_seed(1)
-        self.packed = [blocks.new_cache(self.span) for _ in rows]
-        self.alone = [blocks.new_cache(self.span) for _ in rows]
-
-    def step(self, lengths: Sequence[int]) -> float:
-        """Everybody's next positions; the largest relative error."""
-        calls, wanted = [], []
-        for rows, length, packed, alone in zip(self.rows, lengths, self.packed, self.alone, strict=True):
-            if length:
-                inputs = some_inputs(self.blocks, rows, length, self.random)
-                wanted.append(self.blocks.forward(inputs, self.span, alone))
-                calls.append(SessionCall(inputs, self.span, packed))
-        return max(map(relative_error, self.packer.run(calls), wanted))
-
-
-def relative_error(got: Tensor | Exception, want: Tensor) -> float:
-    if isinstance(got, Exception):
-        raise got
-    assert got.shape == want.shape
-    assert bool(got.isfinite().all())
-    return float((got - want).abs().max() / want.abs().max())
-
-
-@contextmanager
-def packs_counted(packer: Packer) -> Iterator[list[int]]:
-    """How many calls ran together each time."""
-    sizes: list[int] = []
-    run = packer.forward.run
-
-    def counting(calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
-        outputs = run(calls, way)
-        sizes.append(len(calls))
-        return outputs
-
-    packer.forward.run = counting  # type: ignore[method-assign]
-    try:
-        yield sizes
-    finally:
-        del packer.forward.run  # type: ignore[method-assign]
-
-
-def check(model_type: str, directory: Path) -> Packing:
-    """Run some steps; each session gets what it gets alone. Returns the way that the span has chosen."""
-    blocks = load(model_type, directory)
-    sessions = Sessions(blocks)
-    with packs_counted(sessions.packer) as sizes:
-        errors = [sessions.step(lengths) for lengths in STEPS]
-    assert max(errors) <= RELATIVE, errors
-    expected = {Packing.RAGGED: [3, 4, 4, 4], Packing.PADDED: [2, 4, 4], Packing.ONE_BY_ONE: []}
-    assert sizes == expected[sessions.packer.way], "what could run together did"
-    return sessions.packer.way
 
 
 @pytest.mark.parametrize(
@@ -136,25 +52,7 @@ def check(model_type: str, directory: Path) -> Packing:
     ],
 )
 def test_together_as_alone(model_type: str, way: Packing, tmp_path: Path) -> None:
-    assert check(model_type, tmp_path) == way
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_architecture_together_as_alone(tmp_path: Path) -> None:
-    """At least 118 of them batched, the others run one by one by themselves."""
-    ways: dict[str, Packing] = {}
-    for model_type in [*ARCHITECTURES, *VARIANTS]:
-        directory = tmp_path / model_type
-        try:
-            blocks = load(model_type, directory)
-            if blocks.keeps_cache:
-                ways[model_type] = check(model_type, directory)
-                assert measure_packing(packer_of(blocks), decode_ms_per_block=0.5) in packer_of(blocks).ways
-        except UnsupportedModelError:
-            continue  # what can't be split at all is the sweep's business
-    assert {name for name, way in ways.items() if way == Packing.ONE_BY_ONE} == set(FALL_BACK)
-    assert len(ways) - len(FALL_BACK) >= 118
+    assert check_together_as_alone(load(model_type, tmp_path)) == way
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +200,61 @@ def test_the_measurement_runs_and_leaves_nothing_behind(model_type: str, dtype: 
         sessions = Sessions(blocks)
         limit = RELATIVE if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
         assert max(sessions.step(lengths) for lengths in STEPS) <= limit
+
+
+# ---------------------------------------------------------------------- decoders that have an encoder
+
+
+def decoder_of(path: Path, quantization: Quantization = FULL_PRECISION) -> BlockSpan:
+    checkpoint = open_checkpoint(str(path))
+    span = stacks(checkpoint.config)[-1].span
+    return load_block_span(checkpoint, span, quantization=quantization, progress=False)
+
+
+@pytest.fixture(scope="module", params=["t5", "bart", "switch_transformers"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    """A bias of distances, learned positions, and a type that is padded."""
+    return decoder_of(save_tiny_model(request.param, tmp_path_factory.mktemp("blocks")))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_lengths_and_sizes_with_encoder_outputs(decoder: BlockSpan, data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 6))
+    numbers = [data.draw(st.lists(st.integers(1, most), min_size=count, max_size=count)) for most in (3, 20, 9)]
+    sessions = SessionsWithSources(decoder, rows=numbers[0], sources=numbers[1])
+    steps = [numbers[2], [1] * count, data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))]
+    with packs_counted(sessions.packer) as sizes:
+        errors = [sessions.step(lengths) for lengths in steps if any(lengths)]
+    assert max(errors) <= RELATIVE, errors
+    assert sizes[0] == count
+
+
+def test_a_decoder_alone_attends_with_the_same_bits(tmp_path: Path) -> None:
+    """In a row, all that differs from a call alone is how many rows the matrices multiply: here, none do."""
+    blocks = decoder_of(save_tiny_model("t5", tmp_path))
+    sessions = SessionsWithSources(blocks, rows=(2,), sources=(5,))
+    assert [sessions.step([length]) for length in (3, 1, 2)] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_quantized_decoder_in_short_floats(name: str, tmp_path: Path) -> None:
+    tiny_model(name).bfloat16().save_pretrained(tmp_path)
+    blocks = decoder_of(tmp_path, Quantization("int8", smallest=0))
+    assert blocks.shares_keys
+    assert packer_of(blocks).way == Packing.RAGGED
+    sessions = SessionsWithSources(blocks, rows=(1, 2, 1), sources=(9, 4, 17))
+    errors = [sessions.step(lengths) for lengths in ((1, 3, 1), (1, 1, 1), (1, 1, 1))]
+    assert max(errors) <= 16 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_row_longer_than_the_table_of_positions_is_not_tried(tmp_path: Path) -> None:
+    """Before its blocks, BART looks up as many positions as the row has, on a server those of nobody."""
+    blocks = decoder_of(save_tiny_model("bart", tmp_path))
+    assert blocks.longest_text == 128
+    sessions = SessionsWithSources(blocks, rows=(1, 1, 1), sources=(3, 4, 5))
+    sessions.step((125, 4, 2))
+    with packs_counted(sessions.packer) as sizes:
+        assert sessions.step((1, 1, 1)) <= RELATIVE
+        assert sessions.step((1, 1, 1)) <= RELATIVE
+    assert sizes == [3]

@@ -4,73 +4,32 @@ Here the pages are read by plain torch. The kernels that read them on CUDA are c
 `tests/gpu/test_paged.py`, or by Triton's interpreter in `test_paged_kernels`.
 """
 
-import importlib.util
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.numerics.graphs_without_cuda import GraphsWithoutCuda
-from tests.numerics.test_packing import RELATIVE, Sessions, load, some_inputs
-from tests.numerics.test_sweep import ARCHITECTURES
-from tests.numerics.tiny_models import VARIANTS
-from tests.selection import sampled
+from tests.numerics.sessions_together import RELATIVE, PagedSessions, load, some_inputs
 from torch import Tensor
 
-from swarmllm.errors import CacheFullError, UnsupportedModelError
+from swarmllm.errors import CacheFullError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
-from swarmllm.models.span.packed_attention import PackingUnsupportedError
-from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packed_caches import PackingUnsupportedError
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import PAGE_TOKENS
-from swarmllm.models.span.paged_attention import window_of
+from swarmllm.models.span.paged_attention import PagedAttention, window_of
 
 NUM_PAGES = 64
-ROWS = (1, 2, 1, 1)
-STEPS = ((4, 3, 70, 0), (1, 1, 2, 300), (20, 1, 1, 1), (1, 1, 1, 1), (1, 2, 1, 17))
-"""Prompts longer than a page, prompts beside tokens, several tokens at once."""
-NOT_RECORDED = {
-    "dbrx": "asks on the host which experts were chosen",
-    "gemma3n_text": "takes words besides hidden states",
-    "gemma4_text": "takes words besides hidden states",
-}
-"""Their steps on pages can't be recorded, with the reason."""
 
 
 def paged(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> BlockSpan:
     blocks = load(model_type, directory, dtype)
     blocks.pool = blocks.new_pool(NUM_PAGES)
     return blocks
-
-
-def load_pageable(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> BlockSpan:
-    """Skips the test if pages aren't for this architecture."""
-    try:
-        blocks = load(model_type, directory, dtype)
-    except UnsupportedModelError:
-        pytest.skip("can't be split")
-    if blocks.why_not_paged:
-        pytest.skip(blocks.why_not_paged)
-    blocks.pool = blocks.new_pool(NUM_PAGES)
-    if Packing.PAGED not in right_ways(blocks):
-        pytest.skip("computes something else on pages")
-    return blocks
-
-
-class PagedSessions(Sessions):
-    """The same sessions on pages, and alone with tensors of their own."""
-
-    def __init__(self, blocks: BlockSpan, rows: Sequence[int] = ROWS) -> None:
-        pool, blocks.pool = blocks.pool, None
-        super().__init__(blocks, rows)  # none of them has pages
-        blocks.pool = pool
-        self.packed = [blocks.new_cache() for _ in rows]
-        self.packer = Packer(blocks, [Packing.PAGED])
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +42,14 @@ def test_together_as_alone(model_type: str, tmp_path: Path) -> None:
     """Grouped queries, sliding windows, norms of heads."""
     sessions = PagedSessions(paged(model_type, tmp_path))
     assert Packing.PAGED in right_ways(sessions.blocks)
-    assert max(sessions.step(lengths) for lengths in STEPS) <= RELATIVE
+    assert max(sessions.step(lengths) for lengths in PagedSessions.STEPS) <= RELATIVE
 
 
 def test_the_model_s_own_attention_finds_what_is_in_pages(llama: BlockSpan) -> None:
     """Steps that have to run alone, before and after packed ones."""
     sessions = PagedSessions(llama)
     for way, lengths in zip(
-        (Packing.ONE_BY_ONE, Packing.PAGED, Packing.RAGGED, Packing.ONE_BY_ONE), STEPS, strict=False
+        (Packing.ONE_BY_ONE, Packing.PAGED, Packing.RAGGED, Packing.ONE_BY_ONE), PagedSessions.STEPS, strict=False
     ):
         sessions.packer.way = way
         assert sessions.step(lengths) <= RELATIVE
@@ -98,7 +57,7 @@ def test_the_model_s_own_attention_finds_what_is_in_pages(llama: BlockSpan) -> N
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_rollback_and_chosen_rows(model_type: str, tmp_path: Path) -> None:
-    """What rows share is copied before one of them goes on; a window forgets nothing."""
+    """Pages that rows share are copied before one of them goes on; a window forgets nothing."""
     sessions = PagedSessions(paged(model_type, tmp_path), rows=(1, 3))
     for cache in sessions.alone:
         cache.record_past()
@@ -190,39 +149,18 @@ def test_recorded_steps(llama: BlockSpan) -> None:
     assert llama.pool is not None
     sessions = PagedSessions(llama)
     forward = sessions.packer.forward
-    forward.graphs = GraphsWithoutCuda(forward.step, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
+    forward.graphs = GraphsWithoutCuda(forward.paged.step, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
     forward.graphs.record((4, 8))
     assert forward.graphs.sizes == (4, 8)
     sizes: list[int] = []
     run = forward.graphs.run
     forward.graphs.run = lambda size, *rest: (sizes.append(size), run(size, *rest))[1]  # type: ignore[method-assign]
-    assert max(sessions.step(lengths) for lengths in (*STEPS, (2, 2, 1, 0), (1, 1, 0, 0))) <= RELATIVE
+    assert max(sessions.step(lengths) for lengths in (*PagedSessions.STEPS, (2, 2, 1, 0), (1, 1, 0, 0))) <= RELATIVE
     assert sizes == [8, 8, 4]  # of 5 and 7 rows, and of 3; prompts are not recorded
 
 
-@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 6))
-def test_every_architecture(model_type: str, tmp_path: Path) -> None:
-    """Together as alone on pages where the probe says so; or today's ways."""
-    blocks = load_pageable(model_type, tmp_path)
-    sessions, most = PagedSessions(blocks), (blocks.max_positions or 1000) // 2
-    assert max(sessions.step([min(length, most) for length in lengths]) for lengths in STEPS) <= RELATIVE
-
-
-@pytest.mark.parametrize("model_type", sampled([*ARCHITECTURES, *VARIANTS], 3, always=NOT_RECORDED))
-def test_no_step_reads_on_the_host(model_type: str, tmp_path: Path) -> None:
-    """Of every architecture that runs on pages."""
-    blocks = load_pageable(model_type, tmp_path, torch.bfloat16)  # as products of experts are
-    hidden = some_inputs(blocks, 1, 1, torch.Generator().manual_seed(1)).hidden_states
-    if blocks.traits.batch_axis or blocks.traits.extra_inputs or hidden.ndim != 3:  # as `Packer.record` asks
-        assert model_type in NOT_RECORDED
-        return
-    inputs = StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device, 8)
-    with pytest.raises(RuntimeError) if model_type in NOT_RECORDED else nullcontext():
-        trace(PackedForward(blocks).step, inputs, 4)
-
-
 def test_traces_find_what_reads_on_the_host(llama: BlockSpan) -> None:
-    step = PackedForward(llama).step
+    step = PagedAttention(llama).step
 
     def reading(hidden: Tensor, *rest: Any) -> Tensor:
         return step(hidden, *rest) if bool(hidden.sum() >= 0) else hidden
@@ -275,9 +213,9 @@ def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCapt
     assert caplog.text.count("a step of 2 sessions failed paged; each runs alone: RuntimeError: no such kernel") == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.lane("triton")
 def test_fused_kernels_that_fail_are_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
     from swarmllm.models.span.fused_step import find_fused
 
-    assert find_fused(PackedForward(llama)) is None  # there is no GPU, nor the interpreter
+    assert find_fused(PagedAttention(llama)) is None  # there is no GPU, nor the interpreter
     assert "decode steps are run by the model's own kernels, as fused ones fail: " in caplog.text

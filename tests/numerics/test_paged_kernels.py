@@ -1,10 +1,8 @@
-"""The kernels of pages and of fused steps beside float64, by Triton's interpreter; in a process of its own each.
+"""The kernels of pages and of fused steps equal float64, in Triton's interpreter and a process of its own each.
 
-Where Triton isn't installed (it comes with torch for CUDA) these are skipped; `tests/gpu/test_paged.py` runs the same
-kernels on a GPU.
+`tests/gpu/test_paged.py` runs the same kernels on a GPU.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,10 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here"),
-]
+pytestmark = pytest.mark.lane("triton")
 
 
 @pytest.mark.timeout(600)

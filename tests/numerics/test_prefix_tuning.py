@@ -1,6 +1,7 @@
 """peft's prefix tuning on remote blocks: the local model's logits, gradients and texts, wherever it works locally."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,8 @@ import peft
 import pytest
 import torch
 from tests.numerics.in_process_swarm import InProcessSwarm
-from tests.numerics.test_packing import Sessions, load, packs_counted, relative_error, some_inputs
-from tests.numerics.test_sweep import ARCHITECTURES
-from tests.numerics.tiny_models import NUM_BLOCKS, VARIANTS, save_tiny
-from tests.selection import sampled
+from tests.numerics.sessions_together import Sessions, load, packs_counted, some_inputs
+from tests.numerics.tiny_models import NUM_BLOCKS, save_tiny
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -19,8 +18,9 @@ from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError, RemoteProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.architecture import Task
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import Packing, SessionCall
+from swarmllm.models.span.packing import Packing
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft has some to say about blocks it leaves out
 
@@ -49,8 +49,6 @@ OTHER_CACHES = frozenset(
     }
 )
 """peft's caches lack what some of their blocks keep."""
-WORKING = sorted({*ARCHITECTURES, *VARIANTS} - NO_HEADS - OTHER_SHAPES - OTHER_CACHES)
-QUICK = ("bloom", "llama")
 
 IDS = torch.randint(3, 100, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -100,18 +98,22 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             assert got[name].tolist() == value.tolist(), name
 
 
-@pytest.mark.parametrize("model_type", sampled(WORKING, 10, always=QUICK))
-def test_as_the_local_model(model_type: str, tmp_path: Path) -> None:
-    local = save_tiny(model_type, tmp_path).requires_grad_(False)
-    options = {"prefix_projection": WORKING.index(model_type) % 2 == 0}
+def check_prefix(local: Any, client: Any, **options: Any) -> None:
     plain = local(input_ids=IDS).logits
     expected = results(tuned(local, **options))
     assert any(name.startswith("gradient") for name in expected)
     assert not torch.allclose(expected["logits without a mask"], plain, atol=1e-3), "the prefix does something"
-    client = InProcessSwarm(tmp_path).client
     assert_same(results(tuned(client, **options)), expected)
     with torch.no_grad():
         assert float((client(input_ids=IDS).logits - plain).abs().max()) <= 1e-5, "and nothing of it stays"
+
+
+def check_refused_prefix(local: Any, client: Any, reason: str) -> None:
+    """Where it fails locally, too."""
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):
+        tuned(local)(input_ids=IDS)
+    with pytest.raises((ConfigurationError, RemoteProtocolError), match=reason):
+        tuned(client)(input_ids=IDS)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "mistral", "gemma3_text"])
@@ -138,22 +140,6 @@ def test_a_classifier(model_type: str, projected: bool, tmp_path: Path) -> None:
         found.append(gradients(adapted, **inputs) | {"logits": adapted(**inputs).logits.detach()})
     assert_same(*found)
     assert any("score" in name for name in found[0]), "the head is trained as well"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(OTHER_SHAPES | OTHER_CACHES))
-def test_what_fails_locally_is_refused(model_type: str, tmp_path: Path) -> None:
-    local = save_tiny(model_type, tmp_path).requires_grad_(False)
-    with pytest.raises((RuntimeError, ValueError, AttributeError)):
-        tuned(local)(input_ids=IDS)
-    reason = "use peft's LoRA" if model_type in OTHER_CACHES else "must be keys and values"
-    with pytest.raises((ConfigurationError, RemoteProtocolError), match=reason):
-        tuned(InProcessSwarm(tmp_path).client)(input_ids=IDS)
-
-
-def test_as_many_as_promised() -> None:
-    assert len(WORKING) >= 85
-    assert {*QUICK} < {*WORKING}
 
 
 def test_adapters_are_interchangeable(tmp_path: Path) -> None:
@@ -252,16 +238,9 @@ class PrefixSessions(Sessions):
         same = prefix_of(blocks, 1)
         self.adapters = [same, same, prefix_of(blocks, 2, length=7), None]
 
-    def step(self, lengths: Any) -> float:
-        calls, wanted = [], []
-        for idx, (rows, length, adapter) in enumerate(zip(self.rows, lengths, self.adapters, strict=True)):
-            if length:
-                inputs = some_inputs(self.blocks, rows, length, self.random)
-                inputs.adapter = adapter
-                inputs.attention_mask = torch.ones(rows, self.alone[idx].position + length, dtype=torch.int64)
-                wanted.append(self.blocks.forward(inputs, self.span, self.alone[idx]))
-                calls.append(SessionCall(inputs, self.span, self.packed[idx]))
-        return max(map(relative_error, self.packer.run(calls), wanted))
+    def inputs(self, idx: int, length: int) -> BlockInputs:
+        mask = torch.ones(self.rows[idx], self.alone[idx].position + length, dtype=torch.int64)
+        return replace(super().inputs(idx, length), adapter=self.adapters[idx], attention_mask=mask)
 
 
 def test_sessions_behind_one_prefix_run_together(blocks: BlockSpan) -> None:

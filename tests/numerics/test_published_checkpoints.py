@@ -15,7 +15,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import Quantization, QuantizedWeight
-from swarmllm.models.quantization.bfloat16 import Whole
+from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.span.loading import load_block_span
 
 MOST_OF_BFLOAT16 = {

@@ -1,78 +1,25 @@
-"""The traits that a client finds on a small copy of a model are those that a server observes of its blocks.
+"""The traits that a client finds on a small copy of a large model, from its config alone; and what it keeps of them.
 
-For every architecture; and they are found of models of hundreds of gigabytes, of which nothing but the config is there.
+`test_architectures` compares them with servers' traits for every architecture.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models, tiny_models, tiny_vision_models
-from tests.numerics.test_encoder_decoders import EXACT as ENCODER_DECODERS
-from tests.numerics.test_hearing_models import EXACT as HEARING
-from tests.numerics.test_sweep import ARCHITECTURES
-from tests.numerics.test_vision_models import EXACT as SEEING
-from tests.numerics.tiny_models import VARIANTS
+from tests.numerics import tiny_models
 from tests.selection import sampled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmllm.client.view.servers import check_claims, lacking_abilities
-from swarmllm.data_structures import BlockTraits, ServedBlocks, Span
-from swarmllm.models.architecture import stacks
+from swarmllm.data_structures import BlockTraits
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.span import small_copy
-from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.small_copy import traits_of
-
-SAVE: dict[str, Callable[[str, Path], object]] = {
-    "text": tiny_models.save_tiny,
-    "seeing": tiny_vision_models.save_tiny_model,
-    "encoder-decoder": tiny_encoder_decoders.save_tiny_model,
-    "hearing": tiny_hearing_models.save_tiny_model,
-}
-ALL = [
-    *(f"text {name}" for name in (*ARCHITECTURES, *VARIANTS)),
-    *(f"seeing {name}" for name in SEEING),
-    *(f"encoder-decoder {name}" for name in ENCODER_DECODERS),
-    *(f"hearing {name}" for name in HEARING),
-]
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_copy, "_known", {})
-
-
-def observed(directory: Path, dtype: torch.dtype | None = None) -> list[BlockTraits]:
-    """What servers of each stack see."""
-    checkpoint = open_checkpoint(str(directory))
-    spans = [stack.span for stack in stacks(checkpoint.config)]
-    return [load_block_span(checkpoint, span, dtype=dtype, progress=False).traits for span in spans]
-
-
-@pytest.mark.parametrize("name", sampled(ALL, 24))
-def test_as_servers_observe_them(name: str, tmp_path: Path) -> None:
-    kind, name = name.split(" ")
-    SAVE[kind](name, tmp_path)
-    random_state = torch.get_rng_state()
-    found = traits_of(open_checkpoint(str(tmp_path)))
-    assert torch.equal(random_state, torch.get_rng_state()), "a random state that is the user's was used"
-    assert found is not None
-    *encoder, decoder = observed(tmp_path)
-    cuts = tuple(cut for traits in (*encoder, decoder) for cut in traits.forbidden_cuts)
-    assert found.model_copy(update={"encoder": None}) == decoder.model_copy(update={"forbidden_cuts": cuts})
-    for traits in encoder:
-        assert found.of_encoder == traits
-
-
-@pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *VARIANTS], 24))
-def test_in_half_precision(name: str, tmp_path: Path) -> None:
-    """Servers compute in the dtype of the checkpoint, in which some things can't be observed."""
-    tiny_models.save_tiny(name, tmp_path, dtype=torch.bfloat16)
-    assert [traits_of(open_checkpoint(str(tmp_path)))] == observed(tmp_path)
 
 
 LARGE: dict[str, dict[str, Any]] = {
@@ -185,20 +132,3 @@ def test_a_model_that_no_copy_is_like(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(small_copy, "probe", fail)
     assert traits_of(config_alone("llama", tmp_path)) is None
-
-
-@pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *VARIANTS], 24))
-def test_no_honest_server_contradicts_it(name: str, tmp_path: Path) -> None:
-    """Whichever blocks it has, and however it keeps their weights."""
-    tiny_models.save_tiny(name, tmp_path, dtype=torch.bfloat16)
-    checkpoint = open_checkpoint(str(tmp_path))
-    found = traits_of(checkpoint)
-    assert found is not None
-    for span in (Span(0, 3), Span(1, 4)):
-        if found.forbidden_cuts and {span.start, span.end} & {*found.forbidden_cuts}:
-            continue
-        for quantization in (FULL_PRECISION, Quantization("int8", smallest=1)):
-            blocks = load_block_span(checkpoint, span, progress=False, quantization=quantization)
-            served = ServedBlocks(start=span.start, end=span.end, traits=blocks.traits)
-            check_claims("server", served, found, None)
-            assert lacking_abilities(served, found, None) == ()

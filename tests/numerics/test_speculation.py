@@ -210,6 +210,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("kind", "drafter", "plan"), CASES)
 def test_the_same_tokens(ahead: Any, local: PreTrainedModel, kind: str, drafter: type, plan: Plan) -> None:
     ahead.drafter, ahead.planner.fixed = drafter, plan
@@ -234,6 +235,7 @@ def with_head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return copied
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     "plan", [Plan(1, 1), Plan(1, 8), Plan(2, 3), pytest.param(Plan(16, 2), marks=pytest.mark.slow)]
 )

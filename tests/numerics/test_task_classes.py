@@ -22,9 +22,16 @@ from transformers.models.auto.modeling_auto import (
 
 from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import Task, check_supported, find_blocks, task_class, task_of
+from swarmllm.models.architecture import (
+    ENCODERS,
+    REFUSED_ARCHITECTURES,
+    Task,
+    check_supported,
+    find_blocks,
+    task_class,
+    task_of,
+)
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.refused_architectures import ENCODERS, REFUSED_ARCHITECTURES
 
 ENCODER_DECODERS = frozenset({"bart", "bigbird_pegasus", "mbart", "mvp", "plbart", "t5gemma2"})
 CLASSIFY = {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES} - ENCODER_DECODERS - REFUSED_ARCHITECTURES.keys()
@@ -70,7 +77,7 @@ LABELS: dict[Task, dict[str, Tensor]] = {
 
 
 def results(model: PreTrainedModel, task: Task) -> dict[str, Tensor]:
-    """What the head computes without gradients, then the gradients of embeddings and head."""
+    """Outputs of the head without gradients, then the gradients of embeddings and head."""
     with torch.no_grad():
         output: Any = model(input_ids=IDS, attention_mask=MASK)
     if task == Task.QUESTION_ANSWERING:
@@ -139,7 +146,7 @@ def test_no_name_of_ours_hides_a_module(model_type: str, task: Task, tmp_path: P
     check(model_type, task, tmp_path, User)
 
 
-@pytest.mark.parametrize("model_type", sampled(WITH_POOLERS, 4))
+@pytest.mark.parametrize("model_type", sampled(WITH_POOLERS, 12))
 @pytest.mark.parametrize("task", [Task.FEATURES, Task.SEQUENCE_CLASSIFICATION])
 def test_a_checkpoint_without_a_pooler_gets_a_new_one(model_type: str, task: Task, tmp_path: Path) -> None:
     """As with transformers: the same with the same seed."""
@@ -164,7 +171,7 @@ def test_decoders_classify_sequences(model_type: str, tmp_path: Path) -> None:
     check(model_type, Task.SEQUENCE_CLASSIFICATION, tmp_path)
 
 
-@pytest.mark.parametrize("model_type", SEEING)
+@pytest.mark.parametrize("model_type", sampled(SEEING, 6))
 def test_models_that_see_classify_sequences(model_type: str, tmp_path: Path) -> None:
     """With a picture and without one."""
     local = save_tiny(model_type, Task.SEQUENCE_CLASSIFICATION, tmp_path)
@@ -185,7 +192,7 @@ def test_encoders_classify_sequences(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # mobilebert, a block of which is elsewhere
-@pytest.mark.parametrize("model_type", sampled(WITH_MASKS, 4))
+@pytest.mark.parametrize("model_type", sampled(WITH_MASKS, 12))
 def test_masked_places(model_type: str, tmp_path: Path) -> None:
     check(model_type, Task.MASKED_LM, tmp_path, User)
 
@@ -222,7 +229,7 @@ def test_the_head_follows_the_checkpoint() -> None:
 
 
 def test_an_encoder_decoder_that_is_refused_has_no_heads_either() -> None:
-    """Those of others are in test_stacks_tasks."""
+    """`test_encoder_decoders` has the heads of others."""
     with pytest.raises(UnsupportedModelError, match=r"can.t be split over servers"):
         task_class(CONFIG_MAPPING["bigbird_pegasus"](), Task.SEQUENCE_CLASSIFICATION)
 

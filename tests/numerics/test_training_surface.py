@@ -1,4 +1,4 @@
-"""What transformers and peft let a user do to a model in training: each gives the local numbers, or is one sentence.
+"""Changes that transformers and peft allow to a model in training: each gives the local numbers, or one sentence.
 
 One row for an option or an operation. None is accepted and ignored.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from swarmllm.client.saving import SavedParts
+from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import find_blocks
 
@@ -517,7 +517,7 @@ def test_layers_are_not_dropped_all_at_once(tmp_path: Path) -> None:
         client.train()(IDS)
 
 
-class Owner(SavedParts):
+class Owner(DistributedModel):
     """Saves what it owns as a real client does."""
 
     swarm: Any = SimpleNamespace(model_name="checkpoint", fingerprint="f" * 32)

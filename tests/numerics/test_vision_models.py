@@ -1,117 +1,32 @@
-"""Every model of transformers that takes pictures and text, its blocks on servers: equal to the local one, or refused.
+"""Models that take pictures and text: batches, tensors on servers and clients, and what is refused.
 
-In one process, two servers; `tests/swarm/test_vision_models.py` runs some of them through real ones.
+`test_architectures` compares every one of them with the local model.
 """
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.numerics import tiny_vision_models
+from tests.numerics.architectures import NO_TINY_MODEL, REFUSED_VISION, VISION, VISION_ENCODER_DECODERS
 from tests.numerics.in_process_swarm import InProcessSwarm
-from tests.numerics.tiny_vision_models import IMAGE_TOKEN, inputs_of, names, save_tiny_model
-from tests.selection import sampled
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from tests.numerics.tiny_vision_models import inputs_of, names, save_tiny_model
 
-from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.models.architecture import Task, check_supported, sees
+from swarmllm.errors import ConfigurationError
+from swarmllm.models.architecture import Task, sees
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names
-from swarmllm.models.refused_architectures import REFUSED_ARCHITECTURES
 from swarmllm.models.span.loading import span_tensor_names
-
-ENCODER_DECODERS = frozenset(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"))
-"""Of these, T5Gemma 2 runs as an encoder-decoder for text (`test_encoder_decoders`), and the others are refused."""
-NO_TINY_MODEL = frozenset(("fast_vlm", "gemma3n", "perception_lm"))
-"""Their towers are another package's; they are tried, and refused if their blocks differ."""
-PICTURES_ONLY = frozenset(("blip-2", "instructblip", "instructblipvideo"))
-"""They take no text without a picture."""
-NO_GENERATE = frozenset(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"))
-"""Their generate() doesn't take these inputs, locally either."""
-NO_BEAMS = frozenset(("llama4",))
-"""Locally neither: its pictures aren't repeated for each beam."""
-ROUNDS_DIFFERENTLY = dict.fromkeys(("granite_docling", "qwen3_vl_moe", "step3p7"), 1e-6)
-"""Relative tolerance: products of towers and experts depend on where in memory weights begin, and a local model that is
-loaded again differs as much."""
-REFUSED = [name for name in names() if name in REFUSED_ARCHITECTURES]
-EXACT = [name for name in names() if name not in {*REFUSED, *NO_TINY_MODEL, *ENCODER_DECODERS}]
-
-
-@pytest.mark.parametrize("name", sampled(EXACT, 8))
-def test_vision_model_is_exact(name: str, tmp_path: Path) -> None:
-    local = save_tiny_model(name, tmp_path)
-    swarm = InProcessSwarm(tmp_path, task=Task.IMAGE_TEXT_TO_TEXT)
-    client = swarm.client.eval()
-    client.generation_config = copy.deepcopy(local.generation_config)
-    given, relative = inputs_of(local), ROUNDS_DIFFERENTLY.get(name, 0.0)
-    with torch.no_grad():
-        for more in ({}, {"use_cache": False}):
-            want, got = (model(**given, **more).logits for model in (local, client))
-            _check_same(want, got, relative)
-        if name not in PICTURES_ONLY:
-            text = {key: given[key][:, :5] for key in ("input_ids", "attention_mask")}
-            want, got = (model(**text, use_cache=False).logits for model in (local, client))
-            _check_same(want, got, relative)
-    if name not in NO_GENERATE:
-        _check_generation(local, client, given)
-    _check_gradients(local, client, given)
-
-
-def _check_same(want: Tensor, got: Tensor, relative: float) -> None:
-    assert float((want - got).abs().max()) <= relative * float(want.abs().max())
-
-
-def _check_generation(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any]) -> None:
-    ways: tuple[dict[str, Any], ...] = (
-        {"do_sample": False},
-        {"num_beams": 3, "do_sample": False},
-        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
-        {"do_sample": True, "temperature": 2.0},
-    )
-    seen: set[int] = set()
-    for way in ways:
-        if "num_beams" in way and local.config.model_type in NO_BEAMS:
-            continue
-        results = []
-        for model in (local, client):
-            torch.manual_seed(2)
-            results.append(model.generate(**given, max_new_tokens=12, **way))
-        assert torch.equal(*results), way
-        seen |= {*results[0][:, -8:].flatten().tolist()}
-    assert len(seen) > 6  # or equal tokens would show little
-
-
-def _check_gradients(local: PreTrainedModel, client: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Those of the tower included: through hidden states, and through what is added between blocks."""
-    labels = given["input_ids"].masked_fill(given["input_ids"] == IMAGE_TOKEN, -100)
-    grads = []
-    for model in (local, client):
-        model.zero_grad()
-        model(**given, labels=labels, use_cache=False).loss.backward()
-        grads.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    want, got = grads
-    here = {name for name, _ in client.named_parameters()}
-    # Gemma 4 makes something of the embeddings for each block, which servers do: its weights are theirs.
-    assert {one for one in want.keys() & here if ".per_layer_" not in one} == got.keys()
-    largest = max(float(grad.norm()) for grad in want.values())
-    for name, grad in got.items():  # the order of adding up differs
-        assert float((grad - want[name]).norm()) <= 1e-4 * float(want[name].norm()) + 1e-7 * largest, name
 
 
 def test_the_readme_counts_them(repo_root: Path) -> None:
-    assert len(EXACT) >= 50
-    refused = len({*REFUSED, *ENCODER_DECODERS} - {"t5gemma2"})
+    refused = len({*REFUSED_VISION, *VISION_ENCODER_DECODERS} - {"t5gemma2"})
     text = " ".join((repo_root / "README.md").read_text().split())
-    assert f"Of the {len(names())} model types that transformers has for text from pictures, {len(EXACT)} were" in text
-    assert f"{refused} are refused with the reason, T5Gemma 2 runs for text, and {len(NO_TINY_MODEL)}, of which" in text
-
-
-@pytest.mark.parametrize("name", [*REFUSED, *sorted(ENCODER_DECODERS - {"t5gemma2"})])
-def test_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"{name} (can't be split over servers: it|is no encoder-decoder)"):
-        check_supported(AutoConfig.for_model(name))
+    assert f"has {len(names())} model types that write text about pictures. {len(VISION)} of them are exact" in text
+    assert (
+        f"{refused} are refused with the reason. T5Gemma 2 runs for text only, and {len(NO_TINY_MODEL)}, whose" in text
+    )
+    assert "attempted (tiny random models of all types," in text
 
 
 def test_a_picture_matters(tmp_path: Path) -> None:
@@ -140,7 +55,7 @@ def test_servers_and_clients_read_their_own_tensors(tmp_path: Path) -> None:
 
 
 def test_ids_besides_embeddings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text model alone is exact with them (`test_sweep`)."""
+    """Its text model alone is exact with them (`test_architectures`)."""
     monkeypatch.setitem(tiny_vision_models.SPECIFIC["qwen4_exp"]["text_config"], "ple_layer_ids", [1, 3])
     given = inputs_of(save_tiny_model("qwen4_exp", tmp_path))
     client = InProcessSwarm(tmp_path, task=Task.IMAGE_TEXT_TO_TEXT).client

@@ -11,14 +11,13 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import QuantizedWeight, bfloat16, speeds
-from swarmllm.models.quantization.bfloat16 import NATIVE_TOKENS, Whole
-from swarmllm.models.quantization.check import check_matrix
+from swarmllm.models.quantization import QuantizedWeight, kernels, loading
+from swarmllm.models.quantization.loading import NATIVE_TOKENS, Whole, check_matrix
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
 HALF_A_STEP = 2.0**-8
-"""Of bfloat16, relative to the number."""
+"""Rounding of bfloat16, relative to the number."""
 
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> BlockSpan:
@@ -31,8 +30,8 @@ def held(blocks: BlockSpan) -> dict[str, QuantizedWeight]:
 
 def slow_bfloat16(monkeypatch: pytest.MonkeyPatch, speedup: float = 7.0) -> None:
     """Be a processor without instructions for it; tiny models have tiny weights."""
-    monkeypatch.setattr(speeds, "float32_speedup", lambda: speedup)
-    monkeypatch.setattr(bfloat16, "SMALLEST", 1)
+    monkeypatch.setattr(kernels, "float32_speedup", lambda: speedup)
+    monkeypatch.setattr(loading, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("tokens", [1, NATIVE_TOKENS + 1, 16, 40])
@@ -61,7 +60,7 @@ def test_measuring_leaves_the_number_of_threads_as_it_is() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert speeds.float32_speedup.__wrapped__() > 0
+        assert kernels.float32_speedup.__wrapped__() > 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -97,7 +96,7 @@ def test_blocks(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (got - wanted).norm() <= 1.1 * (usual - wanted).norm()
 
 
-@pytest.mark.parametrize(("speedup", "dtype"), [(bfloat16.WORTH - 0.1, torch.bfloat16), (7.0, torch.float32)])
+@pytest.mark.parametrize(("speedup", "dtype"), [(loading.WORTH - 0.1, torch.bfloat16), (7.0, torch.float32)])
 def test_where_nothing_changes(
     speedup: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,3 +113,11 @@ def tiny_model(name: str) -> PreTrainedModel:
 def save_tiny_model(name: str, path: Path) -> Path:
     tiny_model(name).save_pretrained(path)
     return path
+
+
+def inputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two texts of different lengths."""
+    random = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(3, 100, (2, 9), generator=random), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}

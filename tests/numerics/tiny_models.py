@@ -206,13 +206,18 @@ def tiny_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int
 
 
 def save_tiny(model_type: str, directory: str | Path, *, shard_size: str = "60KB", **options: Any) -> PreTrainedModel:
-    """Save a tiny model as a sharded checkpoint; returns it as transformers loads it from there.
-
-    Not the model that was saved: its weights lie at other addresses, and some kernels round differently by alignment.
-    And its blocks are frozen, as those of a server are: torch multiplies matrices in another order for trained ones.
-    """
+    """Save a tiny model as a sharded checkpoint, and return it as `load_tiny` does."""
     tiny_model(model_type, **options).save_pretrained(directory, max_shard_size=shard_size)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return load_tiny(directory)
+
+
+def load_tiny(directory: str | Path) -> PreTrainedModel:
+    """The local model to compare with, as transformers loads it, with frozen blocks.
+
+    The model that was saved would not do: its weights lie at other addresses, and some kernels round differently by
+    alignment. Blocks are frozen because torch multiplies matrices in another order for trained ones.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     find_blocks(model).blocks.requires_grad_(False)
     return model
 

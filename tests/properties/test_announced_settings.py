@@ -1,4 +1,4 @@
-"""What a server with any accepted settings announces, the validators of all peers take."""
+"""The record of a server with any accepted settings passes the validators of all peers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from swarmllm.server.device.device import CacheRoom
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.settings import ServerConfig
-from swarmllm.server.span_loader import Loaded
+from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 PEER_ID = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 MEASURED = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0)
@@ -69,22 +69,33 @@ def announced(
         dtype=resolve_dtype(checkpoint, config.dtype),
         quantization=resolve_quantization(config.quant_type),
         adapters=SimpleNamespace(names=()),
-        executor=SimpleNamespace(
-            thread=SimpleNamespace(
-                load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0), step_ms_p95=1.5, pace=2.0
-            )
+        device_thread=SimpleNamespace(
+            load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0),
+            step_ms_p95=1.5,
+            pace=2.0,
+            niceness=Niceness(),
         ),
     )
     links: Any = SimpleNamespace(mbps=lambda _: mbps)
     successors: Any = SimpleNamespace(announced=())
-    record = OwnRecord(config, peer, loader, Niceness(), links, successors, Span(0, checkpoint.num_blocks))
+    access = Access(None)
+    record = OwnRecord(config, peer, loader, access, links, successors, Span(0, checkpoint.num_blocks))
     digests = "Ab_-" * checkpoint.num_blocks
     blocks: Any = SimpleNamespace(
         traits=BlockTraits(), cache_sizes=CacheSizes(bytes_per_token=1), digests=digests, is_of_encoder=False
     )
     inputs: Any = SimpleNamespace(hidden_bytes=1000)
-    room = CacheRoom(1001 * config.attn_cache_tokens, 0)
-    record.loaded = Loaded(SimpleNamespace(blocks=blocks), inputs, MEASURED, room)  # type: ignore[arg-type]
+    packer: Any = SimpleNamespace(blocks=blocks)
+    access.serving = Serving(
+        packer,
+        [StackBlocks(blocks, inputs)],
+        loader.device_thread,
+        CacheRoom(1001 * config.attn_cache_tokens, 0),
+        limits=access.limits,
+        settings=config,
+        offered=loader.adapters,
+        throughput=MEASURED,
+    )
     return record.describe()
 
 

@@ -1,4 +1,4 @@
-"""What clients have of a device that they share: turns among equals, and most of it for those who come first."""
+"""Shares of clients in one device: turns among equals, and most of it for clients that come first."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -44,14 +44,14 @@ class Client:
     session: str
     think_s: float = 0.0
     num_tokens: int = PREFILL_TOKENS
-    """Of each prompt."""
+    """Tokens of each prompt."""
     done: list[float] = field(default_factory=list)
     """How long each took, from the last answer to this one."""
     last_at: float = 0.0
 
     def work(self, now: float) -> Work:
         size = self.num_tokens if self.kind is Priority.PREFILL else 1
-        session = None if self.kind is Priority.BATCH else self.session
+        session = None if self.kind is Priority.SESSIONLESS else self.session
         return Work(
             num_tokens=size, granule=1, priority=self.kind, queued_at=now, session=session, account=self.account
         )
@@ -74,12 +74,12 @@ def run(machine: Machine, clients: list[Client], for_s: float) -> Counter[str]:
             now += max(min(wait_s, next_s), 1e-6)
             continue
         pieces = scheduler.next(now)
-        num_tokens = sum(20 if work.priority is Priority.BATCH else size for work, size in pieces)
+        num_tokens = sum(20 if work.priority is Priority.SESSIONLESS else size for work, size in pieces)
         took_s = machine.forward_s(num_tokens)
         now += took_s
         scheduler.ran(now)
         for work, size in pieces:
-            seconds[work.account.name] += took_s * (20 if work.priority is Priority.BATCH else size) / num_tokens
+            seconds[work.account.name] += took_s * (20 if work.priority is Priority.SESSIONLESS else size) / num_tokens
             if not work.num_tokens:
                 client = clients[owners.pop(work)]
                 client.done.append(now - client.last_at)
@@ -127,11 +127,11 @@ def test_others_go_on_beside_those_who_come_first(
     seconds = run(machine, clients, 600 * machine.forward_s(PREFILL_TOKENS))
     others = sum(seconds[name] for name in seconds if name.startswith("peer"))
     assert others > 0.04 * seconds.total()
-    assert all(seconds[client.account.name] for client in clients if client.kind is not Priority.BATCH)
+    assert all(seconds[client.account.name] for client in clients if client.kind is not Priority.SESSIONLESS)
 
 
 @FEW
-@pytest.mark.parametrize("kind", [Priority.PREFILL, Priority.BATCH])
+@pytest.mark.parametrize("kind", [Priority.PREFILL, Priority.SESSIONLESS])
 @given(machine=MACHINES, sessions=st.lists(st.integers(1, 30), min_size=2, max_size=6))
 def test_equals_have_equal_time_however_much_each_asks_for(
     kind: Priority, machine: Machine, sessions: list[int]

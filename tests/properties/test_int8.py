@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernel_levels import LEVELS
 
-from swarmllm.models.quantization import kernels, speeds
+from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization import packed as packed_weights
 from swarmllm.models.quantization.packed import Int8
 
@@ -34,7 +34,7 @@ def test_a_product_does_not_depend_on_who_shares_it(
         patch.setattr(kernels, "level", lambda: level)
         patch.setattr(kernels, "WORTH_A_THREAD", 1)
         patch.setattr(packed_weights, "torch_multiplies_int8_faster", lambda: False)
-        patch.setattr(speeds, "most_inputs", lambda dtype: MOST)
+        patch.setattr(kernels, "most_inputs", lambda dtype: MOST)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         together = packed.multiply(inputs)
         wanted = F.linear(inputs.double(), packed.codes.double() * packed.scale.double()[:, None])

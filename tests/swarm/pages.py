@@ -17,7 +17,7 @@ NEW_TOKENS = 12
 
 
 def check_clients_at_once(model: Any, local: PreTrainedModel) -> None:
-    """Of unequal lengths, within pages and across their borders."""
+    """Texts of unequal lengths, within pages and across their borders."""
     texts = [prompt(1, length, seed=length) for length in LENGTHS]
     expected = [generate_seeded(local, ids, max_new_tokens=NEW_TOKENS)[0].tolist() for ids in texts]
     ends = Lock()  # the client's own layers are one set of modules

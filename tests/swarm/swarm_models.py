@@ -18,7 +18,7 @@ NUM_BLOCKS = 8
 EVERYTHING = (0, NUM_BLOCKS)
 VOCABULARY = 128
 TIMEOUT_S = 120.0
-"""Of a wait for a condition. Only what hangs takes so long."""
+"""Seconds of a wait for a condition. Only what hangs takes so long."""
 OPTIONS = {"num_threads": 1, "quant_type": "none"}
 """For every server: bit for bit what the local model computes in this process."""
 

@@ -14,6 +14,8 @@ from swarmllm import LocalSwarm
 from swarmllm.network.wire.liveness import LinkRate
 from swarmllm.network.wire.stream import traffic
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 BATCH = (8, 128)
 
 
@@ -29,7 +31,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def sent_bytes(model: Any, ids: Tensor) -> int:
-    """What a forward batch sends."""
+    """The bytes that a forward batch sends."""
     before = traffic.sent_bytes
     with torch.no_grad():
         model(ids, use_cache=False)

@@ -9,6 +9,8 @@ from tests import forked
 
 from swarmllm import LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SCRIPT = """
 import sys
 import torch

@@ -9,6 +9,8 @@ from commands import command
 
 from swarmllm.demo.__main__ import Story, main
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 @pytest.fixture
 def _transformers_as_before() -> Iterator[None]:

@@ -10,6 +10,8 @@ from commands import Running, Terminal, command, sentence
 from swarm_models import NUM_BLOCKS, connected, generate_seeded, prompt
 from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 FLAGS = ("--new_swarm", "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--num_threads", 1)
 EXACT = ("--dtype", "float32", "--quant_type", "none", "--update_period", 2)
 TWO = ("--device", "cpu", "cpu")
@@ -107,7 +109,7 @@ def test_all_end_when_nobody_reads_any_more(llama: Path, tmp_path: Path) -> None
 
 
 def test_one_that_cannot_start_ends_all(llama: Path) -> None:
-    """What the process of the device says, and what it means."""
+    """The line of the device's process, and its meaning."""
     ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "cuda:99")
     assert ended.returncode == 2
     assert "[cuda:99] swarmllm: device 'cuda:99' can't be used here" in ended.stderr

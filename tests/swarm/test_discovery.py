@@ -21,7 +21,6 @@ from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.network.p2p import discovery
 from swarmllm.network.p2p.discovery import (
     MAX_ADDRESSES,
-    SERVICE,
     LanAnnouncement,
     find_any_swarm,
     find_peers,
@@ -41,6 +40,14 @@ def announcement(model: str = "ours", fingerprint: str = OURS) -> LanAnnouncemen
     return LanAnnouncement(Identity.generate().peer_id, ADDRS, model=model, fingerprint=fingerprint)
 
 
+@pytest.fixture(autouse=True)
+def service(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name for this process alone: other swarms of this machine are not heard."""
+    name = f"_swl{os.getpid()}._tcp.local."
+    monkeypatch.setattr(discovery, "SERVICE", name)
+    return name
+
+
 async def until_refused() -> None:
     """On a busy machine one of several may be heard alone."""
     while True:
@@ -56,10 +63,11 @@ async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.Mo
         assert maddr == f"/ip4/192.0.2.7/tcp/4000/p2p/{first._peer_id}"
         with pytest.raises(ConfigurationError, match="several swarms"):
             await until_refused()
+        usual_s = discovery.LOOK_S
         monkeypatch.setattr(discovery, "LOOK_S", 4)
         with pytest.raises(MissingBlocksError, match=r"only of .*theirs"):
             await find_swarm("third", "c" * 32, look_on_s=0, interfaces=LOOPBACK)
-        monkeypatch.undo()
+        monkeypatch.setattr(discovery, "LOOK_S", usual_s)
         await second.end()
         assert await find_any_swarm(interfaces=LOOPBACK) == (maddr,)
 
@@ -92,7 +100,7 @@ async def test_looks_that_are_repeated_are_told_once(
     assert sum("looking for a swarm of some/model" in message for message in caplog.messages) == 1
 
 
-async def test_nonsense_of_others_is_skipped() -> None:
+async def test_nonsense_of_others_is_skipped(service: str) -> None:
     from zeroconf import IPVersion
     from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
@@ -107,8 +115,8 @@ async def test_nonsense_of_others_is_skipped() -> None:
     try:
         for name, properties in bad.items():
             info = AsyncServiceInfo(
-                SERVICE,
-                f"{name}.{SERVICE}",
+                service,
+                f"{name}.{service}",
                 port=4000,
                 properties=properties,
                 server="x.local.",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from swarm_models import OPTIONS
@@ -17,8 +18,10 @@ from swarmllm.data_structures import BlockTraits, ModelRecord, ServedBlocks
 from swarmllm.errors import ConfigurationError, SwarmError, UnsupportedModelError
 from swarmllm.network.p2p import verified_peers
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,6 @@ def test_gradients_flow_through_both_stacks(model: Any, local: PreTrainedModel) 
 
 
 def test_lora_in_both_stacks_trains_as_locally(model: Any, directory: Path) -> None:
-    peft = pytest.importorskip("peft")
     labels = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(2))
     grads = []
     for base in (T5ForConditionalGeneration.from_pretrained(directory), model):

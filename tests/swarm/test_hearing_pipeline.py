@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from commands import command
 from swarm_models import OPTIONS
@@ -11,9 +12,11 @@ from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTo
 
 from swarmllm import AutoDistributedModelForSpeechSeq2Seq, LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 def test_automatic_speech_recognition(tmp_path: Path) -> None:
-    """Of one piece, and of several with their times; `status` and `doctor` count the blocks of each stack."""
+    """One piece, and several with their times; `status` and `doctor` count the blocks of each stack."""
     path = str(save_speaking_whisper(tmp_path))
     local = AutoModelForSpeechSeq2Seq.from_pretrained(path)
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(path), AutoTokenizer.from_pretrained(path)

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from swarmllm.network.relay.messages import is_circuit
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 HALF = NUM_BLOCKS // 2
 NUM_TOKENS = 24
 

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import ServerState
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 MODEL = embedded_model_path()
 IDLE_S = 2.0
 OPTIONS: dict[str, Any] = {"num_threads": 1, "quant_type": "none", "dtype": "float32", "update_period": 1}

@@ -17,6 +17,8 @@ from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary import inner_states
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 @pytest.fixture(scope="module")
 def eager_local(llama: Path) -> PreTrainedModel:

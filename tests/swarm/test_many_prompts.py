@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from swarmllm.errors import ConfigurationError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 LENGTHS = (5, 1, 12, 3, 65, 7, 2, 30, 9)
 
 

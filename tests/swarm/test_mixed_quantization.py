@@ -12,7 +12,7 @@ from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization, QuantizedWeight
-from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.decoded import KBit
 from swarmllm.models.quantization.rules import BITS
 from swarmllm.models.span.loading import load_block_span
 

@@ -20,7 +20,7 @@ BUSY = "while True: pass"
 
 @contextmanager
 def busy_machine() -> Iterator[None]:
-    """The owner's programs want every core."""
+    """Programs of the owner that want every core."""
     programs = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(psutil.cpu_count() or 1)]
     try:
         yield
@@ -45,10 +45,6 @@ def test_a_polite_server_gives_way_and_comes_back(llama: Path, local: PreTrained
             (server,) = (s for s in model.swarm.servers() if s.peer_id == swarm.servers[0].peer_id)
             return server
 
-        try:
-            wait_until(lambda: polite().speed_share == 1, "a quiet moment")
-        except AssertionError:
-            pytest.skip("other programs keep this machine busy")
         with torch.no_grad(), model.inference_session(max_length=2048) as session:
             generated = feed = ids
 
@@ -61,12 +57,12 @@ def test_a_polite_server_gives_way_and_comes_back(llama: Path, local: PreTrained
             step()
             assert names(session.route) == [swarm.servers[0].peer_id]
             other = swarm.add_server((0, NUM_BLOCKS), nice=False)
-            before = polite()
+            before = polite()  # other programs may take some of the cores already
             with busy_machine():
                 wait_until(lambda: polite().speed_share < 0.5, "the server to give way")
                 slow = polite()
                 assert slow.throughput == pytest.approx(1000 * slow.speed_share)
-                alone_ms = before.decode_ms_per_block * before.speed_share  # others may have been busy then, too
+                alone_ms = before.decode_ms_per_block * before.speed_share
                 assert slow.decode_ms_per_block == pytest.approx(alone_ms / slow.speed_share)
                 assert "giving way" in log_path.read_text()
 

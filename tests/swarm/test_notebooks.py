@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -17,8 +17,9 @@ import pytest
     ],
 )
 def test_it_runs_to_its_end(name: str, replaced: dict[str, str], repo_root: Path) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(repo_root / "examples" / f"{name}.ipynb", as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     for old, new in replaced.items():

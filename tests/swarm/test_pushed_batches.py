@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.batches import pushed_batches
+from swarmllm.client.batches import hop_batches
 from swarmllm.client.batches.hop_batches import Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
@@ -124,14 +124,14 @@ def test_a_target_that_cannot_be_reached(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """It is relayed, without blame, and the two aren't asked again."""
-    between, middle = pushed_batches._with_neighbours, swarm.servers[1].peer_id
+    between, middle = hop_batches._with_neighbours, swarm.servers[1].peer_id
 
     def to_nobody(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
             nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
             yield part, replace(said, target=nobody) if part.peer_id == middle else said
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", to_nobody)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", to_nobody)
     with connected(llama, swarm.initial_peers) as model:
         got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
         for one, other in zip(got, expected, strict=True):
@@ -169,7 +169,7 @@ def test_a_push_that_never_comes(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """The server says that it still waits, so nobody knows whose fault it is, and it is relayed."""
-    between, answer = pushed_batches._with_neighbours, PushedBatches._answer
+    between, answer = hop_batches._with_neighbours, PushedBatches._answer
 
     def with_another_secret(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
         for part, said in between(*args):
@@ -177,7 +177,7 @@ def test_a_push_that_never_comes(
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:
-        """What never comes is waited for a moment, and on busy machines everything else as long as it takes."""
+        """A push that never comes is waited for briefly; everything else as long as it takes on a busy machine."""
         config, source = self._view.config, link.neighbours.source
         if source is not None and source.token == WRONG_SECRET:
             self._view.config = replace(config, step_timeout_s=0.5)
@@ -186,7 +186,7 @@ def test_a_push_that_never_comes(
         finally:
             self._view.config = config
 
-    monkeypatch.setattr(pushed_batches, "_with_neighbours", with_another_secret)
+    monkeypatch.setattr(hop_batches, "_with_neighbours", with_another_secret)
     monkeypatch.setattr(PushedBatches, "_answer", not_for_long)
     with connected(llama, swarm.initial_peers) as model:
         for _ in range(2):

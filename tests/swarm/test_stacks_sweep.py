@@ -1,6 +1,6 @@
 """Every encoder-decoder of transformers through separate server processes: equal to the local model, or refused.
 
-`tests/numerics/test_encoder_decoders.py` has the same in one process. One server has blocks of both stacks.
+`tests/numerics/test_architectures.py` has the same in one process. One server has blocks of both stacks.
 """
 
 import copy
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from swarm_models import OPTIONS, wait_until
-from tests.numerics.test_encoder_decoders import EXACT, REFUSED, check_generation, check_gradients, inputs_of
-from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_model
+from tests.numerics.architectures import ENCODER_DECODERS, REFUSED_ENCODER_DECODERS
+from tests.numerics.exactness import check_generation, check_gradients
+from tests.numerics.tiny_encoder_decoders import inputs_of, save_tiny_model, tiny_model
 from tests.selection import sampled
 from tests.swarm.test_prefixes import counter
 
@@ -20,10 +21,10 @@ from swarmllm import AutoDistributedModelForSeq2SeqLM, ClientConfig, LocalSwarm
 from swarmllm.errors import CacheFullError, SwarmError, UnsupportedModelError
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
-@pytest.mark.parametrize("name", sampled(EXACT, 10))
+@pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 30))
 def test_through_server_processes(name: str, tmp_path: Path) -> None:
     """Forward, greedy, sampling, beams and gradients; then several texts at once."""
     local = tiny_model(name)
@@ -53,7 +54,8 @@ def _check_texts_at_once(local: Any, model: Any) -> None:
     assert list(found) == wanted
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize("name", REFUSED_ENCODER_DECODERS)
 def test_servers_and_clients_refuse_with_the_reason(name: str, tmp_path: Path) -> None:
     """Before anything is computed."""
     directory = str(save_tiny_model(name, tmp_path))

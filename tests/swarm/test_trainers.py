@@ -24,7 +24,7 @@ from swarmllm import (
 )
 
 # TRL, lm_eval and what they import warn of much that is theirs.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.lane("trainers"), pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -91,14 +91,18 @@ def huggingface(model: Any, directory: Path, **settings: Any) -> Any:
 
 
 def sft(model: Any, directory: Path, **settings: Any) -> Any:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import datasets
+    import trl
+
     arguments = trl.SFTConfig(output_dir=str(directory), gradient_checkpointing=False, **{**SETTINGS, **settings})
     data = datasets.Dataset.from_list(tokens())
     return trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
 def dpo(model: Any, directory: Path, ref_model: Any = None, **settings: Any) -> Any:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import datasets
+    import trl
+
     arguments = trl.DPOConfig(output_dir=str(directory), gradient_checkpointing=False, **{**SETTINGS, **settings})
     rows = [
         {"prompt": f"Tom saw {count} birds.", "chosen": " He was happy.", "rejected": " The cake was very nice."}
@@ -180,8 +184,8 @@ def test_dpo_without_an_adapter_has_its_reference_in_the_swarm(embedded: LocalSw
 
 
 def test_lm_eval_gives_the_local_likelihoods(embedded: LocalSwarm) -> None:
-    huggingface_models = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
+    from lm_eval.models import huggingface as huggingface_models
 
     texts = [("Tom saw a", " big dog."), ("Lily was", " happy because the sun was out.")]
     requests = [Instance("loglikelihood", {}, text, index) for index, text in enumerate(texts)]
@@ -197,8 +201,9 @@ def test_lm_eval_gives_the_local_likelihoods(embedded: LocalSwarm) -> None:
 
 
 def test_sentence_transformers_give_the_local_vectors(embedded: LocalSwarm) -> None:
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    models = pytest.importorskip("sentence_transformers.models")
+    import sentence_transformers
+    from sentence_transformers import models
+
     texts = ["Tom saw a big dog.", "Lily ate a cake and was happy."]
 
     def vectors(model: Any) -> Tensor:

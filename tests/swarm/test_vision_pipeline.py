@@ -2,17 +2,20 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
-from seeing_model import picture, save_seeing_model
 from swarm_models import OPTIONS
 from transformers import AutoProcessor, pipeline
+from vision_model import picture, save_vision_model
 
 from swarmllm import AutoDistributedModelForImageTextToText, LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 def test_image_text_to_text(tmp_path: Path) -> None:
-    local = save_seeing_model(tmp_path)
+    local = save_vision_model(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
     ways = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gateway.seeing_model import save_seeing_model
+from tests.gateway.vision_model import save_vision_model
 from tests.numerics.tiny_hearing_models import save_tiny_model, tiny_config
 
 from swarmllm import embedded_model_path
@@ -159,7 +159,7 @@ async def test_initial_peers_that_are_none() -> None:
 def test_models_that_see_and_hear(kind: str, words: str, tmp_path: Path) -> None:
     """All of their blocks fit here, and how many there are is said by stack."""
     if kind == "llava":
-        save_seeing_model(tmp_path)
+        save_vision_model(tmp_path)
     else:
         save_tiny_model(kind, tmp_path)
     told, memory = checks.check_model(DoctorConfig(model=str(tmp_path), device=("cpu",)))

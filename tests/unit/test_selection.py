@@ -21,6 +21,8 @@ def test_many(number): pass
 @pytest.mark.rotates(3)
 @pytest.mark.parametrize("number", range(30))
 def test_rotating(number): pass
+@pytest.mark.lane("gpu")
+def test_elsewhere(): pass
 def test_flaky():
     global times
     times += 1
@@ -87,8 +89,10 @@ def test_parts_deadlines_and_repetitions_in_a_run(run: Run) -> None:
     assert 31 < len(fast) < 31 + 20
     assert all("test_rotating" in name for name in slow)
 
+    assert "1 tests of the lane gpu are left out: make gpu runs them" in run("-k", "flaky or elsewhere")[1]
+    assert run("--lane", "gpu")[1].splitlines()[-1].startswith("1 passed")
     code, said = run("-k", "flaky", "--part", "1/1000")
-    assert (code, "1 deselected" in said, "part 1 of 1000" in said) == (0, True, True), said
+    assert (code, "62 deselected" in said, "part 1 of 1000" in said) == (0, True, True), said
     code, said = run("--deadline", str(time.time() - 1))
     assert code == 0, said
     assert "the deadline left out 61 tests" in said

@@ -9,6 +9,7 @@ import sys
 from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -16,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 import swarmllm
 from swarmllm import __main__ as command
+from swarmllm import api
 from swarmllm.errors import ERRORS_BY_CODE, SwarmError
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,7 @@ def run_python(code: str) -> str:
 
 
 def test_importing_swarmllm_imports_nothing_heavy() -> None:
-    code = f"import sys, swarmllm, swarmllm.__main__; print([name for name in {HEAVY!r} if name in sys.modules])"
+    code = f"import sys, swarmllm.api, swarmllm.__main__; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert run_python(code).strip() == "[]"
 
 
@@ -55,18 +57,30 @@ def test_public_name_resolves_in_the_module_that_defines_it(name: str) -> None:
     assert name in dir(swarmllm)
 
 
-def test_type_checkers_and_run_time_agree_on_the_public_names(repo_root: Path) -> None:
-    tree = ast.parse((repo_root / "src/swarmllm/__init__.py").read_text())
-    typed = {
-        alias.name: str(node.module)
-        for branch in tree.body
-        if isinstance(branch, ast.If)
-        for node in branch.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+@pytest.mark.parametrize("module", [swarmllm, api], ids=lambda module: module.__name__)
+def test_type_checkers_and_run_time_agree_on_the_public_names(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    branches = [branch for branch in tree.body if isinstance(branch, ast.If)]
+    late, now = (
+        {alias.name: node.module for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        for nodes in ([node for branch in branches for node in branch.body], tree.body)
+    )
+    assert late == module._HOMES
+    own = {name for name, home in now.items() if str(home).startswith("swarmllm")}
+    assert sorted(module.__all__) == sorted({*late, *own})
+
+
+def test_names_for_guests_are_there_and_every_error_is_among_them() -> None:
+    assert all(getattr(api, name) is not None for name in api.__all__)
+    assert {error.__name__ for error in ERRORS_BY_CODE.values()} <= set(api.__all__) == set(dir(api))
+
+
+def test_the_gateway_imports_only_what_guests_may(repo_root: Path) -> None:
+    paths = (repo_root / "src/swarmllm/gateway").rglob("*.py")
+    modules = {
+        name for path in paths for name in re.findall(r"^ *(?:from|import) (swarmllm[\w.]*)", path.read_text(), re.M)
     }
-    assert typed == swarmllm._HOMES
-    assert set(swarmllm.__all__) == {*typed, "__version__"}
+    assert {name for name in modules if not name.startswith("swarmllm.gateway.")} == {"swarmllm.api"}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -1,12 +1,12 @@
-"""The begin of speculation in `generate()`: a mixin of the distributed model, for every greedy or sampled text.
+"""Where `generate()` begins to speculate, and the checkpoint's own head for guesses.
 
-`ClientConfig.speculation` says whether. What can't be speculated on takes transformers' own loop: batches, blocks
-whose caches can't be rolled back, texts given as embeddings, models whose forwards draw random numbers or are watched
-by hooks; beams and transformers' own assistants never come here.
+`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. Without
+guesses remain: several rows, blocks whose caches can't be rolled back, texts given as embeddings, and models whose
+forwards draw random numbers or have hooks of the user.
 
-`MtpHead` is a checkpoint's own head for multi-token prediction, loaded and run on this machine;
-`speculation/drafters` asks it. `checkpoint/mtp_layouts` says where its tensors are; its block is run as servers run
-theirs, by the architecture's own forward.
+`MtpHead` is a checkpoint's own head for multi-token prediction. It is loaded and run on this machine;
+`speculation/drafters` asks it. `checkpoint/mtp_layouts` says where its tensors are. Its block runs as on servers, by
+the architecture's own forward.
 """
 
 import copy
@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.client.local_fallback import open_local_model
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError, WeightsError, WeightsMismatchError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, text_config
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -98,8 +98,37 @@ class Speculator:
             draft_model = _load_draft_model(mode, vocabulary_size, model.device)
             self.new_drafter = lambda: ModelDrafter(draft_model, vocabulary_size)
 
-    def leaves_to_transformers(self) -> bool:
-        """Whether transformers' own loop is to write the next text, because latency is known not to pay for ours."""
+    def speculation_for(self, model: Any, config: Any, model_kwargs: dict[str, Any]) -> Speculation | None:
+        """The loop with guesses, for a text that `generate()` has prepared; None: use transformers' own loop.
+
+        Args:
+            config: the GenerationConfig of the call; its mode is greedy or sampling.
+            model_kwargs: inputs of the model's forward, the cache among them.
+        """
+        name = cache_argument(decoder_stack(model))
+        # peft's soft prompts come in by this method, as positions that the text doesn't have.
+        foreign = getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
+        embeds = model_kwargs.get("inputs_embeds") is not None
+        # What each forward shows of its inside is one entry per token, which guesses are not.
+        shows = any(getattr(settings, name, None) for settings in (config, model.config) for name in INNER_OUTPUTS)
+        plain = shows or config.is_assistant or embeds or foreign or not model_kwargs.get("use_cache")
+        cache: Any = model_kwargs.get(name)
+        if plain or not self._can_guess(model, cache) or self._leaves_to_transformers():
+            return None
+        return Speculation(model, name, cache.session, self.drafter_for(cache), self.planner, model.swarm_traits)
+
+    def _can_guess(self, model: Any, cache: Any) -> TypeGuard[RemoteCache]:
+        return (
+            self.enabled
+            and model.swarm_traits.rollback
+            and isinstance(cache, RemoteCache)
+            and isinstance(cache.session, InferenceSession)
+            and cache.batch_size == 1
+            and not runs_each_position_once(model)
+        )
+
+    def _leaves_to_transformers(self) -> bool:
+        """Whether transformers' own loop writes the next text, because the servers are near."""
         near = self.planner.costs is not None and not self.planner.latency_pays
         self._num_plain = (self._num_plain + 1) % LOOK_TEXTS if near else 0
         return self._num_plain > 0
@@ -170,65 +199,6 @@ def _is_of_user(hook: Any) -> bool:
     """Not one of transformers, of ours, or of peft, which notes the adapter of each row."""
     ours = hook is note_states or is_row_hook(hook)
     return not ours and getattr(hook, "__module__", None) != output_capturing.__name__
-
-
-class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixed into the distributed model."""
-
-    swarm_traits: BlockTraits
-    speculator: Speculator | None = None
-    """Set when the model has been loaded."""
-
-    def _sample(
-        self,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """transformers' own loop, or the same with guesses under way."""
-        name = cache_argument(decoder_stack(self))
-        cache = model_kwargs.get(name)
-        speculator = self.speculator
-        # peft's soft prompts come in here as positions that the text doesn't have.
-        foreign = getattr(self.prepare_inputs_for_generation, "__self__", self) is not self
-        embeds = model_kwargs.get("inputs_embeds") is not None
-        # What each forward shows of its inside is one entry per token, which guesses are not.
-        shows = any(
-            getattr(settings, name, None) for settings in (generation_config, self.config) for name in INNER_OUTPUTS
-        )
-        plain = shows or synced_gpus or generation_config.is_assistant or embeds or foreign
-        plain = plain or not model_kwargs.get("use_cache")
-        if plain or speculator is None or not self._can_speculate(cache) or speculator.leaves_to_transformers():
-            return super()._sample(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **model_kwargs,
-            )
-        session: Any = cache.session
-        drafter = speculator.drafter_for(cache)
-        speculation = Speculation(self, name, session, drafter, speculator.planner, self.swarm_traits)
-        return speculation.run(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-        )
-
-    def _can_speculate(self, cache: Any) -> TypeGuard[RemoteCache]:
-        return (
-            self.speculator is not None
-            and self.speculator.enabled
-            and self.swarm_traits.rollback
-            and isinstance(cache, RemoteCache)
-            and isinstance(cache.session, InferenceSession)
-            and cache.batch_size == 1
-            and not runs_each_position_once(self)
-        )
 
 
 class MtpHead:

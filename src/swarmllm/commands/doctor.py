@@ -1,6 +1,7 @@
-"""`swarmllm doctor`: looks at the needs of a server or client on this machine, and names what to mend.
+"""`swarmllm doctor`: check this machine and network for a server or client, and name what to mend.
 
-It has the flags and prints the report; the exit status is 1 if anything is wrong. The checks are in `doctor_checks`.
+This module defines the flags and prints the report. The exit status is 1 if anything is wrong. The checks are in
+`doctor_checks`.
 """
 
 import sys
@@ -20,7 +21,7 @@ EXAMPLES = """examples:
 
 
 async def examine(config: DoctorConfig) -> int:
-    """Make all checks and print what they find; how many findings are bad."""
+    """Make all checks and print what they find. Returns the number of bad findings."""
     num_bad = 0
 
     def report(name: str, findings: Iterable[Finding]) -> None:
@@ -54,7 +55,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     async def run() -> int:
         config = DoctorConfig(**build_parser().parse_settings(argv))

@@ -1,21 +1,19 @@
-"""People's way into a swarm: an OpenAI-compatible HTTP API, a chat page, a picture of the swarm, and metrics.
+"""A web server in front of a swarm: an OpenAI-compatible HTTP API, a chat page, a page of the swarm, and metrics.
 
-In the order in which a request meets them:
+It is a guest of this package: it imports `swarmllm.api` only, and nothing imports it but the command. Files in the
+order in which a request meets them:
 
 guard            limits for strangers: hosts, origins, API keys, rates, idle connections
-app              the ASGI application: all routes, their OpenAPI document, the pages; before the swarm is complete too
-apis/            the APIs of OpenAI, Anthropic and Ollama: routes, and the shapes of answers
-requests/        what may be asked, checked field by field
-engine/          models, and the worker threads that write with them
-sampling         which token is taken, which a grammar allows
-text             from tokens to text, and the events that bring it to the answers
-output_parsing   thoughts, text and calls of tools in an answer
-swarm_watch      keeps in touch with the swarm's servers
-swarm_picture    what is shown of the swarm, now and in the last hour
-metrics          what /metrics shows
-errors           the shapes of OpenAI's errors
-settings         what a gateway can be told
+app              the ASGI application: the list of APIs, the pages, health; also before the swarm is complete
+routes           routes as a table: handlers, keys, shapes of errors, the OpenAPI document
+apis/            the APIs of OpenAI, Anthropic and Ollama: checked requests, and answers in their shapes
+engine/          the models, and the worker threads that generate with them
+sampling         chooses tokens, within a grammar if there is one
+text             turns tokens into text, and holds the events that bring it to the answers
+output_parsing   splits an answer into thoughts, text and calls of tools
+monitor          watches the swarm's servers, and draws the picture for people
+metrics          the figures of /metrics
+errors           errors of HTTP, in OpenAI's shape
+settings         the settings, from which the flags are made
 __main__         the command
-
-Nothing here is imported by anything but the command (`gateway/__main__`).
 """

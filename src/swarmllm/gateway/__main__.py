@@ -10,15 +10,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from swarmllm.command_line import Parser, announced_imports, require_free_port, run_command, stop_event
-from swarmllm.config import ClientConfig, SwarmConfig, require_addresses, require_model_place
-from swarmllm.errors import ConfigurationError, PeerUnreachableError
+from swarmllm.api import (
+    ClientConfig,
+    ConfigurationError,
+    Parser,
+    PeerUnreachableError,
+    SwarmConfig,
+    announced_imports,
+    require_addresses,
+    require_free_port,
+    require_model_place,
+    run_command,
+    stop_event,
+)
 from swarmllm.gateway.settings import GatewayConfig, GatewayLimits, OfferedModels
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from swarmllm.client.view.swarm_view import SwarmView
+    from swarmllm.api import SwarmView
     from swarmllm.gateway.app import Gateway, Waiting
     from swarmllm.gateway.engine.model_choice import ModelChoice
 
@@ -31,7 +41,7 @@ EXAMPLES = """examples:
 """
 
 LINGER_S = 3
-"""Seconds that answers under way may take to say that they are cut off, when the gateway is told to stop."""
+"""Seconds for answers under way to tell that they are cut off, when the gateway stops."""
 
 COMMON = (
     "model", "served_name", "initial_peers", "host", "port", "api_keys_file", "allowed_hosts", "picture_hosts",
@@ -42,7 +52,7 @@ COMMON = (
 
 
 def build_parser() -> Parser:
-    """A flag for each field of GatewayConfig."""
+    """Make a flag for each field of GatewayConfig."""
     description = "A web API and pages for models of a swarm."
     parser = Parser(prog="swarmllm gateway", description=description, epilog=EXAMPLES, common=COMMON)
     parser.add_settings(GatewayConfig, [OfferedModels, SwarmConfig], GatewayConfig, GatewayLimits, ClientConfig)
@@ -59,7 +69,7 @@ async def serve(config: GatewayConfig) -> None:
         from swarmllm.gateway.app import Gateway, Waiting
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
-    config.api_keys()  # what is wrong with them, or with the port, is said before anything is loaded
+    config.api_keys()  # say early what is wrong with keys or port, before models are loaded
     sockets = bound_sockets(config)
     waiting = Waiting(config)
     server = web_server(waiting)
@@ -73,7 +83,7 @@ async def serve(config: GatewayConfig) -> None:
         if models is not None and not stopping.done():
             models.start()
             gc.collect()
-            gc.freeze()  # torch's objects stay: to look through them takes the event loop some tenths of a second
+            gc.freeze()  # torch's objects stay; scanning them would hold up the event loop for some tenths of a second
             gateway = Gateway(models, config)
             async with gateway.watching():
                 waiting.go_on(gateway.app)
@@ -88,7 +98,7 @@ async def serve(config: GatewayConfig) -> None:
 
 
 async def _given_up(opening: "asyncio.Task[ModelChoice]") -> "ModelChoice | None":
-    """What a try that is under way opens after all, to be closed."""
+    """Wait for a try that is under way, to close the models that it opens after all."""
     opening.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         return await opening
@@ -118,7 +128,7 @@ async def _serve_until(
 
 
 async def _daemon_exited(models: "ModelChoice") -> None:
-    """Return when a client's p2pd has exited, which is known in the client's own event loop."""
+    """Return when the p2pd of some client has exited. Its own event loop notices that."""
     exited, loop = asyncio.Event(), asyncio.get_running_loop()
 
     async def watch(view: "SwarmView") -> None:
@@ -132,7 +142,7 @@ async def _daemon_exited(models: "ModelChoice") -> None:
 
 
 def bound_sockets(config: GatewayConfig) -> list[socket.socket]:
-    """One for each address that the host's name stands for; nobody is accepted yet.
+    """Bind one socket for each address of the host's name. They don't accept connections yet.
 
     Raises:
         ConfigurationError: the address is not one of this machine, or the port is taken.
@@ -159,7 +169,7 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
-    """A server that leaves signals and logging to others."""
+    """A server that leaves signals and logging alone."""
     import uvicorn
 
     from swarmllm.gateway.guard import http_protocol
@@ -181,7 +191,7 @@ def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
             server_header=False,
             http=http_protocol(config.max_connections),  # type: ignore[arg-type]
             ws="wsproto",
-            ws_per_message_deflate=False,  # a few kilobytes would be unpacked into gigabytes before they are counted
+            ws_per_message_deflate=False,  # a few kilobytes could unpack to gigabytes before they are counted
             ws_max_size=config.max_body_bytes,
             lifespan="on",
             timeout_graceful_shutdown=LINGER_S,
@@ -190,13 +200,13 @@ def web_server(gateway: "Gateway | Waiting") -> "uvicorn.Server":
 
 
 def address(server: "uvicorn.Server") -> str:
-    """Where it listens, as a URL."""
+    """The URL that the server listens on."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; returns the exit code."""
 
     async def run() -> None:
         config = GatewayConfig(**build_parser().parse_settings(argv))
@@ -214,4 +224,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # everything has been closed; taking torch's modules apart would cost another second
+    os._exit(code)  # everything is closed; unloading torch's modules would take another second

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, or that of the API that was asked, and which status each of ours has.
+"""Errors in OpenAI's shape, and the HTTP status of each error of the swarm. Other APIs have shapes of their own.
 
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
 """
@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from swarmllm.command_line import one_line
-from swarmllm.errors import (
+from swarmllm.api import (
     CacheFullError,
     ConfigurationError,
     PeerError,
@@ -19,13 +18,14 @@ from swarmllm.errors import (
     SessionLengthExceededError,
     SessionTooLargeError,
     SwarmError,
+    one_line,
 )
 
 RETRY_AFTER_S = 5
-"""Assumed: after that a queue has moved on, or a server has come."""
+"""Seconds until a client may try again. Assumed: a queue moves on, or a server comes, by then."""
 
 MAX_ERRORS = 1000
-"""Of a body, that are looked through for the first one. With more it is not meant to be right."""
+"""Most errors of a body that are searched for the first one. A body with more is garbage."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -37,13 +37,11 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-_ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-"""Anthropic's names, where they are others."""
 _TYPE_NAMES = ("str", "int", "float", "bool")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error that a request is answered with."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """What a failure of the swarm, or of the gateway itself, is to whoever asked."""
+        """The answer for a failure of the swarm, or of the gateway itself."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, SwarmError):
@@ -71,12 +69,12 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, error: ValidationError) -> "ApiError":
-        """The first thing that is wrong with a request's body.
+        """The first error in a request's body.
 
-        Where a field may be of several types, what is wrong in the one that it has says more than that it has no other.
+        If a field may have several types, an error within the type that fits is more useful than "no other type fits".
         """
         if error.error_count() > MAX_ERRORS:
-            return cls(400, f"{error.error_count()} fields can't be as they are: /docs says how", code="invalid_value")
+            return cls(400, f"{error.error_count()} fields are wrong: see /docs", code="invalid_value")
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)
@@ -87,25 +85,25 @@ class ApiError(Exception):
             message = "Input should be an object"
         return cls(400, f"{where}: {message}" if where else message, param=param, code="invalid_value")
 
-    def body(self, path: str = "") -> dict[str, Any]:
-        """The JSON of the answer, in the shape of the API at that path."""
-        kind = _TYPES.get(self.status, "server_error")
-        if path.startswith("/api/") and path != "/api/swarm":
-            return {"error": str(self)}
-        if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, kind), "message": str(self)}}
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def type(self) -> str:
+        """OpenAI's name for errors of this status."""
+        return _TYPES.get(self.status, "server_error")
 
-    def response(self, path: str = "") -> JSONResponse:
-        """The answer, to a request of that path."""
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error, in OpenAI's shape."""
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self, body: dict[str, Any]) -> JSONResponse:
+        """The answer with this JSON."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(path), self.status, headers)
+        return JSONResponse(body, self.status, headers)
 
 
 def _names_a_type(part: int | str) -> bool:
-    """Whether this part of where an error is says only which of several types pydantic has tried."""
+    """This part of an error's place names only a type that pydantic has tried."""
     return isinstance(part, str) and ("[" in part or part in _TYPE_NAMES)
 
 

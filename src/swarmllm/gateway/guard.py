@@ -1,9 +1,9 @@
-"""Limits for strangers: host names and origins, API keys, rates, and connections that stay idle.
+"""Limits for strangers: host names and origins, API keys, rates, and idle connections.
 
-`Guard` is an ASGI layer around the whole application (`app`), so that nothing gets past it. It keeps web pages from
-using a gateway behind its user's back, and counts requests for the metrics. `http_protocol` makes the protocols of the
-web server (`__main__`): uvicorn itself waits for ever for the first byte of a request, and for each
-further one. Everything after the head of a request has limits of its own (`responder.read_body`).
+`Guard` is an ASGI layer around the whole application (`app`), so nothing gets past it. It keeps web pages from using a
+gateway without their user's knowledge, and counts requests for the metrics. `http_protocol` makes the protocols of the
+web server (`__main__`), because uvicorn alone waits for ever for each byte of a request's head. The rest of a request
+has its own limits (`responder.read_body`).
 """
 
 import asyncio
@@ -23,23 +23,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from swarmllm.gateway.errors import ApiError
+from swarmllm.gateway.routes import RouteTable
 from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
 
-OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show")
-PROTECTED = ("/v1/", "/ws/", "/rerank", "/tokenize", "/detokenize", *OLLAMA)
-RATED = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/api/chat", "/api/generate", "/v1/embeddings", "/api/embed", "/api/embeddings"),
-    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank", "/rerank"),
-)
-"""On a WebSocket each message counts instead (`websocket`)."""
 UNUSED = "swarmllm.unused_fields"
-"""Where the scope has the fields of a request that were taken although they make no difference."""
+"""Key of the scope: fields of a request that were accepted although they change nothing."""
 CALLER = "swarmllm.caller"
-"""Where the scope says whose rate a request counts for."""
+"""Key of the scope: the caller whose rate a request counts for, an API key or an address."""
 ANY_HOST = "*"
 MAX_CALLERS = 10_000
-"""Keys or addresses whose rates are remembered; the one that was silent longest is forgotten first."""
+"""Most callers whose rates are remembered; the one that was silent longest is dropped first."""
 POLICY_VIOLATION = 1008
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -52,17 +45,17 @@ SECURITY_HEADERS = {
 
 _turns = itertools.count(1)
 HEAD_TIMEOUT_S = 15.0
-"""For the whole head of a request, counted from the connection's begin or the last answer. Assumed: browsers connect in
-advance and send a head in one packet; uvicorn itself closes idle connections 5 s after an answer."""
+"""Seconds for the whole head of a request, from the start of the connection or its last answer. Assumed: browsers
+connect in advance and send a head in one packet; uvicorn itself closes idle connections 5 s after an answer."""
 
 
 SLICE_BYTES = 1 << 10
-"""Read of a connection at a time; uvloop reads 32 of them before others have their turn. In chunks or frames of one
-byte, which cost some microseconds each, its own 256 KiB would hold the event loop up for 0.3 s."""
+"""Bytes read from a connection at a time; uvloop reads 32 such slices before others have their turn. Chunks or frames
+of one byte cost some microseconds each: with uvloop's own 256 KiB they would hold up the event loop for 0.3 s."""
 
 
 class Rates:
-    """A bucket of tokens per caller: it holds a minute's worth and fills evenly."""
+    """A token bucket for each caller: it holds a minute's worth and fills evenly."""
 
     def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -70,10 +63,10 @@ class Rates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, caller: str) -> None:
-        """One more request of `caller`.
+        """Count one more request of `caller`.
 
         Raises:
-            ApiError: it has made too many.
+            ApiError: there were too many.
         """
         if self._per_minute is None:
             return
@@ -96,12 +89,17 @@ class Rates:
 
 
 class Guard:
-    """`on_response(path, status)` is told of every HTTP answer."""
+    """The ASGI layer. `on_response(path, status)` is called for each HTTP answer."""
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, rates: Rates, on_response: Callable[[str, int], None]
+        self,
+        app: ASGIApp,
+        table: RouteTable,
+        config: GatewayConfig,
+        rates: Rates,
+        on_response: Callable[[str, int], None],
     ) -> None:
-        self._app = app
+        self._app, self._table = app, table
         self._config = config
         self._keys = config.api_keys()
         self._rates = rates
@@ -137,17 +135,18 @@ class Guard:
             self._check_key(connection)
         except ApiError as error:
             if scope["type"] == "websocket":
-                await receive()  # "websocket.connect"; to close before accepting is an answer 403
+                await receive()  # "websocket.connect"; closing before accepting answers 403
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             else:
-                await error.response(scope["path"])(scope, receive, send_and_count)
+                await self._table.answer(error, scope["path"])(scope, receive, send_and_count)
             return
         await self._app(scope, receive, send_and_count)
 
     def _check_host(self, connection: HTTPConnection) -> None:
-        """A page whose name was made to point to this machine (DNS rebinding) would ask under that name.
+        """Refuse unknown host names. A hostile page could make its own name point here (DNS rebinding), and ask under
+        it.
 
-        Who asks a number can't have been led here by a name; on loopback there are only numbers of its own.
+        An address in numbers can't have been such a name; on loopback, only its own numbers are allowed.
         """
         host = _parsed(f"//{connection.headers.get('host', '')}").hostname or ""
         is_number = not self._config.on_loopback and _is_ip_address(host)
@@ -167,13 +166,13 @@ class Guard:
     def _check_key(self, connection: HTTPConnection) -> None:
         path = connection.url.path
         caller = connection.client.host if connection.client else ""
-        if self._keys and path.startswith(PROTECTED):
-            # Browsers can't set headers of a WebSocket: there the key may come as a subprotocol "key.…".
+        if self._keys and self._table.needs_key(path):
+            # Browsers can't set headers of a WebSocket, so there the key may come as a subprotocol "key.…".
             kind, _, key = connection.headers.get("authorization", "").partition(" ")
             if connection.scope["type"] == "websocket" and not key:
                 offered = connection.scope.get("subprotocols", [])
                 kind, key = "bearer", next((name[4:] for name in offered if name.startswith("key.")), "")
-            if not key and "x-api-key" in connection.headers:  # as Anthropic's clients give it
+            if not key and "x-api-key" in connection.headers:  # the header of Anthropic's clients
                 kind, key = "bearer", connection.headers["x-api-key"]
             key = key.strip()
             if kind.lower() != "bearer" or not self._knows(key):
@@ -182,7 +181,7 @@ class Guard:
                 )
             caller = key
         connection.scope[CALLER] = caller
-        if path in RATED:
+        if self._table.is_rated(path):
             self._rates.take(caller)
 
     def _knows(self, key: str) -> bool:
@@ -204,7 +203,7 @@ class Guard:
 
 
 def _parsed(url: str) -> SplitResult:
-    """Raises: ApiError: it is none."""
+    """Raises: ApiError: it is no URL."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -220,7 +219,7 @@ def _is_ip_address(host: str) -> bool:
 
 
 def http_protocol(max_connections: int) -> Callable[..., asyncio.BufferedProtocol]:
-    """Makes the protocols of a server with a bounded number of connections at a time, WebSockets included."""
+    """Make the protocols of a server with a limited number of connections at a time, WebSockets included."""
 
     class Patient(_Patient):
         most = max_connections
@@ -229,7 +228,7 @@ def http_protocol(max_connections: int) -> Callable[..., asyncio.BufferedProtoco
 
 
 class _InSlices(asyncio.BufferedProtocol):
-    """Hands what comes to a protocol of uvicorn, a slice at a time."""
+    """Hands received bytes to a protocol of uvicorn, one slice at a time."""
 
     def __init__(self, inner: Any) -> None:
         self._buffer = memoryview(bytearray(SLICE_BYTES))
@@ -261,11 +260,11 @@ class _Patient(H11Protocol):
         super().__init__(*args, **options)
         self._patience: asyncio.TimerHandle | None = None
         self._idle_since = 0
-        """In turns: many come within one tick of the loop's clock."""
+        """A count, not a time: many connections come within one tick of the loop's clock."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """No request is under way."""
         cycle: RequestResponseCycle | None = self.cycle  # none before the first request
         return cycle is None or cycle.response_complete
 
@@ -286,7 +285,7 @@ class _Patient(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.is_idle:  # else the next request has come already
+        if self.is_idle:  # otherwise the next request is there already
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -304,8 +303,8 @@ class _Patient(H11Protocol):
             self._patience = None
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for longest; this one is the last choice."""
+        """Close the connection that has been idle for longest; this new one last."""
         idle = (one for one in self.connections if isinstance(one, _Patient) and one._patience is not None)
         oldest = min(idle, key=lambda one: one._idle_since)
-        oldest._stop_waiting()  # one that is being closed can't make room for another one
+        oldest._stop_waiting()  # a connection that is closing can't make room twice
         oldest.transport.close()

@@ -1,6 +1,6 @@
-"""The figures of `/metrics`: how requests fare, and what the swarm does to them. Names and units as of Prometheus.
+"""The figures of `/metrics`, about requests and about the swarm. Names and units follow Prometheus.
 
-Filled by `engine`, `generation` and `swarm_watch`; the server's own are in `server/metrics`.
+`engine`, `generation` and `monitor` fill them in; servers have their own in `server/metrics`.
 """
 
 from collections import OrderedDict
@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 
 MS_BUCKETS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000, 60000, 120000)
 MAX_PEERS = 1000
-"""Peers with a histogram of their own; the one that was silent longest goes first, since peer ids are endless."""
+"""Most peers with a histogram of their own. Peer ids are endless, so the one that was silent longest is dropped."""
 
 
 class _Speed:
-    """How long requests take."""
+    """Times and speeds of requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(Histogram, registry=registry)
@@ -35,7 +35,7 @@ class _Speed:
         self._peers: OrderedDict[str, None] = OrderedDict()
 
     def observe_hop(self, peer_id: str, ms: float) -> None:
-        """One step on that server."""
+        """Count one step on that server."""
         if peer_id not in self._peers and len(self._peers) >= MAX_PEERS:
             oldest, _ = self._peers.popitem(last=False)
             self._shard_latency_ms.remove(oldest)
@@ -45,40 +45,40 @@ class _Speed:
 
 
 class _OfSwarm:
-    """What the swarm does to requests, and who is there."""
+    """Repairs of routes, and the servers that are there."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.failovers = counter("swarmllm_failovers", "Routes repaired in the middle of an answer.")
         self.fallbacks = counter("swarmllm_fallback_to_local", "Answers finished by the local model.")
         self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
-        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks that nobody serves.", ["model"])
+        self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks without a server.", ["model"])
 
 
 class GatewayMetrics:
-    """One gateway's; a registry of its own, so that several can live in one process."""
+    """The figures of one gateway. Its registry is its own, so several gateways can live in one process."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
-        # Otherwise twice the lines, and Prometheus knows when it began to read.
+        # They would double the lines, and Prometheus knows when it began to read.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         self.requests = counter("swarmllm_gateway_requests", "Requests answered.", ["route", "status"])
         self.running = gauge("swarmllm_gateway_generations_running", "Prompts being answered.")
         self.waiting = gauge("swarmllm_gateway_generations_waiting", "Prompts waiting for their turn.")
-        self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts given up because nobody listened any more.")
+        self.cancelled = counter("swarmllm_gateway_cancelled", "Prompts cancelled because the client had gone.")
         self.prompt_tokens = counter("swarmllm_gateway_prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("swarmllm_gateway_tokens", "Tokens written.")
         self.speed, self.swarm = _Speed(self.registry), _OfSwarm(self.registry)
 
     def read_from(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show what the clients count: errors of the swarm by code, spot checks, wrong answers detected."""
+        """Also show the clients' own counts: errors of the swarm by code, spot checks, wrong answers detected."""
         self.registry.register(_ClientCounts(counts))
 
     def page(self) -> bytes:
-        """The text for Prometheus."""
+        """The page for Prometheus."""
         return generate_latest(self.registry)
 
 
@@ -89,9 +89,7 @@ class _ClientCounts(Collector):
     def collect(self) -> list[CounterMetricFamily]:
         counts = dict(self._counts())
         corrupt = counts.get("corrupt_activations", 0)
-        detected = CounterMetricFamily(
-            "swarmllm_shard_corruption_detected", "Answers of servers that can't be right.", value=corrupt
-        )
+        detected = CounterMetricFamily("swarmllm_shard_corruption_detected", "Wrong answers of servers.", value=corrupt)
         errors = CounterMetricFamily("swarmllm_swarm_errors", "Failures of the swarm, by code.", labels=["code"])
         for code, count in sorted(counts.items()):
             errors.add_metric([code], count)

@@ -31,22 +31,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError
 from swarmllm.gateway.sampling import LAYOUT
 from swarmllm.gateway.text import CallPiece, overlap
 
 Schemas = Mapping[str, dict[str, Any]]
-"""The JSON schema of the parameters, by the tool's name."""
+"""JSON schema of the parameters of each tool, by name."""
 
 BEGIN_THOUGHTS, END_THOUGHTS = "<think>", "</think>"
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)
-"""What no message goes on behind."""
+"""Markers that end a message."""
 HARMONY_FINAL = f"{CHANNEL}final{MESSAGE}"
-"""Where the answer itself begins."""
+"""Start of the answer itself."""
 EFFORTS = ("low", "medium", "high")
-"""How much it can be told to think."""
+"""Levels of thinking."""
 _TOOL = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -57,29 +57,30 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON, or as much of it as there is."""
+    """JSON, or its beginning as far as it has come."""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a family writes calls."""
+    """The form in which a family of models writes calls."""
 
     sign: str
-    """In chat templates of this family, and in none of those below."""
+    """A text in chat templates of this family, and in none of the families below."""
     begin: str
-    """Where the first call begins; what stands before it is text."""
+    """Start of the first call; anything before it is text."""
     read: Callable[[str, Schemas], Iterator[ToolCall]]
-    """The calls in a text from `begin` on, of which the last one may be under way: then its arguments are a prefix of
-    what they will be.
+    """Reads the calls in a text from `begin` on. The last one may be under way; then its arguments are the beginning of
+    the final ones.
 
-    Raises ValueError, KeyError, TypeError, AttributeError or RecursionError where no further call is, or not yet."""
+    Raises ValueError, KeyError, TypeError, AttributeError or RecursionError where no further call is, or not yet.
+    """
     around: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """What stands before and behind the JSON object of a single call; None: it is written in another way."""
+    """Texts before and after the JSON object of a single call; None: calls are no JSON objects."""
     arguments: str = "arguments"
-    """Their name in that object."""
+    """Name of the arguments in that object."""
 
     def grammar(self, tokenizer: Any, schemas: Schemas) -> str:
-        """In Lark: a call of one of these tools, and nothing else.
+        """A grammar in Lark: a call of one of these tools, and nothing else.
 
         Raises:
             ConfigurationError: calls of this form can't be forced.
@@ -99,15 +100,15 @@ class CallForm:
         return f"start: {before} call {behind}\ncall: %json {json.dumps({'anyOf': calls, 'x-guidance': LAYOUT})}"
 
     def markers(self, tokenizer: Any) -> frozenset[int]:
-        """Special tokens that are part of calls, and so of the text."""
+        """Special tokens that belong to calls, and therefore to the text."""
         return special_tokens(tokenizer, _MARKERS)
 
 
 def form_of(name: str, tokenizer: Any) -> CallForm:
-    """How the model of this name and tokenizer writes calls.
+    """The form in which a model writes calls, found by its chat template.
 
     Raises:
-        ConfigurationError: its chat template knows no tools, or of a form that isn't known here.
+        ConfigurationError: the template knows no tools, or a form that isn't known here.
     """
     text = template_of(tokenizer)
     if "tools" not in text:
@@ -119,19 +120,19 @@ def form_of(name: str, tokenizer: Any) -> CallForm:
 
 
 def template_of(tokenizer: Any) -> str:
-    """The text of the chat template, of all of them if there are several; empty without one."""
+    """Text of the chat template, or of all templates if there are several; empty without one."""
     template = tokenizer.chat_template
     return " ".join(template.values()) if isinstance(template, dict) else str(template or "")
 
 
 def special_tokens(tokenizer: Any, texts: frozenset[str]) -> frozenset[int]:
-    """Those of these that are special tokens, which are otherwise left out of the text."""
+    """Ids of the texts that are special tokens, which decoding leaves out by default."""
     added = tokenizer.get_added_vocab()
     return frozenset(added[token] for token in texts & added.keys() if added[token] in tokenizer.all_special_ids)
 
 
 def literal(tokenizer: Any, text: str) -> str:
-    """In Lark; special tokens are no text there."""
+    """A text in Lark. A special token is written by its id."""
     token = tokenizer.get_added_vocab().get(text)
     return f"<[{token}]>" if token is not None and token in tokenizer.all_special_ids else json.dumps(text)
 
@@ -152,11 +153,11 @@ _DECODER = json.JSONDecoder()
 
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""The head of a call as JSON, up to its arguments."""
+"""Start of a call as JSON, up to its arguments."""
 
 
 def arguments_at(text: str, start: int, end: str) -> tuple[str, int]:
-    """As much of the JSON object at `start` as has come, and the place behind it; `end` stands behind whole ones."""
+    """The JSON object at `start`, as far as it has come, and the place after it. `end` stands after whole objects."""
     try:
         return text[start : (stop := _DECODER.raw_decode(text, start)[1])], stop
     except (ValueError, RecursionError):  # under way, or no JSON: then up to the end
@@ -172,7 +173,8 @@ def _call(name: Any, arguments: Any) -> ToolCall:
 
 
 def _objects(text: str, start: int, between: str, end: str) -> Iterator[ToolCall]:
-    """Calls that are JSON objects with a name and arguments, from `start` on, with such characters in between."""
+    """Calls that are JSON objects with a name and arguments, from `start` on; `between` are the characters between
+    them."""
     while start < len(text):
         if head := _HEAD.match(text, start):
             yield ToolCall(json.loads(head[1]), arguments_at(text, head.end(), end)[0])
@@ -184,7 +186,7 @@ def _objects(text: str, start: int, between: str, end: str) -> Iterator[ToolCall
 
 
 def _parts(text: str, begin: str) -> Iterator[int]:
-    """The places behind all of these."""
+    """Places after each occurrence of a text."""
     return (found.end() for found in re.finditer(re.escape(begin), text))
 
 
@@ -216,7 +218,7 @@ def _glm(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 
 def _typed(name: str, pairs: list[tuple[str, str]], schemas: Schemas, *, has_ended: bool) -> ToolCall:
-    """Values are written without quotes, so the schema says which are texts. They come one by one."""
+    """A call whose values come one by one, without quotes. The tool's schema says which of them are texts."""
     known = schemas[name].get("properties", {})
     written = []
     for key, value in pairs:
@@ -242,7 +244,7 @@ def _mistral(text: str, _: Schemas) -> Iterator[ToolCall]:
 def _deepseek(text: str, _: Schemas) -> Iterator[ToolCall]:
     for start in _parts(text, "<｜tool▁call▁begin｜>"):
         head, _sep, rest = text[start:].partition("<｜tool▁sep｜>")
-        if head.strip() == "function":  # up to V3: the name stands behind, and the JSON in a fence
+        if head.strip() == "function":  # up to V3, the name is on the next line, and the JSON is fenced
             head, _sep, rest = rest.partition("\n")
         place = rest.index("{")
         yield ToolCall(head.strip(), arguments_at(rest, place, "<｜tool▁call▁end｜>")[0])
@@ -261,18 +263,18 @@ FORMS = (
     CallForm("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", _deepseek),
     CallForm('"parameters"', "{", _llama, ((), ()), "parameters"),
 )
-"""In the order in which their signs are looked for."""
+"""The first form whose sign is in a template counts."""
 
 
 class CallsSoFar:
-    """The calls of one answer, and what of them is new each time."""
+    """The calls of one answer, and the additions each time."""
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
         self._ids: list[str] = []
 
     def update(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
-        """These are all calls now; returns what has been added to them."""
+        """Take all calls up to now; returns the additions."""
         pieces = []
         for place, call in enumerate(calls):
             if is_new := place == len(self.calls):
@@ -287,13 +289,13 @@ class CallsSoFar:
 
 
 class CallReader:
-    """Parts the text of one answer, as it comes, into what is said and what is called.
+    """Splits one answer into text and calls, as it comes.
 
-    What has been recognized as a call stays one: its arguments are given on as the model writes them.
+    A text that was recognized as a call stays one: its arguments are given on as the model writes them.
     """
 
     def __init__(self, form: CallForm, schemas: Schemas, *, most: int | None = None) -> None:
-        """`most` calls are given on."""
+        """`most`: calls to give on."""
         self._form, self._schemas, self._most = form, schemas, most
         self._held = ""
         self._begun = self._has_said = False
@@ -301,15 +303,16 @@ class CallReader:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """As far as they have come."""
+        """The calls, as far as they have come."""
         return self._so_far.calls
 
     def take(self, text: str, *, last: bool) -> tuple[str, list[CallPiece]]:
-        """What is no call for certain, and what has been added to calls; `last`: no more comes."""
+        """Add text; returns the text that is certainly no call, and the additions to calls. `last`: no more text
+        comes."""
         self._held += text
         said = "" if self._begun else self._before_call(last)
         pieces = self._so_far.update(self._read()) if self._begun else []
-        if last and self._begun and not self.calls:  # it looked like one
+        if last and self._begun and not self.calls:  # it only looked like a call
             said += self._held
         return said, pieces
 
@@ -321,13 +324,13 @@ class CallReader:
                     break
                 found.append(call)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass  # no call, or none yet
+            pass  # no call (yet)
         return found
 
     def _before_call(self, last: bool) -> str:
         begin, held = self._form.begin, self._held
         place = held.find(begin)
-        if begin == "{" and self._has_said:  # an object is a call if nothing stands before it
+        if begin == "{" and self._has_said:  # an object is a call only if nothing stands before it
             place, keep = -1, 0
         elif begin == "{":
             place = 0 if held.lstrip().removeprefix(PYTHON_TAG).lstrip().startswith("{") else -1
@@ -342,7 +345,7 @@ class CallReader:
 
 
 def _held_back(text: str, marker: str) -> int:
-    """Characters at the end of `text` that may belong to `marker`, with the blanks before it."""
+    """Length of a possible start of `marker` at the end of `text`, with the blanks before it."""
     length = overlap(text, marker)
     return length + _spaces(text[: len(text) - length])
 
@@ -352,12 +355,12 @@ def _spaces(text: str) -> int:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Whether the chat template knows thoughts."""
+    """The chat template knows thoughts."""
     return END_THOUGHTS in template_of(tokenizer)
 
 
 class ReasoningReader:
-    """Parts the text of one answer, as it comes, into thoughts and what is said."""
+    """Splits one answer into thoughts and text, as it comes."""
 
     def __init__(self, *, begun: bool) -> None:
         """`begun`: the prompt ends within thoughts."""
@@ -365,10 +368,10 @@ class ReasoningReader:
         """None: not known yet."""
         self._held = ""
         self._written = False
-        """Whether anything of what is under way has been given on."""
+        """A part of the current thoughts or text has been given on."""
 
     def take(self, text: str, *, last: bool) -> tuple[str, str]:
-        """(thoughts, what is said) that are certain; `last`: no more comes."""
+        """Add text; returns the (thoughts, text) that are certain now. `last`: no more text comes."""
         self._held += text
         if self._inside is None:
             self._decide(last)
@@ -399,21 +402,22 @@ class ReasoningReader:
         return said
 
     def _begun(self, text: str) -> str:
-        """Without the blanks at the beginning."""
+        """Drop blanks at the start."""
         text = text if self._written else text.lstrip()
         self._written |= bool(text)
         return text
 
 
 class Reader(Protocol):
-    """`harmony.HarmonyReader`, or the one below."""
+    """Splits one answer into thoughts, text and calls."""
 
     def take(self, text: str, *, last: bool) -> tuple[str, str, list[CallPiece]]:
-        """(thoughts, what is said, what was added to calls) that are certain; `last`: no more comes."""
+        """Add text; returns the (thoughts, text, additions to calls) that are certain now. `last`: no more text
+        comes."""
 
 
 class PlainReader:
-    """First thoughts, then text, then calls, as most models write them."""
+    """Reads the form of most models: thoughts, then text, then calls."""
 
     def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None) -> None:
         self._reasoning, self._calls = reasoning, calls
@@ -426,15 +430,15 @@ class PlainReader:
 
 
 def speaks_harmony(tokenizer: Any) -> bool:
-    """Whether the chat template writes channels."""
+    """The chat template writes channels."""
     return CHANNEL in template_of(tokenizer)
 
 
 class HarmonyForm:
-    """How calls are written; as `call_forms.CallForm` for others."""
+    """How gpt-oss writes calls, with the methods of `CallForm`."""
 
     def grammar(self, tokenizer: Any, schemas: Schemas) -> str:
-        """In Lark: a call of one of these tools, and nothing else."""
+        """A grammar in Lark: a call of one of these tools, and nothing else."""
         begin, constrain, message = (literal(tokenizer, text) for text in (CHANNEL, CONSTRAIN, MESSAGE))
         rules, calls = [], []
         for place, (name, schema) in enumerate(schemas.items()):
@@ -444,25 +448,25 @@ class HarmonyForm:
         return "\n".join((f"start: {' | '.join(calls)}", *rules))
 
     def markers(self, tokenizer: Any) -> frozenset[int]:
-        """Special tokens that are part of the text."""
+        """Special tokens that belong to the text."""
         return special_tokens(tokenizer, frozenset((*MESSAGE_ENDS, MESSAGE, CONSTRAIN)))
 
 
 class HarmonyReader:
-    """Parts the text of one answer, as it comes, into thoughts, what is said, and what is called."""
+    """Reads the messages and channels of gpt-oss."""
 
     def __init__(self, *, most: int | None = None, has_begun: bool = False) -> None:
-        """`most` calls are given on; `has_begun`: the prompt ends within the answer itself."""
+        """`most`: calls to give on. `has_begun`: the prompt ends within the answer itself."""
         self._most = most
         self._held = ""
         self._kind: Literal["thoughts", "said", "call"] | None = "said" if has_begun else None
-        """What the message under way is; None: its head is not over."""
+        """Kind of the message under way; None: its head isn't over."""
         self._has_begun, self._has_said = has_begun, False
         self._calls: list[ToolCall] = []
         self._so_far = CallsSoFar()
 
     def take(self, text: str, *, last: bool) -> tuple[str, str, list[CallPiece]]:
-        """(thoughts, what is said, what has been added to calls); `last`: no more comes."""
+        """See `Reader`."""
         self._held += text
         parts = {"thoughts": "", "said": "", "call": ""}
         while self._kind is not None or self._begin_message(parts):
@@ -475,7 +479,7 @@ class HarmonyReader:
             if not has_ended:
                 break
             self._kind = None
-        if last and not self._has_begun:  # it doesn't keep to its own form
+        if last and not self._has_begun:  # the model doesn't keep to its own form
             parts["said"], self._held = self._held, ""
         return parts["thoughts"], parts["said"], self._so_far.update(self._calls[: self._most])
 
@@ -489,14 +493,14 @@ class HarmonyReader:
             self._kind = "call"
             self._calls.append(ToolCall(tool[1], ""))
         elif "to=" in head or (channel is not None and channel[1] == "analysis"):
-            self._kind = "thoughts"  # and what it tells to tools that nobody has given it
+            self._kind = "thoughts"  # includes texts for built-in tools, which it doesn't have here
         else:
             self._kind = "said"
             parts["said"] += "\n\n" if self._has_said else ""
         return True
 
     def _body(self, last: bool) -> tuple[str, bool]:
-        """What is certain of the message under way, and whether it has ended."""
+        """Certain text of the message under way; True if the message has ended."""
         places = [place for end in MESSAGE_ENDS if (place := self._held.find(end)) >= 0]
         if places:
             body, self._held = self._held[: min(places)], self._held[min(places) :]

@@ -1,13 +1,12 @@
-"""Choose a token, so that a seed gives the same text whatever else the process computes at the same time.
+"""Chooses tokens, so that a seed gives the same text whatever else the process computes at the same time.
 
-transformers samples from torch's one global random generator. Here `generate()` is greedy, and its last logits
-processor is a `Sampler` with random generators of its own: it chooses, and leaves all other tokens without a chance
-(unless the likeliest token is wanted, which `generate()` takes anyway). `engine/generation` makes one for each
-request.
+transformers samples with torch's one global random generator. Here `generate()` is greedy, and its last logits
+processor is a `Sampler` with random generators of its own: it chooses a token and gives all others no chance.
+(`generate()` itself takes the likeliest token if that is wanted.) `engine/generation` makes a sampler for each request.
 
-Answers that must follow a JSON schema, a regular expression or a grammar: llguidance says which tokens may come next
-(`Grammars`). A constraint comes from outside; that library bounds the work, and a constraint that can't be compiled is
-refused with its reason.
+Answers may have to follow a JSON schema, a regular expression or a grammar: then llguidance says which tokens may come
+next (`Grammars`). Strangers send these constraints; llguidance limits the work, and a constraint that can't be compiled
+is refused with the reason.
 """
 
 import json
@@ -31,19 +30,17 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from swarmllm.decoding.options import DecodingOptions
-from swarmllm.decoding.processors import processors_before, processors_behind
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError, DecodingOptions, processors_before, processors_behind
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "top_h", "repetition_penalty")
-"""Options about which checkpoints have preferences, beside those of `DecodingOptions`."""
+"""Options that a checkpoint may have preferences for, besides those of `DecodingOptions`."""
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of `response_format: {"type": "json_object"}`."""
 
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Where spaces may stand, because where they may stand anywhere small models write nothing else any more."""
+"""Places for spaces in JSON. If spaces were allowed everywhere, small models would write nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +54,36 @@ class SamplingOptions:
     top_k: int = 0
     """0 = all."""
     top_h: float | None = None
-    """Share of the distribution's entropy that the tokens keep. Nguyen et al. 2025."""
+    """Share of the distribution's entropy that the kept tokens have. Nguyen et al. 2025."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     repetition_penalty: float = 1.0
-    """Scores of tokens that the prompt or the answer has are divided by it, or multiplied if they are below 0."""
+    """Divides the scores of tokens that occur in the prompt or the answer (multiplies scores below 0)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to name; None = no log probabilities at all."""
+    """Number of likeliest tokens to name; None = no log probabilities at all."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """What the model thought of one token, before anything about sampling changed it."""
+    """The model's own probability of one token, before sampling options change it."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens there."""
+    """The likeliest tokens at this place."""
     spelled: Mapping[int, bytes | None] = field(default_factory=dict)
-    """What each of these tokens adds to the text; None: nothing, as a special token."""
+    """Bytes that each of these tokens adds to the text; None: a special token, which adds none."""
     offset: int = 0
-    """Where it begins in the text that is returned, or where the character begins that it goes on with."""
+    """Place in the returned text where the token begins, or where the character begins that it continues."""
 
 
 class Sampler:
-    """As one of transformers' logits processors, the last one: `[rows, vocabulary]` scores, which it changes in place.
+    """The last logits processor for transformers: takes `[rows, vocabulary]` scores, and changes them in place.
 
-    The likeliest token of what it returns is the one that it chose. Every operation of torch lets go of the interpreter
-    lock, and with many requests at once gets it back late: so there are no more of them than the options need.
+    The chosen token has the highest score afterwards. Each operation of torch releases the interpreter lock, and gets
+    it back late if many requests run: so there are only as many operations as the options need.
     """
 
     def __init__(
@@ -99,12 +96,12 @@ class Sampler:
         start: int = 0,
         breakers: Collection[int] = (),
     ) -> None:
-        """`start`: tokens of the prompt. `breakers`: tokens that end what DRY takes for a repetition."""
+        """`start`: length of the prompt. `breakers`: tokens that end a repetition for DRY."""
         self._options = options
         self._matchers = matchers
         self._generators = [torch.Generator().manual_seed(_row_seed(options.seed, row)) for row in range(num_rows)]
         self._counts: list[Counter[int]] = [Counter() for _ in range(num_rows)]
-        # For each row its own: some remember what they did.
+        # each row has its own: some remember what they did
         self._processors = [
             processors_before(options.decoding, start=start, breakers=breakers, generator=generator)
             for generator in self._generators
@@ -120,11 +117,11 @@ class Sampler:
         self._bias = _Changes.of(options.logit_bias) if options.logit_bias else None
         by_row = self._penalizes or bool(matchers) or options.top_logprobs is not None or any(self._processors)
         self._chooses = options.temperature > 0 or by_row
-        """Whether there is more to do than `generate()` does by itself: take the likeliest."""
+        """More is to be done than taking the likeliest token, which `generate()` does itself."""
         self.logprobs: list[TokenLogprob | None] = [None] * num_rows
-        """Log-probabilities of the tokens chosen last."""
+        """Log probabilities of the tokens chosen last."""
         self.finished = [False] * num_rows
-        """Set by the caller: these rows don't matter any more."""
+        """Rows that need no token any more; the caller sets them."""
 
     @property
     def _penalizes(self) -> bool:
@@ -181,20 +178,20 @@ class Sampler:
 
 @dataclass
 class NotYet:
-    """Tokens that may not come before a text is so long."""
+    """Tokens that may not come before the text has a length."""
 
     token_ids: list[int]
     length: int
 
     def hide(self, scores: Tensor, length: int) -> None:
-        """Leave them no chance, in `[rows, vocabulary]`, behind a text of `length` tokens."""
+        """Give them no chance in `[rows, vocabulary]`, if the text has fewer than `self.length` tokens."""
         if length < self.length:
             scores[:, self.token_ids] = -torch.inf
 
 
 @dataclass
 class _Changes:
-    """What is added to the scores of some tokens."""
+    """Additions to the scores of some tokens."""
 
     token_ids: Tensor
     values: Tensor
@@ -219,12 +216,12 @@ def token_logprob(scores: Tensor, token: int, num_top: int) -> TokenLogprob:
 
 
 def _row_seed(seed: int, row: int) -> int:
-    """Far from those of other rows and of the next seeds: users count seeds up."""
+    """A seed far from those of other rows, and of the next seeds, because users count seeds up."""
     return (seed + row * 0x5851F42D4C957F2D) % (1 << 63)
 
 
 def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
-    """In transformers' order."""
+    """The warpers, in transformers' order."""
     warpers: list[Callable[[Tensor, Tensor], Any]] = []
     if options.temperature not in (0, 1):
         warpers.append(TemperatureLogitsWarper(options.temperature))
@@ -248,26 +245,26 @@ def _warpers(options: SamplingOptions) -> list[Callable[[Tensor, Tensor], Any]]:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What answers must look like."""
+    """A form that answers must have."""
 
     field: str
-    """The field of the request that says so."""
+    """The field of the request that asks for it."""
     kind: Literal["json", "regex", "lark"]
     text: str
 
     @classmethod
     def json(cls, field: str, schema: dict[str, Any] | str) -> Self:
-        """`schema` may be its text."""
+        """`schema` may also be JSON text."""
         return cls(field, "json", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
     def choice(cls, field: str, choices: Sequence[str]) -> Self:
-        """One of these texts."""
+        """The answer is one of these texts."""
         return cls(field, "lark", f"start: {' | '.join(map(json.dumps, choices))}")
 
 
 class Grammars:
-    """Makes one `GrammarMatcher` per answer; keeps the tokenizer's tables."""
+    """Makes a `GrammarMatcher` for each answer; keeps the tokenizer's tables."""
 
     def __init__(self, tokenizer: Any, num_scores: int) -> None:
         """`num_scores`: the width of the model's logits.
@@ -302,7 +299,7 @@ class Grammars:
         return str(grammar)
 
     def matcher(self, constraint: Constraint) -> "GrammarMatcher":
-        """For one answer.
+        """A matcher for one answer.
 
         Raises:
             ConfigurationError: the constraint can't be used.
@@ -314,18 +311,18 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, field: str, matcher: Any) -> None:
         self._field, self._matcher = field, matcher
 
     def allowed(self) -> Tensor:
-        """`[vocabulary]` of bool: the tokens that may come next; when the text is complete, the end of text."""
+        """`[vocabulary]` of bool: tokens that may come next. After a complete text, that is the end of text."""
         bias = self._matcher.compute_logit_bias()
         if self._matcher.is_error():
             raise ConfigurationError(f"{self._field}: {self._matcher.get_error()}")
         return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
     def take(self, token: int) -> None:
-        """Go on behind that token, which has been chosen."""
+        """Go on after the chosen token."""
         self._matcher.consume_token(token)

@@ -1,4 +1,4 @@
-"""What the gateway can be told; `gateway/__main__` makes its flags from these fields."""
+"""Settings of the gateway; `gateway/__main__` makes its flags from these fields."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -6,9 +6,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swarmllm.config import ClientConfig, ClientModelConfig, in_file, require_positive
-from swarmllm.errors import ConfigurationError
-from swarmllm.files import entries_of, read_text
+from swarmllm.api import (
+    ClientConfig,
+    ClientModelConfig,
+    ConfigurationError,
+    entries_of,
+    in_file,
+    read_text,
+    require_positive,
+)
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -19,10 +25,10 @@ class OfferedModels:
     """The models."""
 
     model: tuple[str, ...]
-    """Hub id or local directory, as the servers have it; several are offered side by side. `MODEL:ADAPTER` is a model
-    with an adapter that its servers offer. Requests choose by name; those that name none get the first."""
+    """Hub id or local directory, as on the servers; several are offered side by side. `MODEL:ADAPTER` is a model with
+    an adapter that its servers offer. Requests choose by name; without a name they get the first model."""
     served_name: tuple[str, ...] | None = None
-    """The models' names in the API, in the same order; None = as the swarm knows them."""
+    """Names of the models in the API, in the same order; None = their names in the swarm."""
     revision: str | None = None
     """Branch, tag or commit on the hub, if there is but one model."""
     dtype: str = field(default="auto", metadata={"alias": "torch_dtype"})
@@ -33,67 +39,69 @@ class OfferedModels:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayLimits:
-    """How much a gateway takes on."""
+    """Limits of a gateway."""
 
     max_concurrent: int = 32
-    """Requests that generate at a time, each on a thread. Assumed: what a client's one process can feed."""
+    """Requests that generate at a time, each on a thread. Assumed: as many as one process can feed."""
     max_waiting: int = in_file(64)
-    """Requests that may wait for their turn; beyond that the answer is 429."""
+    """Requests that may wait for their turn; more are answered with 429."""
     max_length: int | None = None
-    """Most tokens of a prompt and its answer together. None = as many as the model allows and servers have room for."""
+    """Most tokens of a prompt and its answer together. None = as many as the model has positions and servers have room
+    for."""
     default_max_tokens: int = in_file(1024)
-    """Tokens of a chat's answer when the request doesn't say. Servers lease their caches for that many."""
+    """Tokens of a chat's answer if the request sets no limit. Servers lease their caches for that many."""
     max_choices: int = in_file(8)
-    """Largest `n`: answers to one prompt, computed as one batch."""
+    """Largest `n`: answers to one prompt, computed together."""
     max_body_bytes: int = in_file(1 << 20)
     """Largest request body."""
     max_audio_bytes: int = in_file(25 << 20)
-    """Largest file with sound, as OpenAI allows. It lies on the disk while it comes and waits."""
+    """Largest file with sound, the same as OpenAI's. It is on the disk while it arrives and waits."""
     max_audio_s: int = in_file(1800)
-    """Longest sound, in seconds. Half an hour takes some 1.3 GB of memory while it is made ready."""
+    """Longest sound, in seconds. Half an hour takes some 1.3 GB of memory while features are extracted."""
     max_input_bytes: int | None = in_file(None)
-    """Memory for all pictures and sounds that are unpacked. Others wait in line; one that needs more than all of it is
+    """Memory for all unpacked pictures and sounds. Requests wait in line for it; one that needs more than all of it is
     refused. None = a quarter of the machine's memory."""
     max_stored_bytes: int = in_file(1 << 26)
-    """Responses of /v1/responses that are kept in memory for the next request, together; 0 = none."""
+    """Memory for kept responses of /v1/responses, all together; 0 = keep none."""
     max_connections: int = in_file(512)
-    """Connections open at a time. Beyond that, one on which nobody asks anything is closed. Half of the files that
-    Linux lets a process open by default."""
+    """Connections open at a time. Beyond that, an idle one is closed. Half of the files that Linux lets a process open
+    by default."""
     num_threads: int = 4
-    """CPU threads for the gateway's own part of the model. Assumed: every request's thread has this many of its own."""
+    """CPU threads for the gateway's own part of the model. Assumed: each request's thread has this many of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
-    """What a gateway offers, and to whom."""
+    """All settings of a gateway."""
 
     route_timeout_s: float = in_file(5.0)
-    """Seconds to wait for somebody to serve missing blocks, before the answer is 503."""
+    """Seconds to wait for servers of missing blocks, before the answer is 503."""
     start_timeout_s: float = in_file(0.0)
-    """Seconds that one try waits for a swarm that is just starting. A gateway says what is missing meanwhile, and tries
-    again until the swarm is complete."""
+    """Seconds that one try waits for a starting swarm. Meanwhile the gateway says what is missing, and it tries again
+    until the swarm is complete."""
     host: str = "127.0.0.1"
-    """Address to listen on. Loopback by default: whoever can reach a gateway can use it."""
+    """Address to listen on. The default is loopback, since anyone who reaches a gateway can use it."""
     port: int = 8080
     """TCP port to listen on; 0 = any free one."""
     api_keys_file: str | None = None
-    """File with one API key per line. Then all APIs need one of them; pages, /health, /metrics and /api/swarm don't.
-    None = no keys."""
+    """File with one API key per line. All APIs need a key then; pages, /health, /metrics and /api/swarm don't. None =
+    no keys."""
     lenient: bool = False
-    """Ignore fields of requests that the gateway doesn't know, instead of refusing them by name."""
+    """Ignore unknown fields of requests. Otherwise they are refused by name."""
     requests_per_minute: int | None = None
-    """Most requests of one key, or without keys of one address. None = no limit."""
+    """Most requests per minute of one key. Without keys, of one address. None = no limit."""
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://…`, or `*`) of other web pages that may use the API. None by default."""
+    """Origins of other web pages that may use the API. Give them like `https://example.org`, or `*`. None by
+    default."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of this gateway besides this machine's, such as a proxy's. It is asked under localhost and, off loopback,
-    by numbers and the machine's own name; other names must be given here: that of the proxy in front of it, or what
-    the network calls it. `*`: any, also one that a hostile page has made up."""
+    """Names of this gateway besides the machine's own. It answers under localhost and, off loopback, under
+    addresses in numbers and the machine's own name; give other names here, such as a proxy's. `*`: any name,
+    even one that a hostile page has made up."""
     picture_hosts: tuple[str, ...] = ()
-    """Hosts from which pictures in chats are fetched, such as `example.org` or `10.0.0.5:8000`; `*`: any that has a
-    public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
+    """Hosts from which pictures in chats are fetched. Give them like `example.org` or `10.0.0.5:8000`; `*`: any
+    host with a public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
-    """Stop when standard input closes: ties a gateway to the program that started it."""
+    """Stop when standard input closes, so that it ends with the program that started it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +122,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
                     raise ConfigurationError(f"{name} goes with one model only: run a gateway for each of them")
 
     def each_model(self) -> list[tuple[str | None, ClientModelConfig]]:
-        """The name that was chosen for each model, and what its client is told."""
+        """The chosen name of each model (None: its own), and the settings of its client."""
         found = []
         for place, model in enumerate(self.model):
             name, adapter = split_adapter(model)
@@ -130,7 +138,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         return self.host in LOOPBACK
 
     def api_keys(self) -> frozenset[str]:
-        """The keys of the file; empty without one.
+        """The API keys in the file; empty without a file.
 
         Raises:
             ConfigurationError: it can't be read, or holds none.
@@ -147,16 +155,16 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """`MODEL:ADAPTER` in two; what is there as a whole is a model."""
+    """Split `MODEL:ADAPTER`. If a path of that whole name exists, it is a model."""
     name, colon, adapter = model.rpartition(":")
     return (name, adapter) if colon and name and not Path(model).exists() else (model, None)
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
-    """A host of `--picture_hosts`, as the hosts of addresses are compared with it; no port: the usual ones.
+    """A host of `--picture_hosts` in the form that hosts of URLs are compared with; port None: the usual ones.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is no host.
     """
     with suppress(ValueError):
         return str(ip_address(text)), None

@@ -1,7 +1,7 @@
-"""From tokens to text, as they come, and the events that bring the text to the answers.
+"""Text of tokens as they come, and the events that bring it to the answers.
 
-Characters of several tokens wait until they are whole, `stop` strings are cut. `engine/generation` has one `TextRow`
-and one `StopFinder` per answer, and `Spelling` for the bytes of single tokens. Its worker threads send `Event`s to the
+A character of several tokens waits until it is whole; `stop` strings cut the text. `engine/generation` has a `TextRow`
+and a `StopFinder` for each answer, and `Spelling` for the bytes of single tokens. Its threads send `Event`s to the
 answers (`apis/responder`).
 """
 
@@ -17,17 +17,17 @@ from swarmllm.gateway.sampling import TokenLogprob
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8
-"""A character has at most four bytes, so this many tokens that make none are no part of one."""
+"""Tokens that may wait for the rest of a character. It has at most four bytes, so more tokens can't belong to one."""
 
 
 class TextRow:
     """The text of one answer."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], kept: Collection[int] = ()) -> None:
-        """`kept` are special tokens that are text all the same."""
+        """`kept`: special tokens that belong to the text."""
         self._tokenizer = tokenizer
         self._left_out = special_ids(tokenizer) - frozenset(kept)
-        # A tokenizer may write a token differently at the beginning of a text: decode with some tokens before it.
+        # A tokenizer may write a token differently at the start of a text: decode it after some other tokens.
         self._ids = list(filter(self._is_text, prompt_ids[-2 * MAX_HELD_TOKENS :]))
         self._begin = max(0, len(self._ids) - MAX_HELD_TOKENS)
         while self._begin and self._decode(self._ids[self._begin :]).startswith(INCOMPLETE):
@@ -35,15 +35,15 @@ class TextRow:
         self._read = len(self._ids)
         self._num_given = 0
         self.offset = 0
-        """Where the next token's text begins, or the character that it goes on with."""
+        """Place in the text of the next token, or of the unfinished character that it continues."""
 
     @property
     def before(self) -> list[int]:
-        """The last tokens that are text, from the beginning of a character on."""
+        """The last tokens that are text, from the start of a character on."""
         return self._ids[self._begin :]
 
     def add(self, token: int) -> str:
-        """The text that is certain after this token; may be empty."""
+        """Add a token; returns the text that is certain now. It may be empty."""
         if not self._is_text(token):
             return ""
         self._ids.append(token)
@@ -56,7 +56,7 @@ class TextRow:
         return self._given(after[len(before) :])
 
     def end(self) -> str:
-        """The rest, when no more tokens come."""
+        """The rest of the text, when no more tokens come."""
         before = self._decode(self._ids[self._begin : self._read])
         rest = self._decode(self._ids[self._begin :])[len(before) :]
         self._begin = self._read = len(self._ids)
@@ -68,7 +68,7 @@ class TextRow:
         return text
 
     def _is_text(self, token: int) -> bool:
-        """Or it is a special token, or a place in the model's tables that has none."""
+        """The token belongs to the text: it is not special, and the tokenizer knows it."""
         return token not in self._left_out and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -76,16 +76,17 @@ class TextRow:
 
 
 class StopFinder:
-    """Cuts a text at the first of some `stop` strings, as it comes."""
+    """Cuts a text at the first `stop` string, as the text comes."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
         self.stopped_by: str | None = None
-        """The stop string that has come: then nothing more will."""
+        """The stop string that was found; the text has ended then."""
 
     def take(self, new: str, *, last: bool) -> str:
-        """The text that is certain: what may become a stop string waits, unless this is the last of it."""
+        """Add text; returns what is certain now. A possible start of a stop string waits, unless this text is the
+        `last`."""
         if self.stopped_by is not None:
             return ""
         text = self._held + new
@@ -100,11 +101,10 @@ class StopFinder:
 
 
 class Spelling:
-    """The bytes of single tokens, whatever kind of tokenizer it is.
+    """The bytes of single tokens, for any kind of tokenizer.
 
-    Behind other tokens the tokenizer itself says what a token adds to the text. A token that is only a part of a
-    character has its bytes in the vocabulary, in one of two forms: a character for each byte, as GPT-2 has it, or
-    `<0xF0>`, as SentencePiece has it.
+    The tokenizer itself says what a token adds after other tokens. For a token that is only a part of a character, the
+    vocabulary has its bytes in one of two forms: a character per byte, as in GPT-2, or `<0xF0>`, as in SentencePiece.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -112,8 +112,8 @@ class Spelling:
         self._special = special_ids(tokenizer)
 
     def of(self, before: Sequence[int], tokens: Collection[int], kept: Collection[int] = ()) -> dict[int, bytes | None]:
-        """The bytes of each of these tokens behind those of a text; None: a special token, which is no part of the
-        text unless it is `kept`."""
+        """The bytes that each of `tokens` adds after the tokens `before`. None: a special token, which is no part of
+        the text unless it is `kept`."""
         left_out, context = self._special - frozenset(kept), self._decode(before)
         return {token: None if token in left_out else self._bytes(before, context, token) for token in tokens}
 
@@ -131,7 +131,7 @@ class Spelling:
 
     @cached_property
     def _by_character(self) -> dict[str, int]:
-        """The byte for each character of names in the vocabulary; empty if this tokenizer has none."""
+        """The byte of each character in names of tokens; empty if this tokenizer has no such form."""
         found = {character: byte for byte, character in bytes_to_unicode().items()}
         name = "".join(bytes_to_unicode()[byte] for byte in FOX.encode())
         return found if self._tokenizer.convert_tokens_to_string([name]) == FOX else {}
@@ -146,7 +146,7 @@ class Spelling:
 
 
 FOX = "\N{FOX FACE}"
-"""A character of four bytes, to find out how a tokenizer writes them."""
+"""A character of four bytes, to find out how a tokenizer writes bytes."""
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
@@ -165,39 +165,39 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """What was added to one call of a tool."""
+    """An addition to one call of a tool."""
 
     place: int
-    """Among the calls of its answer."""
+    """Number of the call in its answer."""
     id: str
     name: str
     arguments: str
-    """Only what is new."""
+    """The new part only."""
     is_new: bool
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """One more token of one answer."""
+    """The next token of one answer."""
 
     index: int
-    """The number of the answer, as in the API's `choices`."""
+    """Number of the answer, as in the API's `choices`."""
     text: str
-    """What it makes certain; may be empty."""
+    """Text that is certain now; may be empty."""
     logprob: TokenLogprob | None = None
     finish_reason: str | None = None
-    """`stop` or `length`, with the last piece of this answer."""
+    """`stop` or `length`, with the last piece of the answer."""
     reasoning: str = ""
-    """What the model only thinks, which `text` is without."""
+    """Thoughts, which are not in `text`."""
     calls: tuple[CallPiece, ...] = ()
-    """What was added to calls, which `text` is without."""
+    """Additions to calls, which are not in `text`."""
     stopped_by: str | None = None
-    """The stop string that came, with the last piece."""
+    """The stop string that ended the answer, with its last piece."""
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The log probabilities of a prompt's tokens, of the first not a number; for `echo` with `logprobs`."""
+    """Log probabilities of a prompt's tokens (NaN for the first), for `echo` with `logprobs`."""
 
     index: int
     logprobs: tuple[TokenLogprob, ...]
@@ -213,10 +213,10 @@ class SwarmEvent:
 
 @dataclass(frozen=True)
 class Ended:
-    """A prompt's answers are complete, or (with an error) as complete as they will be."""
+    """The answers to a prompt are complete; after an error, as complete as they will be."""
 
     first_index: int
-    """The number among the prompt's answers."""
+    """Number of the prompt's first answer."""
     prompt_tokens: int
     completion_tokens: int
     trace: dict[str, Any]

@@ -1,6 +1,6 @@
-"""Everything between processes: the only room that knows hivemind, sockets and bytes on a wire.
+"""Everything between processes. Only this room knows hivemind, sockets and bytes on a wire.
 
 wire/   messages and the streams that carry them; no hivemind
-relay/  peers that nobody can dial, reached through others; no hivemind
-p2p/    this process among others: daemon, identity, DHT, who is there
+relay/  relays for peers that nobody can dial; no hivemind
+p2p/    this process as a peer: daemon, identity, DHT, the other peers
 """

@@ -30,21 +30,21 @@ from swarmllm.server.downloads import in_background
 logger = logging.getLogger(__name__)
 
 MAX_BYTES_PER_PEER = 256 << 20
-"""At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
+"""Bytes of one peer; at most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
 
 MAX_ADAPTERS = 32
-"""Adapters of one server; their names have to fit into its record."""
+"""Most adapters of one server; their names have to fit into its record."""
 
 MAX_NAME_LENGTH = 128
 MAX_NAMES_BYTES = 3 << 10
-"""Bytes of all names together."""
+"""Most bytes of all names together."""
 
 Stamp = tuple[tuple[int, int], ...]
-"""When a directory's files were changed, and how large they are."""
+"""Modification time and size of each file of a directory."""
 
 
 class AdapterStore:
-    """What was uploaded for the blocks that are served now."""
+    """Adapters that clients have sent, for the blocks that are served now."""
 
     def __init__(self, max_bytes: int = ADAPTERS_BYTES) -> None:
         """`max_bytes` of all peers together: a share of the memory (`CacheRoom`)."""
@@ -53,7 +53,7 @@ class AdapterStore:
         self._adapters: OrderedDict[tuple[str, int], tuple[BlockAdapter, int]] = OrderedDict()
 
     def put(self, peer_id: str, handle: int, adapter: BlockAdapter) -> None:
-        """Keep it, in place of older ones if need be.
+        """Keep an adapter; drop older ones if there is too little room.
 
         Raises:
             ServerOverloadedError: it alone is larger than one peer may have.
@@ -68,7 +68,7 @@ class AdapterStore:
         self._adapters[peer_id, handle] = adapter, num_bytes
 
     def get(self, peer_id: str, handle: int | None) -> BlockAdapter | None:
-        """The adapter that a request names.
+        """Return the adapter that a request names; None if it names none.
 
         Raises:
             BlocksNotServedError: it isn't here.
@@ -92,7 +92,7 @@ class AdapterStore:
 
 @dataclass(frozen=True)
 class _Offer:
-    """One source as it was read last."""
+    """The last state of one adapter: a hub id or a directory."""
 
     stamp: Stamp
     adapter: BlockAdapter | None
@@ -100,7 +100,7 @@ class _Offer:
 
 
 class ServedAdapters:
-    """The adapters on offer; a directory's adapter gets a new name when it changes."""
+    """Adapters that this server offers; a directory's adapter gets a new name when it changes."""
 
     def __init__(
         self, sources: Sequence[str], checkpoint: Checkpoint, *, token: str | None, cache_dir: str | None
@@ -112,16 +112,16 @@ class ServedAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is offered now."""
+        """Names of the adapters that are offered now."""
         return tuple(sorted(adapter.name for adapter in _adapters(self._offers).values()))
 
     @property
     def watches(self) -> bool:
-        """Whether anything can change: what comes from the hub stays as it was at the start."""
+        """True if anything can change: adapters from the hub stay as they were at the start."""
         return any(user_path(source).is_dir() for source in self._sources)
 
     def get(self, name: str) -> BlockAdapter:
-        """The adapter that a request names.
+        """Return the adapter that a request names.
 
         Raises:
             BlocksNotServedError: it isn't offered (any more).
@@ -144,7 +144,7 @@ class ServedAdapters:
         self._offers = offers
 
     async def refresh(self, blocks: BlockSpan) -> bool:
-        """Look into the directories again; whether anything has changed.
+        """Look into the directories again; True if anything has changed.
 
         An adapter that can't be read (any more) stays as it was, and the log says why: perhaps it is half written.
         """
@@ -189,7 +189,7 @@ class ServedAdapters:
         return adapter
 
     def _found(self) -> Iterator[str]:
-        """The sources, and in place of a directory of adapters what is in it."""
+        """List hub ids and directories of adapters; a directory of several adapters is replaced by these."""
         for source in self._sources:
             directory = user_path(source)
             if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):

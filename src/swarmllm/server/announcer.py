@@ -7,7 +7,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmllm.config import RECORD_PERIODS, RENEWAL_PERIODS
@@ -16,61 +16,53 @@ from swarmllm.errors import SwarmError
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.server.device.device import free_bytes, hardware_name
-from swarmllm.server.device.niceness import MAX_MS, Niceness
+from swarmllm.server.device.niceness import MAX_MS
 from swarmllm.server.device.throughput import least_worth_asking_for
 from swarmllm.server.peers.links import Links
 from swarmllm.server.peers.other_servers import Successors, Twins
-from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.settings import ServerConfig
-from swarmllm.server.span_loader import Loaded, SpanLoader
+from swarmllm.server.span_loader import SpanLoader
+from swarmllm.server.streams.serving import Access, Serving
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
 MAX_WAKE_S = MAX_MS / 1e3
 MOST_NAME = 64
-"""Characters of a server's name that others take."""
+"""Most characters of a server's name in a record."""
 
 LOOKS_PER_RENEWAL = 6
-"""Looks at the load between two announcements: one every 5 s with the usual update period."""
+"""Number of looks at the load between two announcements: one every 5 s with the usual update period."""
 LEAST_SHARE = 0.01
-"""Share of the speed that is less than the least which is computed, and more than none."""
+"""Share of the speed that counts as more than none, and less than the smallest share that a server computes."""
 DELAYS_S = (0.0, 1.0, 3.0)
-"""Pauses before each try of the first announcement: on a busy machine, nodes may answer too late once."""
+"""Seconds before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 NOTABLE_QUEUE_MS = 50.0
-"""Queues that are shorter change few routes. Assumed: round trips through the internet are as long."""
+"""Shorter queues change few routes. Assumed: round trips through the internet are as long."""
 
 
 @dataclass(eq=False)
 class OwnRecord:
-    """The state of this server, which `span_life` keeps true, and where the figures beside it come from."""
+    """The state of this server, kept true by `span_life`, and the objects from which the record is filled in."""
 
     config: ServerConfig
     peer: Peer
     loader: SpanLoader
-    niceness: Niceness
+    access: Access
     links: Links
     successors: Successors
     span: Span
+    """Blocks that this server has chosen."""
     state: ServerState = ServerState.JOINING
     claim: Span | None = None
     """Blocks to which this server is about to move."""
-    loaded: Loaded | None = None
-    asleep: ServerInfo | None = None
-    """What was last announced of blocks that nobody has used since, while they aren't in memory."""
-    sessions: Sized = ()
-    """Those on the blocks that are loaded."""
     twins: Twins = field(default_factory=Twins)
 
-    @property
-    def budget(self) -> CacheBudget:
-        """The room for sessions; none while no blocks are loaded."""
-        return CacheBudget(0) if self.loaded is None else self.loaded.budget
-
     def describe(self) -> ServerInfo:
-        """What is to be announced now."""
-        if self.asleep is not None:
-            return self.asleep.model_copy(update={"addrs": self.peer.addrs, "identity_shared": self.twins.seen})
+        """Fill in the record as of now."""
+        sleep, serving = self.access.sleep, self.access.serving
+        if sleep is not None:
+            return sleep.record.model_copy(update={"addrs": self.peer.addrs, "identity_shared": self.twins.seen})
         config, claim = self.config, self.claim
         info = ServerInfo(
             peer_id=self.peer.peer_id,
@@ -93,23 +85,25 @@ class OwnRecord:
             claim=None if claim is None else (claim.start, claim.end),
             relays_for=0 if self.peer.relay is None else self.peer.relay.num_reservations,
         )
-        return info if self.loaded is None else self.niceness.announced(self._with_figures(info, self.loaded))
+        if serving is None:
+            return info
+        return self.loader.device_thread.niceness.announced(self._with_figures(info, serving))
 
     def _host_name(self) -> str:
-        """The host's name, and the end of the peer id: a host may run several servers, and hosts may share a name."""
+        """Return the host's name and the end of the peer id: a host may run several servers, and hosts may share a
+        name."""
         end = self.peer.peer_id[-4:]
         return f"{socket.gethostname()[: MOST_NAME - len(end) - 2]} …{end}"
 
-    def fall_asleep(self, wake_s: float) -> None:
-        """Go on announcing what is known of the blocks, and what it takes to load them."""
+    def describe_asleep(self, wake_s: float) -> ServerInfo:
+        """Fill in the record for blocks that leave the memory now, and are loaded again in `wake_s`."""
         wake_s = min(wake_s, MAX_WAKE_S)
-        self.asleep = self.describe().model_copy(update={"wake_s": round(wake_s, 3), "queue_ms": 1e3 * wake_s})
-        self.loaded = None
+        return self.describe().model_copy(update={"wake_s": round(wake_s, 3), "queue_ms": 1e3 * wake_s})
 
-    def _with_figures(self, info: ServerInfo, loaded: Loaded) -> ServerInfo:
-        thread = self.loader.executor.thread
-        throughput, mbps = loaded.throughput, self.links.mbps(self.peer.peer_id)
-        network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / loaded.inputs.hidden_bytes
+    def _with_figures(self, info: ServerInfo, serving: Serving) -> ServerInfo:
+        thread = self.loader.device_thread
+        throughput, mbps = serving.throughput, self.links.mbps(self.peer.peer_id)
+        network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / serving.inputs.hidden_bytes
         return info.model_copy(
             update={
                 "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
@@ -124,17 +118,20 @@ class OwnRecord:
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,
                 "failures_seen": thread.load.num_failures,
-                "num_sessions": len(self.sessions),
-                "cache_tokens_left": self.budget.left_bytes // loaded.bytes_per_token,
-                "traits": loaded.parts.traits,
-                "weights": loaded.parts.digests if len(self.span) <= MAX_DIGESTS else "",
+                "num_sessions": len(serving.sessions),
+                "cache_tokens_left": serving.cache_tokens_left,
+                "traits": serving.traits,
+                "weights": serving.digests if len(self.span) <= MAX_DIGESTS else "",
             }
         )
 
 
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
-    """Whether clients would choose other routes if they knew: the queue, the free cache or the speed that is left for
-    them doubled or halved, its addresses changed, or another process was seen with its identity."""
+    """True if clients would choose other routes if they knew.
+
+    The queue, the free cache or the speed that is left for them doubled or halved, the addresses changed, or another
+    process was seen with this server's identity.
+    """
     if announced.addrs != now.addrs or announced.identity_shared != now.identity_shared:
         return True
     for before, after, floor in (
@@ -149,7 +146,7 @@ def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
 
 
 class Announcer:
-    """`describe` gives what is to be announced at the moment."""
+    """Announces the record that `describe` returns."""
 
     def __init__(
         self, directory: BlockDirectory, record: ModelRecord, describe: Callable[[], ServerInfo], period_s: float
@@ -161,7 +158,7 @@ class Announcer:
         self._announced: ServerInfo | None = None
 
     async def announce(self) -> bool:
-        """Announce once; False (and a line in the log) when the DHT didn't take it."""
+        """Announce once; False (and a line in the log) if the DHT didn't take it."""
         self._announced = self._describe()
         try:
             ttl_s = RECORD_PERIODS * self._period_s
@@ -171,15 +168,15 @@ class Announcer:
             return False
 
     async def introduce(self) -> bool:
-        """Announce what the swarm doesn't know yet, trying a few times; False when the DHT didn't take it."""
+        """Announce this server for the first time, with a few tries; False if the DHT didn't take it."""
         for delay_s in DELAYS_S:
             await asyncio.sleep(delay_s)
             if await self.announce():
                 return True
         return False
 
-    async def run(self) -> None:
-        """Announce for ever."""
+    async def announce_forever(self) -> None:
+        """Announce the record twice per period and after notable changes, for ever."""
         while True:
             for _ in range(LOOKS_PER_RENEWAL):
                 await asyncio.sleep(RENEWAL_PERIODS * self._period_s / LOOKS_PER_RENEWAL)
@@ -188,7 +185,7 @@ class Announcer:
             await self.announce()
 
     async def withdraw(self) -> None:
-        """Take the announcement back."""
+        """Withdraw the announcement."""
         try:
             await self._directory.withdraw(self._record)
         except SwarmError as error:

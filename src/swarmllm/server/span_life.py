@@ -25,45 +25,45 @@ from swarmllm.command_line import unless_stopped
 from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
 from swarmllm.models.free_memory import return_free_memory
-from swarmllm.server.adapters import AdapterStore
 from swarmllm.server.announcer import Announcer, OwnRecord
 from swarmllm.server.downloads import in_background
 from swarmllm.server.peers.other_servers import OtherServers
-from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
-from swarmllm.server.span_loader import LOADING_FAILURES, Loaded, describe_changed
-from swarmllm.server.streams.serving import Access, Serving
+from swarmllm.server.span_loader import LOADING_FAILURES, describe_changed
 from swarmllm.swarm.placement import claim_stands, plan_move
 
 logger = logging.getLogger(__name__)
 
 CLAIM_SETTLES_S = 1.0
-"""Seconds until everybody sees a claim. Measured: announcements become visible in 40–180 ms."""
+"""Seconds until all servers see a claim. Measured: announcements become visible in 40–180 ms."""
 MOST_PATIENCE = 64
-"""Periods at most between two tries while blocks can't be loaded: with the usual period half an hour."""
+"""Most periods between two tries while blocks can't be loaded: half an hour with the usual period."""
 
 FAREWELL_S = 1.0
-"""Seconds for telling the DHT, twice. If all servers leave at once nobody listens, and each call would time out."""
+"""Seconds for an announcement when leaving; there are two. If all servers leave at once, none answers, and each call
+would time out."""
 LOOK_S = 1.0
-"""Between looks whether the last session has ended, where nobody asks for anything any more."""
+"""Seconds between looks for the end of the last session, when no requests come any more."""
 DRAIN_S = 2.5
 """Seconds for sessions to be handed over, and again for running steps to end, when the server is told to stop: it must
-be gone within 10."""
+be gone within 10 s."""
 HAND_OVER_S = 15.0
-"""The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
+"""The same when it moves to other blocks. Assumed: longer than any step, and as long as clients wait."""
 
 
 @dataclass
 class Rebalancer:
-    """Looks every `period_s`, at a random phase so that servers don't all look at once."""
+    """Waits until other blocks need this server more: looks every `period_s`, at a random phase so that servers don't
+    all look at once."""
 
     peer_id: str
     balance_quality: float
-    """How much worse than after the move the swarm's bottleneck must be, 0 to 1; 0 = never move."""
+    """Ratio of the swarm's bottleneck now to the one after the move below which this server moves, 0 to 1; 0 = never
+    move."""
     period_s: float
     generator: random.Random = field(default_factory=random.Random)
     failed_moves: int = 0
-    """Moves that failed in a row, for want of loadable blocks; each doubles the time until the next try."""
+    """Number of moves in a row that failed because blocks couldn't be loaded; each doubles the time until the next
+    try."""
 
     async def wait_for_move(
         self,
@@ -71,10 +71,10 @@ class Rebalancer:
         claim: Callable[[Span | None], Awaitable[None]],
         can_load: Callable[[Span], Awaitable[bool]],
     ) -> Span:
-        """The blocks that this server shall move to, once there are some; may take for ever.
+        """Wait until other blocks need this server more, perhaps for ever, and return them.
 
-        `look` gives the swarm as it is now, `claim` announces what this server is about to move to (None: nothing),
-        `can_load` says whether it could load them now.
+        `look` returns the swarm as it is now, `claim` announces the blocks that this server is about to move to (None:
+        none), `can_load` tells if it could load them now.
         """
         while True:
             patience = min(2**self.failed_moves, MOST_PATIENCE)
@@ -102,58 +102,52 @@ class SpanLife:
     def __init__(
         self,
         record: OwnRecord,
-        access: Access,
         announcer: Announcer,
         others: OtherServers,
         on_online: Callable[[], None],
     ) -> None:
         config = record.config
         self._config = config
-        self._record, self._access, self._announcer, self._others = record, access, announcer, others
-        self._on_online = on_online
-        self._loader = record.loader
+        self._record, self._access, self._loader = record, record.access, record.loader
+        self._announcer, self._others, self._on_online = announcer, others, on_online
         self._idle_s = config.idle_unload or 0.0
         self._load_s = 0.0
-        """What loading took last."""
+        """Seconds that the last load took."""
         self._rebalancer = Rebalancer(
             record.peer.peer_id,
-            # Whoever was told which blocks to serve doesn't move.
+            # A server that was told which blocks to serve doesn't move.
             balance_quality=config.balance_quality if config.block_indices is None else 0.0,
             period_s=config.update_period,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Return when the server has been told to stop, and serves nothing any more."""
+        """Load and serve blocks until told to stop."""
         loaded = await self._load(stop)
-        if loaded is not None:
-            # Imports count: they are what a user waited for.
+        if loaded:
+            # Imports count: the user has waited for them.
             logger.info("ready %.1f s after the start", time.time() - psutil.Process().create_time())
-        while loaded is not None:
-            target = await self._serve(loaded, stop)
-            del loaded  # its memory is for the next blocks, or for others
-            gc.collect()  # tasks that have ended lie in circles with their errors, and with what they used
+        while loaded:
+            target = await self._serve(stop)
+            gc.collect()  # tasks that have ended lie in circles with their errors, and with the blocks that they used
             if target is None:
-                loaded = None
-            elif target == self._record.span:
-                loaded = await self._sleep(stop)
-            else:
-                loaded = await self._move(target, stop)
+                return
+            loaded = await (self._sleep(stop) if target == self._record.span else self._move(target, stop))
 
-    async def _load(self, stop: asyncio.Event) -> Loaded | None:
-        """Load and measure the blocks of the record; None if told to stop meanwhile."""
-        record = self._record
-        if record.asleep is None:
-            record.state, self._access.loading = ServerState.JOINING, record.span
+    async def _load(self, stop: asyncio.Event) -> bool:
+        """Load and measure the blocks of the record; False if told to stop meanwhile."""
+        record, access = self._record, self._access
+        if access.sleep is None:
+            record.state, access.loading = ServerState.JOINING, record.span
             await self._announcer.announce()
         began_at = time.monotonic()
-        loaded = await unless_stopped(stop, self._loader.load(record.span))
+        access.serving = await unless_stopped(stop, self._loader.load(record.span))
         self._load_s = time.monotonic() - began_at
-        if loaded is None:
+        if access.serving is None:
             logger.info("leaving, though blocks %s are still loading", record.span)
-        return loaded
+        return access.serving is not None
 
-    async def _sleep(self, stop: asyncio.Event) -> Loaded | None:
-        """Wait until somebody asks for the blocks, and load them again, or others; None if told to stop meanwhile."""
+    async def _sleep(self, stop: asyncio.Event) -> bool:
+        """Wait until a client asks for the blocks, and load them again, or others; False if told to stop meanwhile."""
         sleep = self._access.sleep
         assert sleep is not None
         return_free_memory()
@@ -162,19 +156,18 @@ class SpanLife:
         target = await unless_stopped(stop, self._moved_or(sleep.wanted.wait()))
         if target is None:
             self._access.end_sleep()
-            return None
+            return False
         if target != self._record.span:
-            self._record.asleep = None
             self._access.end_sleep()
             return await self._move(target, stop)
         logger.info("somebody asks for blocks %s: loading them again", target)
         return await self._load(stop)
 
-    async def _move(self, target: Span, stop: asyncio.Event) -> Loaded | None:
-        """Load other blocks; those of before if that fails. None if told to stop meanwhile."""
+    async def _move(self, target: Span, stop: asyncio.Event) -> bool:
+        """Load other blocks; if that fails, the previous ones. False if told to stop meanwhile."""
         record = self._record
         before = record.span
-        record.span, record.loaded, record.claim = target, None, None
+        record.span, record.claim = target, None
         try:
             loaded = await self._load(stop)
         except LOADING_FAILURES as error:
@@ -188,29 +181,26 @@ class SpanLife:
         record.span = before
         return await self._load(stop)
 
-    async def _serve(self, loaded: Loaded, stop: asyncio.Event) -> Span | None:
-        """Serve the loaded blocks until told to stop (None), or until other blocks need this server more."""
+    async def _serve(self, stop: asyncio.Event) -> Span | None:
+        """Serve the loaded blocks until told to stop (None), unused (the same blocks), or needed more elsewhere."""
         record, access = self._record, self._access
-        access.serving = self._serving(loaded)
-        record.loaded, record.state = loaded, ServerState.ONLINE
-        if record.asleep is None:
+        record.state = ServerState.ONLINE
+        if access.sleep is None:
             await self._introduce()
         else:
-            record.asleep = None
             access.end_sleep()
             await self._announcer.announce()
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(self._watch_adapters(loaded), name="watch adapters"),
+                tasks.create_task(self._watch_adapters(), name="watch adapters"),
                 tasks.create_task(self._watch_weights(), name="watch weights"),
-                tasks.create_task(_watch_followers(loaded), name="watch followers"),
+                tasks.create_task(self._watch_followers(), name="watch followers"),
             ]
-            target = await unless_stopped(stop, self._moved_or(self._idle(access.serving)))
+            target = await unless_stopped(stop, self._moved_or(self._idle()))
             for task in watching:
                 task.cancel()
         if target == record.span:
-            access.fall_asleep()
-            record.fall_asleep(self._load_s)
+            access.fall_asleep(record.describe_asleep(self._load_s))
             await access.retire(DRAIN_S)
             return target
         logger.info("leaving" if target is None else f"moving from blocks {record.span} to {target}")
@@ -228,7 +218,7 @@ class SpanLife:
         self._on_online()
 
     async def _moved_or(self, event: Coroutine[object, object, object]) -> Span:
-        """The blocks to move to, or those that this server has if `event` comes first."""
+        """Wait for a move or for `event`: return the blocks to move to, or the present ones if `event` comes first."""
         moving = asyncio.create_task(
             self._rebalancer.wait_for_move(self._look, self._stake_claim, self._loader.can_load), name="wait for a move"
         )
@@ -243,38 +233,15 @@ class SpanLife:
             if not moving.done() or moving.cancelled():
                 self._record.claim = None
 
-    async def _idle(self, serving: Serving) -> None:
-        """Return when nobody has used the blocks for as long as the owner says."""
+    async def _idle(self) -> None:
+        """Return when no client has used the blocks for as long as the owner says."""
         if self._config.idle_unload is None:
             await asyncio.Event().wait()
-        while True:
+        while (serving := self._access.serving) is not None:
             left_s = self._access.used_at + self._idle_s - time.monotonic()
-            if left_s <= 0 and not len(serving.sessions) and not serving.executor.num_calls:
+            if left_s <= 0 and not len(serving.sessions) and not serving.device_thread.num_calls:
                 return
             await asyncio.sleep(max(left_s, LOOK_S))
-
-    def _serving(self, loaded: Loaded) -> Serving:
-        config, loader, limits = self._config, self._loader, self._access.limits
-        pages = PrefixCache(loaded.room.pages) if loaded.room.pages else None
-        sessions = self._record.sessions = SessionTable(
-            loaded.packer,
-            loaded.inputs.hidden_bytes,
-            loader.executor,
-            loaded.budget,
-            pages,
-            compression=config.compression,
-            limits=limits,
-            max_sessions=config.max_sessions,
-        )
-        return Serving(
-            parts=loaded.parts,
-            executor=loader.executor,
-            sessions=sessions,
-            limits=limits,
-            max_batch_tokens=config.max_batch_tokens,
-            served_adapters=loader.adapters,
-            adapters=AdapterStore(loaded.room.adapters),
-        )
 
     async def _look(self) -> SwarmSnapshot:
         return await self._others.look(self._record.describe())
@@ -283,18 +250,18 @@ class SpanLife:
         self._record.claim = target
         await self._announcer.announce()
 
-    async def _watch_adapters(self, loaded: Loaded) -> None:
+    async def _watch_adapters(self) -> None:
         adapters = self._loader.adapters
-        while adapters.watches:
+        while adapters.watches and (serving := self._access.serving) is not None:
             await asyncio.sleep(self._config.update_period)
             try:
-                if await adapters.refresh(loaded.blocks):
+                if await adapters.refresh(serving.blocks):
                     await self._announcer.announce()
             except OSError as error:  # a file that has just gone, or can't be read for the moment
                 logger.warning("could not look for adapters: %s", error)
 
     async def _watch_weights(self) -> None:
-        """Say so when the files of this model become others; the blocks that are loaded stay what they are."""
+        """Log when the files of this model change; the loaded blocks stay as they are."""
         told: list[str] = []
         while True:
             await asyncio.sleep(self._config.update_period)
@@ -310,16 +277,15 @@ class SpanLife:
                 )
             told = changed
 
-
-async def _watch_followers(loaded: Loaded) -> None:
-    """Raises GroupLostError when a process that shares the blocks has ended, also if nobody asks for anything."""
-    while (group := loaded.blocks.group) is not None:
-        group.check()
-        await asyncio.sleep(LOOK_S)
+    async def _watch_followers(self) -> None:
+        """Raise GroupLostError when a process that shares the blocks has ended, also if no client asks for anything."""
+        while (serving := self._access.serving) is not None and (group := serving.blocks.group) is not None:
+            group.check()
+            await asyncio.sleep(LOOK_S)
 
 
 async def at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:
-    """Await it for no longer than that."""
+    """Await it for at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await telling

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.gateway.seeing_model import save_seeing_model
+from tests.gateway.vision_model import save_vision_model
 from tests.numerics.tiny_encoder_decoders import save_tiny_model as save_tiny_encoder_decoder
 from tests.numerics.tiny_hearing_models import save_tiny_model
 
@@ -21,7 +21,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNK
 @pytest.mark.parametrize("speculation", ["ngram", "mtp", "some/draft"])
 def test_refused_at_once(kind: str, what: str, speculation: str, tmp_path: Path) -> None:
     if kind == "llava":
-        save_seeing_model(tmp_path)
+        save_vision_model(tmp_path)
     else:
         (save_tiny_model if kind == "whisper" else save_tiny_encoder_decoder)(kind, tmp_path)
     config = ClientConfig(speculation=speculation)

@@ -20,9 +20,9 @@ from swarmllm.errors import (
 )
 from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.gguf_files import _only_one, _split
 from swarmllm.models.checkpoint.sources import Source
-from swarmllm.models.published_formats.gguf_header import read_header
+from swarmllm.models.checkpoint.stored_files import _only_one, _split
+from swarmllm.models.published_formats.gguf import read_header
 from swarmllm.models.span.loading import load_block_span
 
 HIDDEN, VOCABULARY = 32, 16

@@ -7,7 +7,7 @@ import pytest
 from swarmllm.client.view.servers import BY_QUANT_TYPE
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.quantization import resolve_quantization
-from swarmllm.models.quantization.kbit import PLANES
+from swarmllm.models.quantization.decoded import PLANES
 from swarmllm.models.quantization.rules import BITS, QUANT_TYPES
 from swarmllm.server import settings
 

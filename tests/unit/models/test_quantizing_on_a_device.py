@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import packed
-from swarmllm.models.quantization.kbit import KBit
+from swarmllm.models.quantization.decoded import KBit
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, Packed
 from swarmllm.models.quantization.rules import BITS

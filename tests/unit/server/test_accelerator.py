@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmllm.models.span.packed_forward import SessionCall
+from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device.device import accelerator_of
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread, SessionStep
 from swarmllm.server.device.scheduler import Account, Priority
 
 COMPUTE_S = 0.05
@@ -79,13 +79,18 @@ class Blocks:
         return [self._device.launch(call.inputs + 1, self._compute_s) for call in calls]  # type: ignore[operator]
 
 
-class Step:
+class Step(SessionStep):
     """A step of some positions."""
 
     def __init__(self, blocks: Any, session: str, num_tokens: int = 1, granule: int = 1) -> None:
-        self.session, self.packer, self.num_tokens, self.granule = session, blocks, num_tokens, granule
-        self.account = Account("a client")
-        self.priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
+        super().__init__(
+            session=session,
+            packer=blocks,
+            num_tokens=num_tokens,
+            granule=granule,
+            account=Account("a client"),
+            priority=Priority.DECODE if num_tokens == 1 else Priority.PREFILL,
+        )
         self._taken = 0
 
     def take(self, num_tokens: int) -> SessionCall:
@@ -102,26 +107,26 @@ async def device() -> AsyncIterator[Device]:
 
 
 @pytest.fixture
-async def executor(device: Device) -> AsyncIterator[Executor]:
-    executor = Executor()
-    executor.thread.accelerator = device
-    yield executor
+async def thread(device: Device) -> AsyncIterator[DeviceThread]:
+    thread = DeviceThread()
+    thread.accelerator = device
+    yield thread
     device.gate.set()
-    await executor.close()
+    await thread.close()
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 700])
-async def test_outputs_are_there_when_they_are_told(executor: Executor, device: Device, num_tokens: int) -> None:
+async def test_outputs_are_there_when_they_are_told(thread: DeviceThread, device: Device, num_tokens: int) -> None:
     """Whole steps and such as go in pieces; and what the device had of them is free again."""
     blocks = Blocks(device, compute_s=0.002)
     steps = [Step(blocks, name, num_tokens) for name in "abc"]
-    for timed in await asyncio.gather(*(executor.step(step) for step in steps)):
+    for timed in await asyncio.gather(*(thread.run_step(step) for step in steps)):
         assert timed.value.flatten().tolist() == list(range(1, num_tokens + 1))
     assert len(device.memory) == 0
 
 
-async def test_batches_are_there_when_they_are_told(executor: Executor, device: Device) -> None:
+async def test_batches_are_there_when_they_are_told(thread: DeviceThread, device: Device) -> None:
     kept = object()
 
     def turns() -> Generator[None, None, Any]:
@@ -129,23 +134,23 @@ async def test_batches_are_there_when_they_are_told(executor: Executor, device: 
         yield
         return kept, {"hidden_states": device.launch(torch.full((2,), 2.0), COMPUTE_S), "same": first}
 
-    timed = await executor.run_in_turns(turns(), Priority.BATCH)
+    timed = await thread.run_in_turns(turns(), Priority.SESSIONLESS)
     assert timed.value[0] is kept
     assert timed.value[1]["hidden_states"].tolist() == [2, 2]
     assert timed.value[1]["same"].tolist() == [1, 1, 1]
     assert timed.compute_us >= 2 * COMPUTE_S * 1e6, "both turns count, also the one that gives nothing yet"
 
 
-async def test_the_time_of_the_device_is_what_is_measured(executor: Executor, device: Device) -> None:
+async def test_the_time_of_the_device_is_what_is_measured(thread: DeviceThread, device: Device) -> None:
     """By the meter, by the answer, and by the account: fairness and training's share are of seconds of the device."""
-    timed = await executor.step(Step(Blocks(device, COMPUTE_S), "a"))
+    timed = await thread.run_step(Step(Blocks(device, COMPUTE_S), "a"))
     assert timed.compute_us >= COMPUTE_S * 1e6
-    assert executor.thread.step_ms_p95 >= COMPUTE_S * 1e3
+    assert thread.step_ms_p95 >= COMPUTE_S * 1e3
 
 
-async def test_the_event_loop_does_not_wait_for_the_device(executor: Executor, device: Device) -> None:
+async def test_the_event_loop_does_not_wait_for_the_device(thread: DeviceThread, device: Device) -> None:
     device.gate.clear()
-    task = asyncio.create_task(executor.step(Step(Blocks(device), "a")))
+    task = asyncio.create_task(thread.run_step(Step(Blocks(device), "a")))
     for _ in range(20):
         await asyncio.sleep(0.005)
     assert not task.done()
@@ -155,13 +160,15 @@ async def test_the_event_loop_does_not_wait_for_the_device(executor: Executor, d
     assert (timed.value + 1).tolist() == [[[2.0]]], "without a word to the device"
 
 
-async def test_what_the_device_fails_at_fails_those_who_asked(executor: Executor, device: Device) -> None:
+async def test_what_the_device_fails_at_fails_those_who_asked(thread: DeviceThread, device: Device) -> None:
     blocks = Blocks(device)
     device.error = RuntimeError("an illegal instruction was encountered")
-    for outcome in await asyncio.gather(*(executor.step(Step(blocks, name)) for name in "ab"), return_exceptions=True):
+    for outcome in await asyncio.gather(
+        *(thread.run_step(Step(blocks, name)) for name in "ab"), return_exceptions=True
+    ):
         assert isinstance(outcome, RuntimeError)
     device.error = None
-    assert (await executor.step(Step(blocks, "a"))).value.tolist() == [[[1.0]]]
+    assert (await thread.run_step(Step(blocks, "a"))).value.tolist() == [[[1.0]]]
 
 
 def test_a_processor_is_none() -> None:

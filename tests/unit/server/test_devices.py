@@ -230,7 +230,7 @@ async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     before = open_files()
-    running = asyncio.create_task(_DeviceServer("cpu", config(), ()).run())
+    running = asyncio.create_task(_DeviceServer("cpu", config(), ()).keep_running())
     monkeypatch.setattr(devices, "STOP_TIMEOUT_S", 0.5)
     if at_once:
         connect = asyncio.base_subprocess.BaseSubprocessTransport._connect_pipes

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 from swarmllm.errors import PeerUnreachableError
 from swarmllm.network.wire.frames import Message
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.server.streams.connection import Dispatcher
+from swarmllm.server.streams.connection import Connection
 
 ID = "0" * 32
 OPEN = {"id": 1, "session": ID, "token": ID, "start": 0, "end": 1, "batch_size": 1, "max_length": 8}
@@ -64,7 +64,7 @@ async def test_the_sessions_of_a_stream_that_has_ended_are_freed_without_the_gar
     access.served_to.return_value.sessions.open = new_session
     gc.disable()
     try:
-        await Dispatcher(HangsUp(), access, MagicMock(), "none").serve()
+        await Connection(HangsUp(), access, MagicMock(), "none").serve()
         (session,) = found
         for _ in range(LOOP_TURNS):  # the loop may hold the last callbacks of tasks that have ended
             await asyncio.sleep(0)

@@ -1,17 +1,23 @@
 """How busy a server says that it is."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from swarmllm.server.device.device_thread import FORGET_QUEUE_S, LAST_STEPS, SMOOTHING, Call, DecodeTimes, LoadMeter
+from swarmllm.server.device.device_thread import (
+    FORGET_QUEUE_S,
+    LAST_STEPS,
+    SMOOTHING,
+    Call,
+    LoadMeter,
+    SessionStep,
+)
 from swarmllm.server.device.scheduler import Priority
+from swarmllm.server.device.throughput import Throughput
 
 
 def waiting(queued_at: float, num_tokens: int = 0) -> Call:
-    future: Any = asyncio.Future
-    return Call(num_tokens=num_tokens, granule=1, priority=Priority.DECODE, queued_at=queued_at, future=future)
+    return Call(num_tokens=num_tokens, granule=1, priority=Priority.DECODE, queued_at=queued_at)
 
 
 def test_steps_count_when_they_are_whole_tokens_when_they_are_computed() -> None:
@@ -37,45 +43,49 @@ def test_pauses_for_others_are_no_queue() -> None:
 def test_what_95_of_100_steps_were_ready_within() -> None:
     meter = LoadMeter()
     assert meter.step_ms_p95() == 0
-    for step in range(LAST_STEPS + 100):  # those of the beginning, which took a second more, are forgotten
-        began_at = 10.0 * step
-        meter.count([(waiting(began_at), 1)], began_at, 0.0, ended_at=began_at + (1.0 if step < 100 else step / 1e4))
+    for number in range(LAST_STEPS + 100):  # those of the beginning, which took a second more, are forgotten
+        began_at = 10.0 * number
+        meter.count(
+            [(waiting(began_at), 1)], began_at, 0.0, ended_at=began_at + (1.0 if number < 100 else number / 1e4)
+        )
     assert meter.step_ms_p95() == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
 
 
-class Step:
-    """One decode step of a row with 1000 tokens in its cache."""
+def step(num_blocks: int = 4, priority: Priority = Priority.DECODE) -> SessionStep:
+    """A step of a row with 1000 tokens in its cache."""
+    packer: Any = None
+    return SessionStep(
+        num_tokens=0, granule=1, priority=priority, packer=packer, num_blocks=num_blocks, context_tokens=1000
+    )
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks, self.num_tokens, self.context_tokens = num_blocks, 1, 1000
 
-
-def decoding(num_blocks: int = 4) -> tuple[Call, int]:
-    call = waiting(0.0)
-    call.step = Step(num_blocks)  # type: ignore[assignment]
-    return call, 1
+def measured(decode_ms: float, batch8_ms: float = 0.0, context_ms: float = 0.0) -> Throughput:
+    return Throughput(
+        forward_tokens_per_s=1.0,
+        decode_ms_per_block=decode_ms,
+        decode_ms_per_block_batch8=batch8_ms,
+        context_ms_per_block_per_1k=context_ms,
+    )
 
 
 def test_what_steps_take_is_compared_with_what_was_measured() -> None:
     meter = LoadMeter()
-    meter.count([decoding()], now=0.0, since=0.0, ended_at=9.0)
+    meter.count([(step(), 1)], now=0.0, since=0.0, ended_at=9.0)
     assert meter.pace == 1
-    meter.expect(DecodeTimes(1.0, 8.0, 0.5))
+    meter.expect(measured(1.0, 8.0, 0.5).step_ms)
     two_rows_s = 4 * (1 + 1 + 0.5 * 2) / 1e3
     for _ in range(100):
-        meter.count([decoding(), decoding()], now=0.0, since=0.0, ended_at=3.5 * two_rows_s)
+        meter.count([(step(), 1), (step(), 1)], now=0.0, since=0.0, ended_at=3.5 * two_rows_s)
     assert meter.pace == pytest.approx(3.5, rel=1e-3)
-    meter.count([decoding()], now=0.0, since=0.0, ended_at=4 * 1.5 / 1e3)
+    meter.count([(step(), 1)], now=0.0, since=0.0, ended_at=4 * 1.5 / 1e3)
     assert meter.pace == pytest.approx(3.5 - SMOOTHING * 2.5, rel=1e-3)
-    meter.expect(DecodeTimes(3.0))
+    meter.expect(measured(3.0).step_ms)
     assert meter.pace == 1
 
 
 def test_steps_beside_prompts_or_of_unlike_spans_tell_nothing() -> None:
     meter = LoadMeter()
-    meter.expect(DecodeTimes(1.0))
-    prompt = waiting(0.0)
-    prompt.priority, prompt.step = Priority.PREFILL, Step(4)  # type: ignore[assignment]
-    for beside in ((prompt, 100), decoding(num_blocks=2)):
-        meter.count([decoding(), beside], now=0.0, since=0.0, ended_at=9.0)
+    meter.expect(measured(1.0).step_ms)
+    for beside in ((step(priority=Priority.PREFILL), 100), (step(num_blocks=2), 1)):
+        meter.count([(step(), 1), beside], now=0.0, since=0.0, ended_at=9.0)
     assert meter.pace == 1

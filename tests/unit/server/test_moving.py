@@ -15,10 +15,10 @@ from swarmllm import embedded_model_path
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.server import span_life, span_loader
+from swarmllm.server import span_life
 from swarmllm.server.announcer import OwnRecord
-from swarmllm.server.device.device_thread import DecodeTimes, Executor
-from swarmllm.server.device.niceness import Niceness
+from swarmllm.server.device.device_thread import DeviceThread
+from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.settings import ServerConfig
 from swarmllm.server.span_life import Rebalancer, SpanLife
 from swarmllm.server.span_loader import SpanLoader
@@ -44,58 +44,49 @@ class Peer:
 
 
 @pytest.fixture
-async def executor() -> AsyncIterator[Executor]:
-    executor = Executor()
-    yield executor
-    await executor.close()
+async def thread() -> AsyncIterator[DeviceThread]:
+    thread = DeviceThread()
+    yield thread
+    await thread.close()
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def loader_of(model: Path | str, executor: Executor) -> SpanLoader:
-    return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), executor)
+def loader_of(model: Path | str, thread: DeviceThread) -> SpanLoader:
+    return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), thread, PeerLimits())
 
 
 def life_of(loader: SpanLoader) -> SpanLife:
     nothing: Any = SimpleNamespace()
     config = ServerConfig(model="m", new_swarm=True)
-    record = OwnRecord(config, Peer(), loader, Niceness(), nothing, nothing, OLD)  # type: ignore[arg-type]
-    return SpanLife(record, Access(None), AsyncMock(), nothing, lambda: None)
+    record = OwnRecord(config, Peer(), loader, Access(None), nothing, nothing, OLD)  # type: ignore[arg-type]
+    return SpanLife(record, AsyncMock(), nothing, lambda: None)
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
 async def test_it_goes_back_to_its_blocks(
-    executor: Executor, failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    thread: DeviceThread, failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[Span] = []
 
-    def load(checkpoint: object, span: Span, **_: object) -> object:
+    def load(loader: object, span: Span) -> object:
         asked.append(span)
         if span == NEW:
             raise failure
-        return SimpleNamespace(span=span, group=None, pool=None)
+        return SimpleNamespace(blocks=SimpleNamespace(span=span))
 
-    monkeypatch.setattr(span_loader, "load_block_span", load)
-    monkeypatch.setattr(span_loader, "right_ways", lambda _: [])
-    monkeypatch.setattr(span_loader, "Packer", lambda blocks, _: SimpleNamespace(blocks=blocks, ways=(), way=None))
-    monkeypatch.setattr(span_loader, "measure_throughput", lambda *_, **__: None)
-    monkeypatch.setattr(span_loader, "prefill_tokens_beside_decode", lambda *_: 8)
-    monkeypatch.setattr(span_loader, "doubling_tokens", lambda *_: 27)
-    monkeypatch.setattr(span_loader, "decode_times", lambda _: DecodeTimes(1.0))
-    monkeypatch.setattr(span_loader, "InputChecks", lambda _: None)
-    monkeypatch.setattr(SpanLoader, "_room", lambda *_: None)
-    life = life_of(loader_of(embedded_model_path(), executor))
-    loaded = await life._move(NEW, asyncio.Event())
-    assert loaded is not None
+    monkeypatch.setattr(SpanLoader, "_load", load)
+    life = life_of(loader_of(embedded_model_path(), thread))
+    assert await life._move(NEW, asyncio.Event())
     assert asked == [NEW, OLD]
-    assert life._record.span == loaded.blocks.span == OLD
+    assert life._record.span == life._access.served().blocks.span == OLD
     assert life._rebalancer.failed_moves == 1
     assert [record.message for record in caplog.records if "going back to blocks 0:2" in record.message]
 
 
-async def test_it_looks_whether_the_files_are_there_and_whole(executor: Executor, tmp_path: Path) -> None:
+async def test_it_looks_whether_the_files_are_there_and_whole(thread: DeviceThread, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_model_path(), model)
-    loader = loader_of(model, executor)
+    loader = loader_of(model, thread)
     assert await loader.can_load(NEW)
     os.truncate(model / "model.safetensors", 1000)
     assert not await loader.can_load(NEW)

@@ -7,7 +7,7 @@ import pytest
 
 from swarmllm.data_structures import ServerInfo
 from swarmllm.server.device import niceness as niceness_module
-from swarmllm.server.device.device_thread import Executor
+from swarmllm.server.device.device_thread import DeviceThread
 from swarmllm.server.device.niceness import (
     MIN_SHARE,
     PAUSED_AFTER_S,
@@ -105,14 +105,14 @@ async def test_the_device_pauses_after_each_call_and_what_waits_meanwhile_is_not
             return 0.0 if self.pauses % 3 == 0 else 1e-3
 
     niceness = Strict()
-    executor = Executor(niceness=niceness)
+    thread = DeviceThread(niceness=niceness)
     try:
         names: list[str] = []
         await asyncio.gather(
-            *(executor.run(lambda: names.append(threading.current_thread().name), Priority.DECODE) for _ in range(5))
+            *(thread.run_call(lambda: names.append(threading.current_thread().name), Priority.DECODE) for _ in range(5))
         )
         assert len(names) == 5
         assert niceness.pauses >= 5
     finally:
-        await executor.close()
+        await thread.close()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmllm.models.span.packed_forward import Packing
+from swarmllm.models.span.packing import Packing
 from swarmllm.server.device.throughput import PACKING_ROUNDS, choose_packing
 
 RAGGED, PADDED, ONE_BY_ONE = Packing.RAGGED, Packing.PADDED, Packing.ONE_BY_ONE

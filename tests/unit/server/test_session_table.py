@@ -102,7 +102,7 @@ def test_the_device_counts_no_more_on_a_session_that_was_closed() -> None:
     session = server.open("a", 8)
     session.close()
     session.close()
-    session.runner.executor.thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
+    session.runner.device_thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
 
 
 async def test_whoever_has_to_leave_is_told_once_and_keeps_no_memory() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmllm.data_structures import Span
-from swarmllm.models.span.packed_forward import Packing
+from swarmllm.models.span.packing import Packing
 from swarmllm.server.device import throughput
 from swarmllm.server.device.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
 

@@ -37,8 +37,7 @@ from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SessionLostError, SwarmError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.host_copies import in_host_memory
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, in_host_memory
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts

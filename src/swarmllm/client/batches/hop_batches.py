@@ -44,9 +44,8 @@ from swarmllm.errors import (
     SessionLostError,
     SwarmError,
 )
-from swarmllm.models.boundary.activation_checks import MAX_ABS, checked
-from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BESIDE, SOURCE, BlockInputs, decisive_rows
+from swarmllm.models.boundary.inner_states import MAX_ABS, checked
 from swarmllm.network.wire.messages import BatchHeader, Predecessor, PushHeader, Target
 from swarmllm.network.wire.protocol import MessageType
 

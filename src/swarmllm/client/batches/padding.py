@@ -5,10 +5,10 @@ place. Outputs and gradients of padding are zeros, and the caller's values there
 is moved or copied. (EnergonAI, section 4.3, leaves padding out between the attentions of its workers; here it isn't
 sent either.)
 
-If the longest row of a batch decides how all others are computed (`cutting.decisive_rows`), a micro-batch without such
+If the longest row of a batch decides how all others are computed (`decisive_rows`), a micro-batch without such
 a row gets a copy of one, whose outputs are dropped.
 
-`BlockTraits.skips_padding` (from `models/span/padding_probe`) says on which sides padding can be left out without a
+`BlockTraits.skips_padding` (from `models/span/probes`) says on which sides padding can be left out without a
 change to the texts; otherwise it is computed like text. Pure. Used by `batches/batch_runner`.
 """
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import decisive_rows
+from swarmllm.models.boundary.block_inputs import BlockInputs, decisive_rows
 
 logger = logging.getLogger(__name__)
 _INSTEAD = "to have it computed, open the model with client_config=ClientConfig(compute_padding=True)"

@@ -21,8 +21,8 @@ from swarmllm.client.view.connection import Connection, Result, attended, new_re
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import PeerError, PeerTimeoutError, RemoteProtocolError, SwarmError
-from swarmllm.models.boundary.activation_checks import checked
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.inner_states import checked
 
 
 @dataclass(eq=False)

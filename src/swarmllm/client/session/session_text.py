@@ -10,8 +10,7 @@ from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.activation_log import ActivationLog
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.cutting import pieces
+from swarmllm.models.boundary.block_inputs import BlockInputs, pieces
 from swarmllm.network.wire.messages import MAX_POSITION
 
 

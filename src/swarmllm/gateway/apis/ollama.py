@@ -1,27 +1,31 @@
-"""`/api/chat` and `/api/generate`: Ollama's requests as chats and prompts, and its answers.
-
-Used by `translated_routes`.
-"""
+"""Ollama's API, `/api/…`: requests as chats and prompts, and answers and lists of models in Ollama's shapes."""
 
 import json
 import secrets
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer, CallInAnswer
+from swarmllm.api import __version__
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
+from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, Responder, translated
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
+from swarmllm.gateway.routes import JSON, LINES, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
 TAG = ":latest"
-"""What Ollama's clients add to a name without a tag."""
+"""Added by Ollama's clients to a name without a tag."""
+MOST_FILLED = 8
+"""An answer without a limit gets this many times the usual tokens, since servers lease their caches for all of them."""
 
 
 class Options(Body):
@@ -29,10 +33,10 @@ class Options(Body):
         **dict.fromkeys(("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "use_mmap", "use_mlock"), ANYTHING),
         **dict.fromkeys(("num_thread", "num_keep", "logits_all"), ANYTHING),
         **dict.fromkeys(("vocab_only", "embedding_only"), (False,)),
-        "num_ctx": ANYTHING,  # the model's own is always there as a whole
+        "num_ctx": ANYTHING,  # the whole context of the model is always available
         "penalize_newline": (True,),
     }
-    repeat_last_n: int | None = Field(None, description="-1: all; another one goes without repeat_penalty.")
+    repeat_last_n: int | None = Field(None, description="-1: all; other values go without repeat_penalty.")
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(None, description="-1 or -2: as long as there is room.")
     temperature: float | None = None
     top_p: float | None = None
@@ -60,7 +64,7 @@ class Options(Body):
 
 
 class OllamaRequest(Body):
-    """What both kinds share."""
+    """The fields of chats and prompts."""
 
     harmless: ClassVar[Harmless] = {
         "keep_alive": ANYTHING,
@@ -76,7 +80,7 @@ class OllamaRequest(Body):
 
     @property
     def fills(self) -> bool:
-        """Whether the answer may go on as long as there is room."""
+        """The answer has no limit but the model's context."""
         return self.options is not None and (self.options.num_predict or 0) < 0
 
     def _shared(self, model: LanguageModel) -> dict[str, Any]:
@@ -85,7 +89,7 @@ class OllamaRequest(Body):
         names += ["presence_penalty", "frequency_penalty"]
         found = {"model": model.name, **{name: getattr(given, name) for name in names}}
         found["repetition_penalty"] = given.repeat_penalty
-        if given.mirostat:  # clients send its settings also where it is off
+        if given.mirostat:  # clients send these settings even if mirostat is off
             found |= {
                 "mirostat_mode": given.mirostat,
                 "mirostat_tau": given.mirostat_tau,
@@ -127,15 +131,15 @@ class OllamaCall(Body):
 class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-def _seen_and_said(text: str | None, pictures: list[str] | None) -> Any:
-    """As OpenAI's clients have it: parts, if there are pictures. What format they have shows in them."""
+def _content(text: str | None, pictures: list[str] | None) -> Any:
+    """The content for a chat: parts if there are pictures, else text. A picture's bytes tell its format."""
     if not pictures:
         return text
     urls = [f"data:image/any;base64,{one}" for one in pictures]
@@ -150,12 +154,12 @@ class OllamaChat(OllamaRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def asked(self, model: LanguageModel) -> ChatRequest:
-        """The same as OpenAI's clients would ask it."""
+        """The request as a chat."""
         messages, last_id = [], "call"
         for one in self.messages:
             said: dict[str, Any] = {
                 "role": one.role,
-                "content": _seen_and_said(one.content, one.images),
+                "content": _content(one.content, one.images),
                 "reasoning_content": one.thinking,
             }
             if one.role == "tool":
@@ -180,10 +184,10 @@ class OllamaGenerate(OllamaRequest):
         "template": ("",),
     }
     prompt: str = ""
-    suffix: str | None = Field(None, description="Of models that write what stands between two texts.")
+    suffix: str | None = Field(None, description="For models that write the text between two others.")
     system: str | None = None
     raw: bool | None = False
-    images: list[str] | None = Field(None, description="In base64, for models that see.")
+    images: list[str] | None = Field(None, description="In base64, for models with vision.")
 
     @model_validator(mode="after")
     def _raw_is_raw(self) -> "OllamaGenerate":
@@ -196,11 +200,11 @@ class OllamaGenerate(OllamaRequest):
         return self
 
     def asked(self, model: LanguageModel) -> ChatRequest | CompletionRequest:
-        """A chat, unless the prompt is raw or the model was never taught to chat."""
+        """The request as a chat; as a completion if the prompt is raw or the model has no chat template."""
         shared = self._shared(model)
         if not self.raw and not self.suffix and model.tokenizer.chat_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
-            messages.append({"role": "user", "content": _seen_and_said(self.prompt, self.images)})
+            messages.append({"role": "user", "content": _content(self.prompt, self.images)})
             return ChatRequest.model_validate({"messages": messages, **shared, **self._of_chats(model)})
         if self.system or self.think is not None or self.images:
             raise ApiError(400, f"{model.name} has no chat template: leave system, think and images out")
@@ -211,11 +215,25 @@ class OllamaGenerate(OllamaRequest):
         return CompletionRequest.model_validate({"prompt": self.prompt, **shared, **longest, **more})
 
 
+class ShowRequest(Body):
+    """`POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = Field(None, description="The model, as older clients call it.")
+    verbose: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> "ShowRequest":
+        if (self.model or self.name) is None:
+            raise ValueError("give the name of a model")
+        return self
+
+
 class OllamaAnswer(Answer):
-    """Lines of JSON; `is_chat` says where the text is in them."""
+    """Lines of JSON. `is_chat` decides in which field the text is."""
 
     media_type = "application/x-ndjson"
-    sign_of_life = b""  # nothing that clients would overlook
+    sign_of_life = b""  # clients would not ignore anything
 
     def __init__(self, *given: Any, is_chat: bool) -> None:
         super().__init__(*given)
@@ -224,7 +242,7 @@ class OllamaAnswer(Answer):
         self._first_at: float | None = None
 
     def add(self, event: Event) -> Event:
-        """Take note of an event; returns what of it can be told now."""
+        """Add an event; returns the event for the stream."""
         if isinstance(event, TextPiece):
             self._first_at = self._first_at or time.monotonic()
         return super().add(event)
@@ -241,7 +259,7 @@ class OllamaAnswer(Answer):
         return before + _line({**self._said("", ""), **self._numbers()})
 
     def failure(self, error: ApiError) -> bytes:
-        return _line(error.body("/api/chat"))
+        return _line(error_body(error))
 
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -275,12 +293,12 @@ class OllamaAnswer(Answer):
 
 
 def now() -> str:
-    """As Ollama writes times."""
+    """The time now, in Ollama's form."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """A model of `/api/tags`. No part of it is in a file here, so its size is 0."""
+    """A model for `/api/tags`. Its size is 0: no file here holds a part of it."""
     family = str(model.swarm.config.model_type)
     details = {"format": "swarm", "family": family, "families": [family], "parameter_size": "", "parent_model": ""}
     return {
@@ -294,7 +312,7 @@ def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
 
 
 def loaded(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """A model of `/api/ps`: each is always loaded, by servers."""
+    """A model for `/api/ps`. Each model is always loaded, by servers."""
     return {
         **{name: value for name, value in described(model, started_at).items() if name != "modified_at"},
         "expires_at": "9999-12-31T23:59:59Z",
@@ -304,18 +322,18 @@ def loaded(model: OfferedModel, started_at: str) -> dict[str, Any]:
 
 
 def shown(model: OfferedModel, started_at: str) -> dict[str, Any]:
-    """What `/api/show` says."""
+    """The answer of `/api/show`."""
     family = str(model.swarm.config.model_type)
     writes = isinstance(model, LanguageModel)
     text = str(model.tokenizer.chat_template or "") if writes else ""
     thinks = isinstance(model, LanguageModel) and model.thinks
     fills_in = isinstance(model, LanguageModel) and model.middle_form is not None
     if fills_in:
-        text += "{# .Suffix #}"  # older clients look for it
+        text += "{# .Suffix #}"  # older clients look for this text
     capabilities = {
         "completion": writes,
         "embedding": isinstance(model, EmbeddingModel),
-        "vision": isinstance(model, LanguageModel) and model.eyes is not None,
+        "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
         "tools": "tools" in text,
         "insert": fills_in,
         "thinking": thinks,
@@ -340,3 +358,69 @@ def _object(call: CallInAnswer) -> Any:
 
 def _line(data: dict[str, Any]) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in Ollama's shape."""
+    return {"error": str(error)}
+
+
+class Ollama(Dialect):
+    """Handlers of Ollama's API."""
+
+    error_paths = ("/api/",)
+    error_body = staticmethod(error_body)
+
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
+        self._started_at = now()
+
+    @post("/api/chat", "Answer a conversation, as Ollama does.", OllamaChat, answer_types=(JSON, LINES))
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, *await self._responder.read(request, OllamaChat), is_chat=True)
+
+    @post("/api/generate", "Answer a prompt, as Ollama does.", OllamaGenerate, answer_types=(JSON, LINES))
+    async def generate(self, request: Request) -> Response:
+        return await self._answer(request, *await self._responder.read(request, OllamaGenerate), is_chat=False)
+
+    async def _answer(
+        self, request: Request, body: OllamaChat | OllamaGenerate, num_bytes: int, *, is_chat: bool
+    ) -> Response:
+        model = self._named(body.model)
+        if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
+            empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+            found = {"model": model.name, "created_at": now(), **empty}
+            return JSONResponse({**found, "done": True, "done_reason": "load"})  # a model is always loaded
+        asked = await translated(num_bytes, body.asked, model)
+        return await self._responder.answer(
+            request,
+            asked,
+            num_bytes,
+            partial(OllamaAnswer, is_chat=is_chat),
+            stream=body.stream is not False,
+            default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
+        )
+
+    @get("/api/tags", "List the models, as Ollama does.")
+    async def tags(self, _: Request) -> Response:
+        return JSONResponse({"models": [described(model, self._started_at) for model in self._responder.models]})
+
+    @get("/api/ps", "List the models that are loaded, as Ollama does: all of them.")
+    async def running(self, _: Request) -> Response:
+        return JSONResponse({"models": [loaded(model, self._started_at) for model in self._responder.models]})
+
+    @post("/api/show", "Describe a model, as Ollama does.", ShowRequest, answer_types=(JSON,), is_rated=False)
+    async def show(self, request: Request) -> Response:
+        body, _ = await self._responder.read(request, ShowRequest)
+        model = self._responder.models.any(self._without_tag(body.model or body.name or ""))
+        return JSONResponse(shown(model, self._started_at))
+
+    @get("/api/version", "Tell the version of the gateway.", errors=(403,), needs_key=False)
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    def _named(self, name: str) -> LanguageModel:
+        return self._responder.models.named(self._without_tag(name))
+
+    def _without_tag(self, name: str) -> str:
+        return name if name in self._responder.models else name.removesuffix(TAG)

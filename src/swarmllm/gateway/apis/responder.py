@@ -1,7 +1,7 @@
 """From a checked request to its answer over HTTP, whole or as a stream, in the shape of any API.
 
-All routes use it. Each API has a subclass of `Answer`, which takes note of a generation's events and writes them in the
-API's own shape. `Responder` reads requests, has the engine begin, and sends the answers.
+`Responder` reads a request, starts the engine, and sends the answer. Each API subclasses `Dialect` for its handlers,
+and `Answer` to write the events of a generation in its own shape.
 """
 
 import asyncio
@@ -19,35 +19,46 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
+from swarmllm.gateway.apis.remote_pictures import RemotePictures
+from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
 from swarmllm.gateway.engine.engine import Answering, Engine
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.model_choice import ModelChoice
-from swarmllm.gateway.engine.pictures import bad_picture, free_memory, keep_memory, unpacked_bytes
-from swarmllm.gateway.engine.room import Room, Taken, default_bytes
+from swarmllm.gateway.engine.vision import (
+    Room,
+    Taken,
+    bad_picture,
+    default_bytes,
+    free_memory,
+    keep_memory,
+    unpacked_bytes,
+)
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER, UNUSED
-from swarmllm.gateway.requests.chat_request import ChatMessage, ChatRequest, picture_urls
-from swarmllm.gateway.requests.remote_pictures import RemotePictures
-from swarmllm.gateway.requests.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
+from swarmllm.gateway.guard import CALLER, UNUSED, Rates
+from swarmllm.gateway.routes import Routes
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.gateway.text import Event, PromptScores, SwarmEvent, TextPiece
 
 KEEPALIVE_S = 15.0
-"""Seconds of silence after which a stream gives a sign of life. Assumed: proxies give up after 30 or 60."""
+"""Seconds of silence after which a stream sends a sign of life. Assumed: proxies give up after 30 or 60."""
 
 BODY_TIMEOUT_S = 60.0
-"""For a whole request to arrive. Assumed: 1 MiB over the slowest line that people use."""
+"""Seconds for a whole request to arrive. Assumed: 1 MiB over the slowest line in use."""
 MAX_CONTAINERS = 1 << 15
-"""Objects and lists in a body, as in a header between peers. 4096 messages of a few parts have half as many."""
+"""Most objects and lists in a body, the same limit as for headers between peers. 4096 messages with a few parts have
+half as many."""
 _dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 LARGE_BYTES = 1 << 13
-"""A body from which on checking and tokenizing it takes milliseconds, in which others want to be served."""
+"""A body of at least this size takes milliseconds to check and tokenize: that happens in a thread."""
 
 Kind = TypeVar("Kind", bound=Body)
 Result = TypeVar("Result")
+Given = TypeVar("Given")
+Translated = TypeVar("Translated")
 Asked = ChatRequest | CompletionRequest
 
 
@@ -70,12 +81,12 @@ class Choice:
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: str | None = None
     stopped_by: str | None = None
-    """A stop string."""
+    """The stop text that ended it."""
     begun: bool = False
-    """For those who write: whether they have."""
+    """A stream has sent the start of this answer."""
 
     def take(self, event: TextPiece) -> TextPiece:
-        """The same event; an answer that stops with calls has them as its reason."""
+        """Add a piece; returns it for the stream. The reason of an answer that stops after calls is "tool_calls"."""
         for piece in event.calls:
             if piece.is_new:
                 self.calls.append(CallInAnswer(piece.id, piece.name))
@@ -91,13 +102,16 @@ class Choice:
 
 
 class Answer:
-    """The answer to one request: `begin`, `pieces` of each event and `end` (or `failure`) make a stream, and `whole`,
-    when all events have been added, what isn't streamed."""
+    """The answer to one request, in the shape of an API.
+
+    A stream consists of `begin`, `pieces` for each event, and `end` or `failure`. `whole` is the answer without a
+    stream, after all events were added.
+    """
 
     media_type: ClassVar[str] = "text/event-stream"
-    """The media type of a stream."""
+    """Media type of a stream."""
     sign_of_life: ClassVar[bytes] = b": still there\n\n"
-    """In a stream, when nothing comes for long."""
+    """Sent in a stream after a long silence."""
 
     def __init__(
         self, _request: Sampling, model: LanguageModel, prompts: Sequence[list[int]], options: GenerationOptions
@@ -110,10 +124,10 @@ class Answer:
         self._swarm_events: list[dict[str, Any]] = []
         self._traces: list[dict[str, Any]] = []
         self.error: ApiError | None = None
-        """Set when the answer can't be completed."""
+        """The reason why the answer can't be completed."""
 
     def add(self, event: Event) -> Event:
-        """Take note of an event; returns what of it can be told now."""
+        """Add an event; returns the event for the stream."""
         if isinstance(event, TextPiece):
             return self._choices[event.index].take(event)
         if isinstance(event, PromptScores):
@@ -129,49 +143,50 @@ class Answer:
         return event
 
     def begin(self) -> bytes:
-        """What a stream begins with."""
+        """The start of a stream."""
         return b""
 
     def pieces(self, event: Event) -> bytes:
-        """What to send for an event; `error` may be set after it."""
+        """The bytes for an event; `error` may be set afterwards."""
         raise NotImplementedError
 
     def end(self) -> bytes:
-        """What comes after all events."""
+        """The end of a stream, after all events."""
         raise NotImplementedError
 
     def failure(self, error: ApiError) -> bytes:
-        """What comes instead of the end."""
+        """The end of a stream that fails."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """The JSON of an answer that isn't streamed."""
+        """The JSON of an answer without a stream."""
         raise NotImplementedError
 
 
 Made = TypeVar("Made", bound=Answer)
 Shape = Callable[[Asked, LanguageModel, list[list[int]], GenerationOptions], Made]
-"""Makes an answer of an API."""
+"""Makes the answer of an API."""
 
 
 class Responder:
-    """Made once per gateway."""
+    """Reads requests and sends answers, for all APIs of a gateway."""
 
-    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig) -> None:
+    def __init__(self, models: ModelChoice, engine: Engine, config: GatewayConfig, rates: Rates) -> None:
         self.models = models
         self.engine = engine
         self.config = config
+        self.rates = rates
         num_bytes = default_bytes() if config.max_input_bytes is None else config.max_input_bytes
         of_fetched = num_bytes // 4 if config.picture_hosts else 0
         self.pictures = RemotePictures(config.picture_hosts, num_bytes=of_fetched, max_waiting=config.max_waiting)
         self.memory = Room(num_bytes - of_fetched, most=config.max_waiting)
-        """For pictures and sounds that are unpacked."""
+        """Memory for unpacked pictures and sounds."""
 
     async def read(self, request: Request, kind: type[Kind]) -> tuple[Kind, int]:
-        """The request in a body, and the body's length in bytes.
+        """Read a request; returns it and its length in bytes.
 
         Raises:
-            ApiError: it is not one, or has a field that isn't honoured.
+            ApiError: it is not such a request, or has a field that can't be honoured.
         """
         data = await read_body(request, self.config.max_body_bytes)
         found, unused = await aside(len(data), lambda: self._parse_and_note(kind, data))
@@ -183,18 +198,18 @@ class Responder:
         return found, unused_fields(found)
 
     def parse(self, kind: type[Kind], body: bytes | dict[str, Any]) -> Kind:
-        """As `read`, of a body that is there, or the fields of a form."""
+        """Check a body that has been read already, or the fields of a form; else as `read`."""
         return read_request(kind, body, lenient=self.config.lenient)
 
     async def prepare(
         self, body: Asked, num_bytes: int, caller: str, default_max_tokens: int | None = None
     ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
-        """The model that is meant, the prompts' tokens and how to answer them.
+        """The model, the token ids of each prompt, and the options of the generation.
 
-        Pictures in the prompts take memory until `free_memory` or, once the engine has begun with them, their end.
+        Pictures in the prompts take memory until `free_memory`, or until the engine is done with them.
 
         Raises:
-            ApiError, SwarmError: that can't be done.
+            ApiError, SwarmError: the request can't be answered.
         """
         model = self.models.named(body.model)
         n, most = body.n or 1, self.config.max_choices
@@ -216,12 +231,12 @@ class Responder:
     async def unpacking(
         self, model: LanguageModel, messages: Sequence[ChatMessage], caller: str
     ) -> AsyncIterator[Taken | None]:
-        """While inside, pictures of a chat are there, and memory for them, which is freed if this ends by an error.
+        """Within the block, the pictures of a chat are fetched and have their memory. An error frees that memory.
 
         Raises:
-            ApiError: they can't be had, or need too much.
+            ApiError: a picture can't be fetched, or they need too much memory.
         """
-        if model.eyes is None or not picture_urls(messages):
+        if model.picture_processor is None or not picture_urls(messages):
             yield None
             return
         async with self.pictures.fetched(messages, caller):
@@ -243,10 +258,10 @@ class Responder:
     async def begin(
         self, body: Asked, num_bytes: int, caller: str, shape: Shape[Made], default_max_tokens: int | None = None
     ) -> tuple[Answering, Made]:
-        """Have the engine begin to generate; what it makes, and the answer in that shape.
+        """Start to generate; returns the running generation and an empty answer in this shape.
 
         Raises:
-            ApiError, SwarmError: that can't be done.
+            ApiError, SwarmError: the request can't be answered.
         """
         model, prompts, options = await self.prepare(body, num_bytes, caller, default_max_tokens)
         try:
@@ -266,10 +281,10 @@ class Responder:
         stream: bool,
         default_max_tokens: int | None = None,
     ) -> Response:
-        """Generate, and answer in that shape.
+        """Generate, and answer in this shape.
 
         Raises:
-            ApiError, SwarmError: that can't be done.
+            ApiError, SwarmError: the request can't be answered.
         """
         answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
         if stream:
@@ -282,6 +297,17 @@ class Responder:
         return await asyncio.to_thread(lambda: LargeAnswer(answer.whole()))
 
 
+class Dialect(Routes):
+    """One API that people's programs know. `app` lists all of them.
+
+    A dialect has a `Body` for each request, which it translates to a chat or a completion. It has an `Answer`, which
+    writes our events in its own shape. It may have its own shape of errors. A new dialect is a new file like these.
+    """
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+
+
 def _prepare(
     model: LanguageModel, body: Asked, default_max_tokens: int
 ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
@@ -290,12 +316,12 @@ def _prepare(
     if isinstance(body, ChatRequest):
         options = replace(options, new_reader=partial(body.reader, model, prompts[0], options))
     if options.constraint is not None:
-        model.grammars().matcher(options.constraint)  # refused now, not in the middle of an answer
+        model.grammars().matcher(options.constraint)  # refuse it now, not in the middle of an answer
     return model, prompts, options
 
 
 class StreamedAnswer(Response):
-    """A stream; when whoever reads them has gone, the generation ends, also while no token comes."""
+    """A stream. If its reader hangs up, the generation ends, even while no token comes."""
 
     def __init__(self, answering: Answering, answer: Answer) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -315,7 +341,7 @@ class StreamedAnswer(Response):
 
 
 async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
-    """The lines of the stream; what happens at the same time goes out together."""
+    """The bytes of a stream. Events that come at the same time go out together."""
     if begun := answer.begin():
         yield begun
     while not answering.has_ended:
@@ -332,7 +358,7 @@ async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
 
 
 class LargeAnswer(JSONResponse):
-    """JSON that is written piece by piece: in one call, the interpreter would be held for 1 s per million numbers."""
+    """JSON that is encoded piece by piece: one call would hold the interpreter for 1 s per million numbers."""
 
     def render(self, content: Any) -> bytes:
         return _in_pieces(content).encode()
@@ -347,15 +373,16 @@ def _in_pieces(content: Any) -> str:
 
 
 class UnderWay(Protocol):
-    """What is computed for a client."""
+    """Work for a client that can be cancelled."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """The client has gone."""
 
 
 @asynccontextmanager
 async def cancelled_when_gone(receive: Receive, answering: UnderWay) -> AsyncIterator[None]:
-    """While inside, a client that hangs up ends what is computed for it; so does leaving."""
+    """Within the block, work for a client is cancelled if the client hangs up. The end of the block cancels it as
+    well."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -371,15 +398,27 @@ async def cancelled_when_gone(receive: Receive, answering: UnderWay) -> AsyncIte
 
 
 async def aside(num_bytes: int, function: Callable[[], Result]) -> Result:
-    """What a function makes of so many bytes of a request, which is small or goes to a thread."""
+    """Run a function on a request of so many bytes: here if it is small, else in a thread."""
     return function() if num_bytes < LARGE_BYTES else await asyncio.to_thread(function)
 
 
-def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:
-    """The request in a body, which is JSON, or in the fields of a form.
+async def translated(num_bytes: int, translate: Callable[[Given], Translated], given: Given) -> Translated:
+    """Translate a request of so many bytes into a chat or a completion.
 
     Raises:
-        ApiError: it is not one, or has a field that isn't honoured.
+        ApiError: the result is no valid chat.
+    """
+    try:
+        return await aside(num_bytes, lambda: translate(given))
+    except ValidationError as error:
+        raise ApiError.invalid(error) from None
+
+
+def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:
+    """Check a request: the JSON of a body, or the fields of a form.
+
+    Raises:
+        ApiError: it is not such a request, or has a field that can't be honoured.
     """
     given = body if isinstance(body, dict) else read_json(body)
     try:
@@ -391,12 +430,12 @@ def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: boo
 
 
 def read_json(text: bytes) -> Any:
-    """What a JSON text says, in plain objects; the interpreter is held for some hundredths of a second at most.
+    """Read JSON into plain objects. It holds the interpreter for some hundredths of a second at most.
 
-    pydantic's own reader holds it for 1 s with 350,000 empty lists, as does the garbage collector with what they are.
+    pydantic's own reader holds it for 1 s with 350,000 empty lists; so does the garbage collector afterwards.
 
     Raises:
-        ApiError: it is none, or of too many objects and lists.
+        ApiError: it is no JSON, or has too many objects and lists.
     """
     if _num_containers(text) > MAX_CONTAINERS and _num_containers(_STRING.sub(b"", text)) > MAX_CONTAINERS:
         raise ApiError(
@@ -413,10 +452,10 @@ def _num_containers(text: bytes) -> int:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, of which no more is read than is allowed.
+    """Read a body, up to the limit.
 
     Raises:
-        ApiError: it is larger, or doesn't come.
+        ApiError: it is larger, or comes too slowly.
     """
     found = bytearray()
     try:

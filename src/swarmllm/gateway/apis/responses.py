@@ -1,6 +1,6 @@
-"""`/v1/responses`: OpenAI's request as a chat, and the answer as items, whole or as events.
+"""OpenAI's `/v1/responses`: the request as a chat, and the answer as items, whole or as events.
 
-`StoredResponses` keeps answers for the next request (`store`), in memory and in bounds. Used by `translated_routes`.
+`StoredResponses` keeps answers in memory, within a limit, for the next request (`store`).
 """
 
 import json
@@ -9,14 +9,19 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from swarmllm.gateway.apis.responder import Answer
+from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
+from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless
+from swarmllm.gateway.apis.responder import Answer, Dialect, Responder, aside, translated
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.requests.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
-from swarmllm.gateway.requests.request_bodies import ANYTHING, Body, Harmless
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.routes import delete, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
 
@@ -24,7 +29,7 @@ class ItemPart(Body):
     harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],), "detail": ANYTHING}
     type: str
     text: str = ""
-    image_url: str | None = Field(None, description="data:image/…;base64,…, for models that see.")
+    image_url: str | None = Field(None, description="data:image/…;base64,…, for models with vision.")
 
     @model_validator(mode="after")
     def _is_text_or_picture(self) -> "ItemPart":
@@ -36,7 +41,7 @@ class ItemPart(Body):
 
 
 class Item(Body):
-    """A part of the conversation so far; its type says which of the fields it has."""
+    """An item of the conversation so far; its type decides which fields it has."""
 
     harmless: ClassVar[Harmless] = {
         **dict.fromkeys(("id", "status", "encrypted_content", "phase"), ANYTHING),
@@ -56,16 +61,16 @@ class Item(Body):
         written = self.content if self.role == "assistant" or self.type == "reasoning" else None
         parts = [part for some in (written, self.summary) if isinstance(some, list) for part in some]
         if any(part.image_url is not None for part in parts):
-            raise ValueError("what the assistant has written is text: put pictures into a message of the user")
+            raise ValueError("messages of the assistant are text: put pictures into a message of the user")
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """As chats have it: thoughts, text and calls of one turn are one message there."""
+        """Add the item to a chat. Thoughts, text and calls of one turn are one message there."""
         if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _seen_and_said(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)})
             return
         if self.type == "message" and self.role != "assistant":
-            messages.append({"role": self.role, "content": _seen_and_said(self.content)})
+            messages.append({"role": self.role, "content": _content(self.content)})
             return
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -113,16 +118,16 @@ class ResponsesRequest(Body):
 
     harmless: ClassVar[Harmless] = {
         **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANYTHING),
-        **dict.fromkeys(("prompt_cache_options", "max_tool_calls"), ANYTHING),  # it has no tools of its own
+        **dict.fromkeys(("prompt_cache_options", "max_tool_calls"), ANYTHING),  # there are no built-in tools
         **dict.fromkeys(("conversation", "prompt", "context_management", "moderation", "image"), ()),
         "access_programs": (),
         "background": (False,),
-        "include": ([], ["reasoning.encrypted_content"]),  # thoughts are there in plain text
+        "include": ([], ["reasoning.encrypted_content"]),  # thoughts come in plain text
         "service_tier": ("auto", "default"),
         "stream_options": ({"include_obfuscation": False}, {}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
-        # of vLLM
+        # vLLM's
         "request_id": ANYTHING,
         "priority": (0,),
         "skip_special_tokens": (True,),
@@ -149,11 +154,11 @@ class ResponsesRequest(Body):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
     def items(self) -> list[Item]:
-        """What is new in the conversation."""
+        """The new items of the conversation."""
         return [Item(content=self.input)] if isinstance(self.input, str) else self.input
 
     def as_chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """The same as a chat, behind the items of what was said before."""
+        """The request as a chat; `before` holds the earlier items of the conversation."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -179,8 +184,8 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate({**asked, "tool_choice": named})
 
 
-def _seen_and_said(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
-    """As chats have it: parts, if there are pictures."""
+def _content(content: str | list[ItemPart] | None) -> str | list[dict[str, Any]]:
+    """The content for a chat: parts if there are pictures, else text."""
     if not isinstance(content, list) or all(part.image_url is None for part in content):
         return _text(content)
     return [
@@ -196,7 +201,7 @@ def _text(content: str | list[ItemPart] | None) -> str:
 
 
 class ResponsesAnswer(Answer):
-    """Items: thoughts, a message, calls. `keep` is given the whole response when it is complete."""
+    """Items: thoughts, a message, calls. `keep` gets the whole response when it is complete."""
 
     def __init__(self, *given: Any, request: ResponsesRequest, keep: Any) -> None:
         super().__init__(*given)
@@ -290,7 +295,7 @@ class ResponsesAnswer(Answer):
         }
 
     def _within(self, kind: str, **more: str) -> bytes:
-        """An item of that kind begins, if none is under way."""
+        """Begin an item of this kind, unless one is under way."""
         if self._items and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress":
             return b""
         closed = self._close()
@@ -313,7 +318,7 @@ class ResponsesAnswer(Answer):
         return found + self._at(f"response.{kind}.delta", content_index=0, delta=text, **more)
 
     def _close(self) -> bytes:
-        """The item under way, if there is one, has ended."""
+        """End the item under way, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
         item = self._items[-1]
@@ -343,18 +348,18 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A response, and what was said up to it."""
+    """A response, and the conversation before it."""
 
     owner: str
-    """Who may read it: an API key, or without keys an address."""
+    """The client that may read it: an API key, or an address if there are no keys."""
     response: dict[str, Any]
     items: list[dict[str, Any]]
-    """Parts of the conversation, up to the response's own."""
+    """Items of the conversation, without the response's own."""
     num_bytes: int
 
 
 class StoredResponses:
-    """The one that was used longest ago is forgotten first. From any thread: long answers are written in one."""
+    """Responses by name. The one that was used longest ago is dropped first. Any thread may call it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -367,7 +372,7 @@ class StoredResponses:
         return self._max_bytes > 0
 
     def keep(self, name: str, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Unless it alone is larger than all may be."""
+        """Keep a response, unless it alone is larger than the limit."""
         num_bytes = len(json.dumps([response, items]))
         if num_bytes > self._max_bytes:
             return
@@ -378,7 +383,7 @@ class StoredResponses:
                 self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
 
     def get(self, name: str, owner: str) -> Stored:
-        """Raises ApiError: there is none of this name, or no longer, or it is somebody else's."""
+        """Raises: ApiError: there is none of this name (any more), or it belongs to another client."""
         with self._lock:
             found = self._stored.get(name)
             if found is not None and found.owner == owner:
@@ -393,8 +398,57 @@ class StoredResponses:
         return found
 
     def forget(self, name: str, owner: str) -> None:
-        """Raises ApiError: as `get`."""
+        """Raises: ApiError: as `get`."""
         self.get(name, owner)
         with self._lock:
             found = self._stored.pop(name, None)
             self._num_bytes -= 0 if found is None else found.num_bytes
+
+
+class Responses(Dialect):
+    """Handlers of OpenAI's responses."""
+
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
+        self._stored = StoredResponses(responder.config.max_stored_bytes)
+
+    @post("/v1/responses", "Answer a conversation, in the form of OpenAI's items.", ResponsesRequest)
+    async def responses(self, request: Request) -> Response:
+        body, num_bytes = await self._responder.read(request, ResponsesRequest)
+        owner = request.scope[CALLER]
+        if body.store and not self._stored.keeps_any:
+            raise ApiError(400, "this gateway keeps no responses: leave store out", param="store")
+        before: list[dict[str, Any]] = []
+        num_before = 0
+        if body.previous_response_id is not None:
+            earlier = self._stored.get(body.previous_response_id, owner)
+            before, num_before = [*earlier.items, *earlier.response["output"]], earlier.num_bytes
+        num_all = num_bytes + num_before
+        chat = await translated(num_all, body.as_chat, before)
+        items = [*before, *await aside(num_bytes, lambda: [one.model_dump(exclude_none=True) for one in body.items()])]
+
+        def keep(name: str, response: dict[str, Any]) -> None:
+            if body.store is not False:
+                self._stored.keep(name, owner, response, items)
+
+        shape = partial(ResponsesAnswer, request=body, keep=keep)
+        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream))
+
+    @get("/v1/responses/{name}", "Read a response that is kept.", errors=(401, 403, 404))
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._stored.get(request.path_params["name"], request.scope[CALLER]).response)
+
+    @delete("/v1/responses/{name}", "Delete a response that is kept.")
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._stored.forget(name, request.scope[CALLER])
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    @get(
+        "/v1/responses/{name}/input_items",
+        "List the conversation before a response that is kept.",
+        errors=(401, 403, 404),
+    )
+    async def input_items(self, request: Request) -> Response:
+        found = self._stored.get(request.path_params["name"], request.scope[CALLER])
+        return JSONResponse({"object": "list", "data": found.items, "has_more": False})

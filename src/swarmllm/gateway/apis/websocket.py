@@ -1,9 +1,9 @@
-"""`WS /ws/generate`: the requests of /v1/… as messages of a WebSocket, answered by the same chunks.
+"""`WS /ws/generate`: OpenAI's chats and completions as messages of a WebSocket, answered with the same chunks.
 
-A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`), and may have an `id`, that is
-a number or a short string, which is repeated in all that answers it. Several may be under way at a time.
-`{"cancel": id}` ends one, hanging up ends all.
-After the last chunk comes `{"done": true}`, with `unused_fields` if there were any, or `{"error": …}`.
+A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`). It may have an `id`, a number
+or a short string, which all its answers repeat as `request`. Several requests may be under way. `{"cancel": id}` ends
+one; closing the socket ends all. After the last chunk comes `{"done": true}`, with `unused_fields` if there are any, or
+`{"error": …}`.
 """
 
 import asyncio
@@ -13,33 +13,34 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from swarmllm.errors import SwarmError
-from swarmllm.gateway.apis.openai_routes import OpenAIAnswer
-from swarmllm.gateway.apis.responder import Responder, aside, read_json
+from swarmllm.api import SwarmError
+from swarmllm.gateway.apis.chat_request import ChatRequest
+from swarmllm.gateway.apis.openai import OpenAIAnswer
+from swarmllm.gateway.apis.request_bodies import CompletionRequest, unused_fields
+from swarmllm.gateway.apis.responder import Dialect, Responder, aside, read_json
 from swarmllm.gateway.engine.engine import Answering
 from swarmllm.gateway.errors import ApiError
-from swarmllm.gateway.guard import CALLER, Rates
-from swarmllm.gateway.requests.chat_request import ChatRequest
-from swarmllm.gateway.requests.request_bodies import CompletionRequest, unused_fields
+from swarmllm.gateway.guard import CALLER
+from swarmllm.gateway.routes import websocket
 
 TOO_BIG = 1009
 TRY_AGAIN_LATER = 1013
 MAX_REQUESTS = 16
-"""Under way on one socket."""
+"""Requests under way on one socket."""
 MAX_ID_CHARS = 128
 
 
-class WebSocketRoute:
-    """The handler; made once per gateway."""
+class OverWebSocket(Dialect):
+    """Handler of the WebSocket."""
 
-    def __init__(self, responder: Responder, rates: Rates) -> None:
-        self._responder = responder
-        self._rates = rates
+    def __init__(self, responder: Responder) -> None:
+        super().__init__(responder)
         self._max_bytes = responder.config.max_body_bytes
         self._max_sockets = max(1, responder.config.max_connections // 2)
-        self._open: dict[_Conversation, WebSocket] = {}  # the one that was silent longest first
+        self._open: dict[_Conversation, WebSocket] = {}  # in the order of their last messages
         self._closing: set[asyncio.Task[None]] = set()
 
+    @websocket("/ws/generate")
     async def generate(self, socket: WebSocket) -> None:
         """Serve one socket until it closes."""
         offered = socket.scope.get("subprotocols", [])
@@ -58,17 +59,17 @@ class WebSocketRoute:
                         if len(text) > self._max_bytes:
                             await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
                             break
-                        await conversation.take(text, tasks, self._rates, socket.scope[CALLER])
-                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which nobody here sends
+                        await conversation.take(text, tasks, socket.scope[CALLER])
+                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which this API has not
                     pass
                 finally:
                     self._open.pop(conversation, None)
                     conversation.cancel_all()
-        except* (WebSocketDisconnect, RuntimeError):  # sending to a socket that has been closed
+        except* (WebSocketDisconnect, RuntimeError):  # RuntimeError: the socket is closed already
             pass
 
     def _make_room(self) -> bool:
-        """Whether a socket on which nothing is under way could be closed: the one that was silent longest."""
+        """Close the idle socket that has been silent for longest. Returns False if there is none."""
         for conversation, socket in self._open.items():
             if conversation.is_idle:
                 del self._open[conversation]
@@ -80,9 +81,9 @@ class WebSocketRoute:
 
 
 async def _dismiss(socket: WebSocket) -> None:
-    """Close it; nobody waits for that, since its client may take a minute to agree."""
+    """Close a socket. Run it as a task: its client may take a minute to agree."""
     with suppress(WebSocketDisconnect, RuntimeError):
-        await socket.close(TRY_AGAIN_LATER, "others want a socket")
+        await socket.close(TRY_AGAIN_LATER, "other clients need a socket")
 
 
 class _Conversation:
@@ -93,11 +94,11 @@ class _Conversation:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be answered."""
+        """No request is under way."""
         return not self._under_way
 
-    async def take(self, text: str, tasks: asyncio.TaskGroup, rates: Rates, caller: str) -> None:
-        """One message; all but those that cancel count for the rate of `caller`."""
+    async def take(self, text: str, tasks: asyncio.TaskGroup, caller: str) -> None:
+        """Take one message. Each one counts for the caller's rate, unless it cancels a request."""
         label: Any = None
         try:
             data = text.encode()
@@ -105,7 +106,7 @@ class _Conversation:
             if "cancel" in message:
                 self._cancel(str(_label(message["cancel"])))
                 return
-            rates.take(caller)
+            self._responder.rates.take(caller)
             label = _label(message.get("id"))
             if str(label) in self._under_way:
                 raise ApiError(400, f"a request {label!r} is under way", param="id", code="invalid_value")
@@ -123,7 +124,7 @@ class _Conversation:
         return parse(ChatRequest, message) if "messages" in message else parse(CompletionRequest, message)
 
     def cancel_all(self) -> None:
-        """The socket is closed."""
+        """End all requests: the socket is closed."""
         for answering in self._under_way.values():
             if answering is not None:
                 answering.cancel()
@@ -162,7 +163,7 @@ class _Conversation:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Raises: ApiError: it is no JSON object."""
+    """Raises: ApiError: the message is no JSON object."""
     message = read_json(data)
     if not isinstance(message, dict):
         raise ApiError(400, "a message is a JSON object", code="invalid_value")
@@ -170,7 +171,7 @@ def _read(data: bytes) -> dict[str, Any]:
 
 
 def _label(given: Any) -> str | int | None:
-    """Raises: ApiError: it can't be repeated in every chunk of an answer."""
+    """Raises: ApiError: the id can't be repeated in every chunk."""
     if given is None or (isinstance(given, str | int) and len(str(given)) <= MAX_ID_CHARS):
         return given
     raise ApiError(

@@ -2,13 +2,11 @@
 
 engine           worker threads and a bounded queue
 model_choice     the models that are offered, by name
-offered_model    what all of them have
+offered_model    the base of all of them, and how one joins the swarm
 language_model   one of them that writes: its client in the swarm, its tokenizer, perhaps a local copy
 chat_templates   its chat template, in a process that can be ended
 generation       one request: a session of its own, tokens out, cancellation, the local fallback, a trace of its time
 embedding_model  models that give embeddings, and models that say how well a text fits a query
-hearing_model    a model that writes down what it hears
-room             memory for pictures and sounds, shared by all requests
-pictures         pictures in chats, as it takes them
-sounds           files with sound, as it takes them
+audio_model      a model that writes down what is said in a sound
+vision           pictures in chats, as a model takes them, and memory for all that requests unpack
 """

@@ -1,8 +1,8 @@
-"""Chat templates, rendered in processes of their own, which are ended when they compute for too long or grow too large.
+"""Chat templates, rendered in separate processes. A process that computes too long or grows too large is killed.
 
-A template is a program that came with a checkpoint, or what a request gives it makes it long. `language_model` has its
-templates rendered by `ChatTemplates`; `main` is the other side, a process that reads lines of JSON and answers each
-by one. Rendering itself is transformers' own, so that texts are the same.
+A template is a program from a checkpoint, and a request may make its text long. `language_model` renders through
+`ChatTemplates`. `main` is the other side: a process that reads lines of JSON and answers each with a line.
+transformers' own code renders, so texts are the same.
 """
 
 import contextlib
@@ -19,33 +19,33 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import ConfigurationError
 
 LIMIT_S = 2.0
-"""Seconds of a core that a template may take. Assumed: a conversation of 4096 messages takes some tenths."""
+"""Seconds of computing that a template may take. Assumed: a conversation of 4096 messages takes some tenths."""
 LIMIT_BYTES = 1 << 29
-"""Memory that it may take, beside what the process has before. Assumed, as is `MAX_CHARS`."""
+"""Memory that it may take in addition to the process's own. Assumed, as is `MAX_CHARS`."""
 MAX_CHARS = 1 << 23
-"""Of the text that comes out of it: twice what 1 MiB of messages and tools can be when all of it is escaped."""
+"""Characters of its text: twice as many as 1 MiB of messages and tools can make when all of it is escaped."""
 MAX_LINE = 6 * MAX_CHARS + 64
-"""Bytes of an answer: each character of a text is six at most."""
+"""Bytes of an answer: a character takes at most six."""
 NUM_PROCESSES = 2
-"""Of a model at a time. Assumed: rendering takes about a millisecond, so one is enough while nothing takes long."""
+"""Processes of one model. Assumed: rendering takes about a millisecond, so one is enough as long as nothing is slow."""
 
 
 class ChatTemplates:
-    """The processes of one model, and the threads in which its chats are made ready; the first chat starts them."""
+    """The processes of one model, and threads that prepare its chats. The first chat starts them."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
         self.threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="prepare chats")
-        self._all: set[subprocess.Popen[bytes]] = set()
+        self.processes: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def start(self) -> None:
-        """Have a process ready for the first chat; returns at once."""
+        """Start a process for the first chat; returns at once."""
         self._give_back(self._process())
 
     def render(
@@ -58,10 +58,10 @@ class ChatTemplates:
         own: Mapping[str, Any],
         go_on: bool,
     ) -> str:
-        """The text of a conversation; `given` and `own` are variables of the template, which must know the given ones.
+        """The text of a conversation. `given` and `own` are variables of the template; it must know the given ones.
 
         Raises:
-            ConfigurationError: the template refuses these messages or doesn't know a variable, or took too much.
+            ConfigurationError: the template refuses these messages, doesn't know a variable, or takes too much.
         """
         asked = {"template": template, "messages": messages, "tools": tools or None, "given": given, "own": own}
         try:
@@ -88,26 +88,26 @@ class ChatTemplates:
         """End all processes and threads."""
         with self._lock:
             self._closed = True
-            left = list(self._all)
+            left = list(self.processes)
         for process in left:
             self._end(process)
         self.threads.shutdown()
 
     def _process(self) -> subprocess.Popen[bytes]:
-        """One that waits for a question, or a new one."""
+        """An idle process, or a new one."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.poll() is None:
                     return process
             if self._closed:
-                raise ConfigurationError("the gateway is going away")
+                raise ConfigurationError("the gateway is shutting down")
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(self._limit_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            self._all.add(process)
+            self.processes.add(process)
             return process
 
     def _give_back(self, process: subprocess.Popen[bytes]) -> None:
@@ -118,14 +118,14 @@ class ChatTemplates:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was to be written stays unread
+            with contextlib.suppress(OSError):  # the rest of the question stays unwritten
                 pipe.close()  # type: ignore[union-attr]
         with self._lock:
-            self._all.discard(process)
+            self.processes.discard(process)
 
 
 def _answer(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
-    """None: the process has ended instead."""
+    """Send a question and read the answer; None: the process has ended."""
     questions, answers = process.stdin, process.stdout
     assert questions is not None
     assert answers is not None
@@ -142,17 +142,17 @@ def _answer(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | N
 
 
 def main(limit_s: float) -> None:
-    """Answer each line of standard input by one on standard output, until there are no more."""
+    """Answer each line of standard input with a line on standard output, until input ends."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     from transformers.utils import chat_template_utils  # noqa: F401  half a second, before the clock runs
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which then closes the pipe
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in questions:
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # nobody handles its signal, so it ends the process
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal has no handler, so it ends the process
         try:
             answer = _rendered(json.loads(line))
         except MemoryError:
@@ -187,7 +187,8 @@ def _rendered(asked: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _variables(template: str) -> frozenset[str]:
-    """What a template can be given beside messages and tools: all that it reads, or asks whether it is defined."""
+    """Variables that a template can be given besides messages and tools: all that it reads or tests for being
+    defined."""
     import inspect
 
     from jinja2 import meta, nodes

@@ -1,10 +1,9 @@
-"""Models that give numbers for texts: embeddings, or how well a text fits a query. Each has its client and tokenizer.
+"""Models that give numbers for texts: embeddings, or a score for how well a text fits a query.
 
-Made by `model_choice`, asked by `embedding_routes`. An embedding is made of a model's last hidden states by a recipe
+`model_choice` opens them, `apis/embeddings` asks them. An embedding is made of a model's last hidden states by a recipe
 in sentence-transformers' files: `modules.json` lists the transformer, a pooling (`1_Pooling/config.json`) and mostly
-`2_Normalize`, in their order. A checkpoint without these files, but of a model without a head for text, is pooled by
-the mean, as sentence-transformers does then. A ranking model is known elsewhere as a cross-encoder: it reads query and
-text together.
+`2_Normalize`. A checkpoint without these files and without a head for text is pooled by the mean, as in
+sentence-transformers. A ranking model is also known as a cross-encoder: it reads query and text together.
 """
 
 import inspect
@@ -16,31 +15,38 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from swarmllm.client.text_generation import open_model
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.models.architecture import Task, decoder_stack, max_positions, task_of, text_config
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.api import (
+    Checkpoint,
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    decoder_stack,
+    max_positions,
+    task_of,
+    text_config,
+)
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
 
 BATCH_TOKENS = 8192
-"""Positions of one forward, padding included, whose hidden states are in memory at a time: 128 MB of size 4096."""
+"""Positions of one forward, padding included. It limits the memory of hidden states: 128 MB for width 4096."""
 
 LEAST = 1e-9
-"""sentence-transformers' own guard against a text of no tokens."""
+"""sentence-transformers' guard against division by zero."""
 
 
 class EmbeddingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+    """A model that gives embeddings."""
+
+    use = Use("an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings")
 
     def __init__(
-        self, swarm: Any, tokenizer: Any, recipe: "EmbeddingRecipe", *, name: str, max_length: int | None
+        self, swarm: Any, tokenizer: Any, recipe: "EmbeddingRecipe", *, name: str | None, max_length: int | None
     ) -> None:
         known = (recipe.max_length, max_positions(decoder_stack(swarm)), tokenizer.model_max_length)
         super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, *known))
         self.recipe = recipe
         self.size: int = text_config(swarm.config).hidden_size * len(recipe.pooling)
-        """Numbers of an embedding."""
+        """Numbers of one embedding."""
         takes = inspect.signature(decoder_stack(swarm).forward).parameters
         self._options = {"use_cache": False} if "use_cache" in takes else {}
         self._pad_id = tokenizer.pad_token_id or 0
@@ -49,28 +55,20 @@ class EmbeddingModel(OfferedModel):
     def open(
         cls, config: ClientModelConfig, recipe: "EmbeddingRecipe", *, name: str | None, max_length: int | None
     ) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config, features=True)
-        try:
-            return cls(swarm, tokenizer, recipe, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config, features=True) as (swarm, tokenizer):
+            return cls(swarm, tokenizer, recipe, name=name, max_length=max_length)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text as it is embedded, its prompt included."""
+        """Token ids of a text, with the prompt that embeddings need."""
         text = self.recipe.prompt + text
         return super().encode(text.lower() if self.recipe.lowercase else text, special_tokens=special_tokens)
 
     def cut(self, ids: list[int], length: int) -> list[int]:
-        """The begin of a text, with the special tokens that end it."""
+        """The first `length` tokens of a text, with the special tokens that end it."""
         if len(ids) <= length:
             return ids
-        empty = super().encode("")  # what is put around any text
+        empty = super().encode("")  # the special tokens around any text
         num_after = 0
         while num_after < min(len(empty), length) and empty[-1 - num_after] == ids[-1 - num_after]:
             num_after += 1
@@ -80,7 +78,7 @@ class EmbeddingModel(OfferedModel):
     def embed(
         self, rows: Sequence[list[int]], dimensions: int | None, go_on: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """Token ids of texts → their embeddings `[texts, size]`; `go_on` is asked before each batch of them.
+        """Embed texts, given as token ids → `[texts, size]`. `go_on` is called before each forward.
 
         Raises:
             SwarmError: the swarm fails.
@@ -101,7 +99,7 @@ class EmbeddingModel(OfferedModel):
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Places of texts that are computed together: those of nearly the same length."""
+    """Groups of texts for one forward each: places of texts of similar length."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > BATCH_TOKENS:
@@ -143,8 +141,8 @@ POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last_token,
 }
-"""Of hidden states `[batch, seq, hidden]` and a mask `[batch, seq]` of 1 and, behind each text, 0. Results of several
-are joined in this order."""
+"""Functions of hidden states `[batch, seq, hidden]` and a mask `[batch, seq]` (1, and 0 behind each text). If there are
+several, their results are joined in this order."""
 
 
 _FLAGS = {
@@ -159,21 +157,21 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRecipe:
-    """From a text to its embedding, but for the model."""
+    """How a text becomes an embedding, apart from the model itself."""
 
     pooling: tuple[str, ...] = ("mean",)
     normalize: bool = False
-    """To length 1."""
+    """Bring each embedding to length 1."""
     max_length: int | None = None
-    """Tokens of a text that it was made for."""
+    """Most tokens of a text that the model was made for."""
     lowercase: bool = False
     prompt: str = ""
-    """Put before each text."""
+    """Text before each text."""
 
     def embed(self, hidden: Tensor, mask: Tensor, dimensions: int | None = None) -> Tensor:
         """Hidden states `[batch, seq, hidden]` and mask `[batch, seq]` → embeddings `[batch, size]`, in float32.
 
-        With `dimensions` the first ones of them alone, brought to length 1.
+        `dimensions` keeps the first numbers only, brought to length 1.
         """
         hidden, mask = hidden.float(), mask.float()
         found = torch.cat([POOLINGS[name](hidden, mask) for name in self.pooling], dim=-1)
@@ -184,10 +182,10 @@ class EmbeddingRecipe:
 
 
 def recipe_of(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
-    """How this checkpoint makes embeddings; None: it writes text, or does something else.
+    """The recipe of this checkpoint; None: it gives no embeddings.
 
     Raises:
-        ConfigurationError: in a way that isn't known here.
+        ConfigurationError: the recipe is not known here.
     """
     modules = checkpoint.json_file("modules.json")
     if modules is None:
@@ -220,9 +218,9 @@ def recipe_of(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
 
 
 def _is_headless(checkpoint: Checkpoint) -> bool:
-    """Whether nothing follows the last hidden states: an encoder, or a decoder that was saved without its head.
+    """No head follows the last hidden states: an encoder, or a decoder that was saved without its head.
 
-    Encoders as they come from their first training have a head that fills gaps, which embeddings leave out.
+    Pretrained encoders have a head that fills gaps; embeddings leave it out.
     """
     config = checkpoint.config
     task = task_of(config)
@@ -258,40 +256,35 @@ def _pooling(checkpoint: Checkpoint, filename: str) -> tuple[str, ...]:
 
 
 def _prompt(checkpoint: Checkpoint) -> str:
-    """What sentence-transformers puts before each text unasked."""
+    """The prompt that sentence-transformers puts before each text by default."""
     config = checkpoint.json_file("config_sentence_transformers.json") or {}
     name = config.get("default_prompt_name")
     return "" if name is None else str((config.get("prompts") or {}).get(name, ""))
 
 
 class RankingModel(OfferedModel):
-    """One model for all requests; any thread may call it."""
+    """A model that scores how well a text fits a query, from 0 to 1."""
 
-    def __init__(self, swarm: Any, tokenizer: Any, *, name: str, max_length: int | None) -> None:
+    use = Use("a model that ranks texts", "ranks texts", "ranks no texts", "/v1/rerank", "no_ranking")
+
+    def __init__(self, swarm: Any, tokenizer: Any, *, name: str | None, max_length: int | None) -> None:
         known = shortest(max_length, max_positions(decoder_stack(swarm)), tokenizer.model_max_length)
         super().__init__(swarm, tokenizer, name=name, max_length=known)
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config)
-        try:
-            return cls(swarm, tokenizer, name=name or swarm.swarm.model_name, max_length=max_length)
-        except BaseException:
-            swarm.close()
-            raise
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config) as (swarm, tokenizer):
+            return cls(swarm, tokenizer, name=name, max_length=max_length)
 
     def pairs(self, query: str, texts: Sequence[str]) -> list[dict[str, list[int]]]:
-        """The inputs of the model for each text."""
+        """The model's inputs for each text."""
         return [dict(self.tokenizer(query, text)) for text in texts]
 
     @torch.no_grad()
     def scores(self, pairs: Sequence[dict[str, list[int]]], go_on: Callable[[], None] = lambda: None) -> list[float]:
-        """0 to 1 for each pair, as sentence-transformers' CrossEncoder gives it; `go_on` is asked before each batch.
+        """A score for each pair, as sentence-transformers' CrossEncoder gives it. `go_on` is called before each
+        forward.
 
         Raises:
             SwarmError: the swarm fails.

@@ -1,7 +1,7 @@
-"""Many requests at once: some worker threads, a few that may wait, the others are turned away.
+"""Many requests at once: worker threads, a bounded queue, and a refusal for all others.
 
-The routes call `start`, in the event loop; every prompt is one `Generation` on a thread of its own, because
-transformers' `generate()` is synchronous. Servers see sessions that step at the same time and batch them.
+Routes call `start` in the event loop. Each prompt is a `Generation` on a thread of its own, because transformers'
+`generate()` is synchronous. Servers compute the steps of these sessions together.
 """
 
 import asyncio
@@ -14,23 +14,24 @@ from typing import TypeVar
 
 from swarmllm.gateway.engine.generation import Generation, GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import free_memory
+from swarmllm.gateway.engine.vision import free_memory
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.text import Ended, Event
 
 Result = TypeVar("Result")
 PATIENCE_S = 60.0
-"""A reader that nobody wakes looks again after that."""
+"""A reader looks again after this time, even if nothing wakes it."""
 
 CROWD = 4
 GATHER_S = 0.01
-"""With more prompts than `CROWD` under way, readers are woken so often at most: each waking takes the interpreter lock
-from the threads that make tokens, and finds cold caches. Measured with 16 streams, whose tokens come 40 ms apart."""
+"""With more than `CROWD` prompts under way, readers are woken at most this often. Each wake-up takes the
+interpreter lock from the threads that make tokens, and finds cold caches. Measured with 16 streams whose tokens
+come 40 ms apart."""
 
 
 class Engine:
-    """Lives in the event loop of the web server."""
+    """Runs generations. It belongs to the web server's event loop."""
 
     def __init__(self, metrics: GatewayMetrics, *, max_concurrent: int, max_waiting: int) -> None:
         self._metrics = metrics
@@ -38,17 +39,18 @@ class Engine:
         self._max_concurrent = max_concurrent
         self._capacity = max_concurrent + max_waiting
         self._under_way: dict[Generation, int] = {}
-        """In the order in which they have their turn, with the place in the queue that each was told; 0: it runs."""
+        """Each generation, in the order of their turns, with the place in the queue that it was told last; 0: it
+        runs."""
         self._computing = 0
-        """Requests that write nothing, under way."""
+        """Requests under way that write no text."""
         self._closing = False
         self._bell = _Bell(lambda: len(self._under_way) > CROWD)
 
     def start(self, model: LanguageModel, prompts: Sequence[list[int]], options: GenerationOptions) -> "Answering":
-        """Begin to answer each prompt by this model.
+        """Begin to answer each prompt with this model.
 
         Raises:
-            ApiError: there is no room for them now.
+            ApiError: the queue is full.
         """
         self._require_room(len(prompts))
         answering = Answering(self._bell)
@@ -70,10 +72,10 @@ class Engine:
         return answering
 
     async def compute(self, function: Callable[[], Result]) -> Result:
-        """What a function returns that runs in a worker thread, as one more prompt.
+        """Run a function in a worker thread, as one more prompt, and return its result.
 
         Raises:
-            ApiError: there is no room for it now; and what the function raises.
+            ApiError: the queue is full; and errors of the function.
         """
         self._require_room(1)
         self._computing += 1
@@ -83,16 +85,16 @@ class Engine:
             self._computing -= 1
 
     def check_open(self) -> None:
-        """For functions of `compute` that take long. Raises: ApiError: the gateway is going away."""
+        """For long functions of `compute`. Raises: ApiError: the gateway shuts down."""
         if self._closing:
             raise _going_away()
 
     def count_prompt(self, num_tokens: int) -> None:
-        """Have the metrics know of a prompt; from any thread."""
+        """Count a prompt's tokens in the metrics. From any thread."""
         self._metrics.prompt_tokens.inc(num_tokens)
 
     def count_written(self, num_tokens: int) -> None:
-        """The same of tokens that functions of `compute` have had written."""
+        """Count written tokens in the metrics. From any thread."""
         self._metrics.tokens.inc(num_tokens)
 
     def _require_room(self, num_prompts: int) -> None:
@@ -106,14 +108,14 @@ class Engine:
         return len(self._under_way) + self._computing
 
     async def close(self) -> None:
-        """Give up what is under way, and end the threads."""
+        """Cancel all generations, and end the threads."""
         self._closing = True
         for generation in list(self._under_way):
             generation.cancel(_going_away())
         await asyncio.to_thread(self._threads.shutdown)
 
     def _run(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
-        """In a worker thread."""
+        """Run in a worker thread."""
         generation.run()
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self._ended, generation)
@@ -125,7 +127,7 @@ class Engine:
         self._show_load()
 
     def _tell_places(self) -> dict[Generation, int]:
-        """To those whose place in the queue has changed; returns all places."""
+        """Tell generations their places in the queue where these have changed; return all places."""
         for number, (generation, told) in enumerate(self._under_way.items()):
             place = max(0, number - self._max_concurrent + 1)
             if place != told:
@@ -149,54 +151,55 @@ def queue_full(max_concurrent: int) -> ApiError:
 
 
 def _going_away() -> ApiError:
-    return ApiError(503, "the gateway is going away", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, "the gateway is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 
 
 class Waiter:
-    """Who waits for what a function of `Engine.compute` makes; the function asks for it by `go_on`, in its thread."""
+    """A request that waits for a function of `Engine.compute`. The function calls `go_on` now and then, in its
+    thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._gone = threading.Event()
 
     def cancel(self) -> None:
-        """Nobody waits any more."""
+        """The client has gone."""
         self._gone.set()
 
     def go_on(self) -> None:
-        """Raises: ApiError: nobody waits any more, or the gateway is going away."""
+        """Raises: ApiError: the client has gone, or the gateway shuts down."""
         self._engine.check_open()
         if self._gone.is_set():
-            raise ApiError(499, "nobody waits for this any more")
+            raise ApiError(499, "the client has gone")
 
 
 class _Bell:
-    """Wakes readers in the event loop, in a crowd those of the last `GATHER_S` together."""
+    """Wakes readers in the event loop; in a crowd, all of the last `GATHER_S` together."""
 
     def __init__(self, is_crowded: Callable[[], bool]) -> None:
         self._is_crowded = is_crowded
         self._rung_for: deque[asyncio.Event] = deque()
         self._answered = False
-        """Whether `_wake` is going to be called."""
+        """A call of `_wake` is due."""
 
     def ring(self, reader: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-        """From any thread."""
+        """Wake a reader soon. From any thread."""
         self._rung_for.append(reader)
         if not self._answered:
             self._answered = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
                 loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._answered = in_a_crowd = bool(self._rung_for) and self._is_crowded()
         if in_a_crowd:
             asyncio.get_running_loop().call_later(GATHER_S, self._wake)
-        while self._rung_for:  # after saying whether we come again: whoever rings now is seen here, or rings again
+        while self._rung_for:  # only now: a later reader is woken here, or schedules `_wake` itself
             self._rung_for.popleft().set()
 
 
 class Answering:
-    """The generations of one request; iterate over their events until all have ended."""
+    """The generations of one request. Iterate over their events until all have ended."""
 
     def __init__(self, bell: _Bell) -> None:
         self.generations: list[Generation] = []
@@ -206,20 +209,20 @@ class Answering:
         self._arrived = asyncio.Event()
         self._num_ended = 0
         self.place = 0
-        """In the queue, when it began; 0: it had its turn at once."""
+        """Place in the queue at the start; 0: it ran at once."""
 
     def take(self, event: Event) -> None:
-        """From any thread. Events that come while the reader is still to wake up are read together."""
+        """Add an event, from any thread. A reader gets all events that came before it woke up."""
         self._events.append(event)
         self._bell.ring(self._arrived, self._loop)
 
     def cancel(self) -> None:
-        """Nobody listens any more. Harmless when all have ended."""
+        """Cancel all generations. Does nothing if they have ended."""
         for generation in self.generations:
             generation.cancel()
 
     async def some(self, timeout_s: float) -> list[Event]:
-        """What has happened since the last call; nothing after the timeout, or when all has ended."""
+        """Events since the last call; empty after the timeout, or when all has ended."""
         if self._num_ended == len(self.generations):
             return []
         patience = self._loop.call_later(timeout_s, self._arrived.set)
@@ -227,7 +230,7 @@ class Answering:
             await self._arrived.wait()
         finally:
             patience.cancel()
-        self._arrived.clear()  # before looking: what comes now wakes us again
+        self._arrived.clear()  # before reading: an event that comes now wakes the reader again
         events = [self._events.popleft() for _ in range(len(self._events))]
         self._num_ended += sum(isinstance(event, Ended) for event in events)
         return events

@@ -1,13 +1,13 @@
-"""One prompt and its answers: a session of its own in the swarm, tokens out as they come, cancelled from anywhere.
+"""One prompt and its answers: one session in the swarm, tokens as they come, cancelled from anywhere.
 
-Run by a worker thread of `engine`. The answers to one prompt (`n`) are the rows of one batch. When the swarm can't be
-repaired and there is a local model, that goes on from the last token. A `Trace` notes where the time of the request
-goes, hop by hop: for `X-Swarm-Trace`, the chat page's route line and the metrics.
+A worker thread of `engine` runs it. The answers to one prompt (`n`) are rows of one session. If the swarm can't be
+repaired, a local model goes on from the last token, if there is one. A `Trace` measures where the time of a request
+goes, hop by hop: for `X-Swarm-Trace`, the route line of the chat page, and the metrics.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from swarmllm.client.local_fallback import SoFar
-from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.command_line import one_line
-from swarmllm.data_structures import RouteHop, Span
-from swarmllm.decoding.text_so_far import tokens_with
-from swarmllm.errors import PeerError, RoutingError, SessionClosedError, SwarmError
+from swarmllm.api import (
+    InferenceSession,
+    PeerError,
+    RemoteCache,
+    RouteHop,
+    RoutingError,
+    SessionClosedError,
+    SoFar,
+    Span,
+    SwarmError,
+    one_line,
+    tokens_with,
+)
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.pictures import seen_rows
+from swarmllm.gateway.engine.vision import picture_rows
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.output_parsing import Reader
 from swarmllm.gateway.sampling import (
@@ -46,37 +53,35 @@ from swarmllm.gateway.text import (
     TextPiece,
     TextRow,
 )
-from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.network.wire.messages import Timings
 
 logger = logging.getLogger(__name__)
 
 SCORED_TOKENS = 128
-"""Positions of a prompt that are scored at a time, which bounds their logits (times the vocabulary)."""
+"""Positions of a prompt that are scored at a time. It limits the memory of their logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How one prompt is answered."""
+    """How to answer one prompt."""
 
     sampling: SamplingOptions
     max_tokens: int
     n: int = 1
-    """Answers."""
+    """Number of answers."""
     stop: tuple[str, ...] = ()
-    """Looked for in what is said: not in thoughts, and not in calls of tools."""
+    """Texts that end an answer. Thoughts and calls of tools are not searched for them."""
     new_reader: Callable[[], Reader | None] = lambda: None
-    """Makes what parts the text of one answer into thoughts, what is said, and calls; None: all is said."""
+    """Makes the reader that splits one answer into thoughts, text and calls; None: all is text."""
     constraint: Constraint | None = None
-    """What the answers must look like."""
+    """A form that the answers must have."""
     min_tokens: int = 0
-    """Before which nothing ends an answer but a stop string."""
+    """Before this many tokens, only a stop text ends an answer."""
     stop_token_ids: tuple[int, ...] = ()
-    """They end an answer like the model's own end of text."""
+    """They end an answer, as the model's own end-of-text tokens do."""
     kept_tokens: frozenset[int] = frozenset()
-    """Special tokens that are part of the text."""
+    """Special tokens that belong to the text."""
     ignore_eos: bool = False
-    """The model's own end of text ends nothing."""
+    """The model's own end-of-text tokens end nothing."""
     score_prompt: bool = False
     """Also give the log probabilities of the prompt's own tokens."""
 
@@ -87,7 +92,7 @@ class _Cancelled:
 
 
 class Generation:
-    """`emit` takes the events, in any thread; the last one is `Ended`."""
+    """Answers one prompt. `emit` takes the events, in any thread; the last one is `Ended`."""
 
     def __init__(
         self,
@@ -108,16 +113,17 @@ class Generation:
         self._cancelled: _Cancelled | None = None
         self._session: InferenceSession | None = None
         self._failed: set[str] = set()
-        """Peers that were told to have failed since the last route was found."""
-        self._route: list[RouteHop] = []
+        """Peers that were reported as failed since the last route was found."""
+        self.route: list[RouteHop] = []
+        """The route in use."""
         self._trace = Trace(metrics)
         self._writer: _Writer | None = None
         self.num_echoed_chars = 0
-        """Characters of the prompt, if it is scored and so a part of the answer."""
+        """Characters of the prompt, if it is scored and therefore part of the answer."""
 
     def cancel(self, because: Exception | None = None) -> None:
-        """Free the session everywhere, whatever step is under way: because nobody wants it any more, or for a reason
-        that whoever reads is told. Harmless at any time."""
+        """Stop, and close the session at once, whatever step is running. `because` is the error that the reader gets;
+        None: no reader is left. Call it at any time, more than once if need be."""
         if self._cancelled is None or self._cancelled.because is None:
             self._cancelled = _Cancelled(because)
         session = self._session
@@ -125,7 +131,7 @@ class Generation:
             session.close()
 
     def run(self) -> None:
-        """Answer; called once, in a worker thread. Never raises: errors are in `Ended`."""
+        """Answer the prompt. Call it once, in a worker thread. It never raises: errors are in `Ended`."""
         self._trace = Trace(self._metrics)
         error: Exception | None = None
         try:
@@ -135,7 +141,7 @@ class Generation:
             if not self._cancelled:
                 logger.warning("a request was not answered: %s (%s)", one_line(failure), failure.code)
             error = failure
-        except Exception as failure:  # a thread's last resort: whoever asked gets an error 500
+        except Exception as failure:  # last resort of a thread: the client gets an error 500
             logger.exception("answering a request failed")
             error = failure
         if self._cancelled:
@@ -198,14 +204,14 @@ class Generation:
 
     def _answer_in_swarm(self, writer: "_Writer") -> None:
         model, options = self._model.swarm, self._options
-        # One more than are fed: a session is never full when its last token has been chosen.
+        # One token more than is ever sent: a session is never full when the last token has been chosen.
         length = len(self._prompt_ids) + options.max_tokens + 1
         with_session = model.inference_session(max_length=length, batch_size=options.n)
         self._session = with_session
         try:
             if self._cancelled:
                 return
-            with_session.watch(on_failure=self._on_failure, on_route=self._on_route)
+            with_session.watch(on_failure=self.on_failure, on_route=self.on_route)
             cache = {self._model.cache_name: RemoteCache(model.config, with_session, options.n)}
             if options.score_prompt:
                 self._score_prompt(model, {**cache, "use_cache": True}, writer.ids, SCORED_TOKENS)
@@ -236,12 +242,13 @@ class Generation:
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],
             **cache,
-            **{name: rows.to(model.device) for name, rows in seen_rows(self._prompt_ids, self._options.n).items()},
+            **{name: rows.to(model.device) for name, rows in picture_rows(self._prompt_ids, self._options.n).items()},
         )
 
     @torch.no_grad()
     def _score_prompt(self, model: Any, cache: dict[str, Any], ids: Tensor, chunk_tokens: int) -> None:
-        """All but the last token go through the model here; `generate()` then goes on from the cache."""
+        """Score the prompt: all but its last token go through the model here. `generate()` then goes on from the
+        cache."""
         num_top = self._options.sampling.top_logprobs or 0
         prompt, found = self._prompt_ids, []
         for start in range(0, len(prompt) - 1, chunk_tokens):
@@ -260,11 +267,11 @@ class Generation:
     # ------------------------------------------------------------------ what the writer and the session tell
 
     def stopped(self) -> bool:
-        """Whether to end after the token under way."""
+        """End after the token under way."""
         return self._cancelled is not None
 
     def on_step(self, pieces: list[TextPiece]) -> None:
-        """The rows' next tokens."""
+        """Emit the next token of each row."""
         session = self._session
         self._trace.on_step(session.timings if session is not None else (), len(pieces))
         for piece in pieces:
@@ -295,19 +302,20 @@ class Generation:
         return self._first_index
 
     def on_place(self, place: int) -> None:
-        """Its place in the queue has changed; 0: it has its turn."""
+        """The place in the queue has changed; 0: it runs now."""
         self._tell("queue", place=place)
 
-    def _on_failure(self, error: SwarmError) -> None:
-        """In the client's event loop, as is `_on_route`. Each server's is told once, until another way is found."""
+    def on_failure(self, error: SwarmError) -> None:
+        """Called in the client's event loop, as is `on_route`. Each server is reported once until another route is
+        found."""
         peer_id = error.peer_id if isinstance(error, PeerError) else None
         if (failed := peer_id or error.code) in self._failed:
             return
         self._failed.add(failed)
         self._tell("shard_status", status="degraded", peer_id=peer_id, code=error.code, error=one_line(error))
 
-    def _on_route(self, route: list[RouteHop], seconds: float) -> None:
-        before, self._route = self._route, route
+    def on_route(self, route: list[RouteHop], seconds: float) -> None:
+        before, self.route = self.route, route
         self._failed.clear()
         repaired = self._trace.on_route(route, seconds)
         details = {"route": describe_route(route), "ms": round(1000 * seconds, 1)}
@@ -329,7 +337,7 @@ class Generation:
 
 @dataclass
 class _Row:
-    """One answer as it is written: its text, parted."""
+    """The text of one answer under way, split into thoughts, text and calls."""
 
     text: TextRow
     stops: StopFinder
@@ -338,13 +346,14 @@ class _Row:
     kept: frozenset[int] = frozenset()
 
     def spelled(self, logprob: TokenLogprob, start: int = 0) -> TokenLogprob:
-        """With the bytes of the tokens that may come next, and where: the answer begins at `start`."""
+        """Add the bytes of all candidate tokens and the place in the text. The answer begins at `start`."""
         tokens = {logprob.token_id, *(token for token, _ in logprob.top)}
         spelled = self.spelling.of(self.text.before, tokens, self.kept)
         return replace(logprob, spelled=spelled, offset=start + self.text.offset)
 
     def take(self, token: int | None, *, last: bool) -> tuple[str, str, list[CallPiece]]:
-        """(thoughts, what is said, what was added to calls) that are certain; None: the text has ended before."""
+        """Add a token; returns the (thoughts, text, calls) that are certain now. `token` None: the text ended before
+        it."""
         new = "" if token is None else self.text.add(token)
         new += self.text.end() if last else ""
         thoughts, said, calls = ("", new, []) if self.reader is None else self.reader.take(new, last=last)
@@ -353,12 +362,12 @@ class _Row:
 
 
 class _Writer:
-    """As one of transformers' stopping criteria: takes each step's tokens, says which rows are finished."""
+    """A stopping criterion for transformers: takes the tokens of each step, and says which rows are finished."""
 
     def __init__(self, generation: Generation, sampler: Sampler, ids: Tensor) -> None:
         self.sampler = sampler
         self.ids = ids
-        """`[rows, so far]`: where another model would go on."""
+        """`[rows, so far]`: the point from which another model would go on."""
         self.num_steps = 0
         self.num_tokens = 0
         self._generation = generation
@@ -410,24 +419,24 @@ class _HopTimes:
 
 @dataclass
 class Trace:
-    """Filled by `generation`: from its worker thread, and `on_route` from the client's event loop."""
+    """Times of one request. `generation` fills it in: `on_route` in the client's event loop, the rest in its thread."""
 
     metrics: GatewayMetrics
     began_at: float = field(default_factory=time.monotonic)
     construct_s: float | None = None
-    """Time for the first route: finding it, dialling its servers, opening sessions."""
+    """Seconds until the first route is open: finding it, dialling servers, opening sessions."""
     first_token_s: float | None = None
     num_repairs: int = 0
     num_tokens: int = 0
     _route: Sequence[RouteHop] = ()
     _hops: dict[tuple[str, Span], _HopTimes] = field(default_factory=dict)
     _by_start: dict[int, _HopTimes] = field(default_factory=dict)
-    """Those of the route, by their first block."""
+    """Times of the hops on the route, by their first block."""
     _steps_s: float = 0.0
     _last_at: float = 0.0
 
     def on_route(self, route: Sequence[RouteHop], seconds: float) -> bool:
-        """A route has been opened (False) or repaired (True)."""
+        """Note a new route. Returns True if it repairs an earlier one."""
         self._route = route
         self._by_start = {
             hop.span.start: self._hops.setdefault((hop.server.peer_id, hop.span), _HopTimes(hop)) for hop in route
@@ -440,8 +449,8 @@ class Trace:
         self.metrics.swarm.failovers.inc()
         return True
 
-    def on_step(self, timings: Timings, num_tokens: int) -> None:
-        """A step has come back, and that many tokens with it."""
+    def on_step(self, timings: Iterable[tuple[int, int, int]], num_tokens: int) -> None:
+        """A step has returned that many tokens. `timings`: (first block, µs in the queue, µs computing) per server."""
         now = time.monotonic()
         if self.first_token_s is None:
             self.first_token_s = now - self.began_at
@@ -463,11 +472,11 @@ class Trace:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token; None with fewer than two."""
+        """Speed after the first token; None with fewer than two tokens."""
         return (self.num_tokens - 1) / self._steps_s if self.num_tokens > 1 and self._steps_s else None
 
     def as_json(self) -> dict[str, Any]:
-        """Milliseconds, rounded; per hop the means of its steps."""
+        """The trace for JSON: milliseconds, rounded; for each hop the means of its steps."""
         hops = [
             {
                 "peer_id": times.hop.server.peer_id,
@@ -491,7 +500,7 @@ class Trace:
 
 
 def describe_route(route: Sequence[RouteHop]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """A route for JSON."""
     return [
         {
             "peer_id": hop.server.peer_id,

@@ -1,7 +1,7 @@
-"""A model that a gateway offers: its client in the swarm, its tokenizer, and perhaps a local copy.
+"""A model that writes text: its client in the swarm, its tokenizer, and perhaps a local copy.
 
-Made by `model_choice`; `engine` and `generation` use it. `MiddleForm` writes prompts for the middle between two texts
-(requests with a `suffix`), as models for code have learned it: with special tokens around both texts.
+`model_choice` opens it; `engine` and `generation` use it. `MiddleForm` writes prompts for the text between two others
+(requests with a `suffix`). Code models were trained on that: special tokens stand around both texts.
 """
 
 import logging
@@ -13,13 +13,21 @@ from typing import Any, Self
 
 from transformers import GenerationConfig
 
-from swarmllm.client.local_fallback import LocalFallback
-from swarmllm.client.text_generation import CHOICE_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, open_model, preferred_stops
-from swarmllm.config import ClientModelConfig
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    CHOICE_FIELDS,
+    SCORE_FIELDS,
+    TOKEN_FIELDS,
+    ClientModelConfig,
+    ConfigurationError,
+    LocalFallback,
+    cache_argument,
+    decoder_stack,
+    preferred_stops,
+    sees,
+)
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
-from swarmllm.gateway.engine.offered_model import OfferedModel, shortest
-from swarmllm.gateway.engine.pictures import Eyes, SeenPrompt
+from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
+from swarmllm.gateway.engine.vision import PictureProcessor, PicturePrompt
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
     BEGIN_THOUGHTS,
@@ -36,23 +44,24 @@ from swarmllm.gateway.output_parsing import (
 )
 from swarmllm.gateway.sampling import Grammars
 from swarmllm.gateway.text import MAX_HELD_TOKENS, Spelling
-from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 
 logger = logging.getLogger(__name__)
 
 
 class LanguageModel(OfferedModel):
-    """One model for all requests; generating on it from several threads at once is fine."""
+    """A model that writes text."""
+
+    use = Use("a model that writes text", "writes text", "writes no text", "/v1/chat/completions", "no_text")
 
     def __init__(
         self,
         swarm: Any,
         tokenizer: Any,
         *,
-        name: str,
+        name: str | None,
         max_length: int | None,
         local: LocalFallback | None = None,
-        eyes: Eyes | None = None,
+        picture_processor: PictureProcessor | None = None,
     ) -> None:
         positions = getattr(swarm.config.get_text_config(), "max_position_embeddings", None)
         self._most_room = 0
@@ -60,8 +69,8 @@ class LanguageModel(OfferedModel):
         super().__init__(swarm, tokenizer, name=name, max_length=shortest(max_length, positions))
         self.local = local
         self.take_preferences()
-        self.eyes = eyes
-        """What makes of pictures what the model takes; None: it doesn't see."""
+        self.picture_processor = picture_processor
+        """Turns pictures into inputs of the model; None: the model reads text only."""
         self.templates = ChatTemplates()
         self.cache_name = cache_argument(decoder_stack(swarm))
         self.num_scores = swarm.get_output_embeddings().weight.shape[0]
@@ -70,35 +79,24 @@ class LanguageModel(OfferedModel):
 
     @classmethod
     def open(cls, config: ClientModelConfig, *, name: str | None, max_length: int | None) -> Self:
-        """Join the swarm and load what the gateway needs itself.
-
-        Raises:
-            SwarmError: the swarm or the checkpoint can't be used.
-        """
-        swarm, tokenizer = open_model(config)
-        try:
-            # `generation` goes on with it, and tells whoever reads.
+        """Join the swarm. Raises: SwarmError: the swarm or the checkpoint can't be used."""
+        with opened(config) as (swarm, tokenizer):
+            # `generation` uses the fallback itself, because it reports it to the client.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            if name is None:
-                name = ":".join(filter(None, (swarm.swarm.model_name, config.active_adapter)))
-            eyes = Eyes(config.model, config.revision) if sees(swarm.config) else None
-            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, eyes=eyes)
-        except BaseException:
-            swarm.close()
-            raise
+            processor = PictureProcessor(config.model, config.revision) if sees(swarm.config) else None
+            return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
     def close(self) -> None:
         self.templates.close()
         super().close()
 
     def take_preferences(self) -> None:
-        """Take the generation config from the models that write.
+        """Take the generation config away from the models.
 
-        Requests say how `generate()` is called, so the models themselves ask for nothing: transformers would take over
-        from them what a call leaves open.
+        Requests say how `generate()` is called. transformers would fill in the rest from the models' own configs.
         """
         self.preferences: GenerationConfig = self.swarm.generation_config
-        """What the checkpoint prefers."""
+        """The checkpoint's own preferences."""
         for model in (self.swarm, *([] if self.local is None else [self.local.model])):
             model.generation_config = GenerationConfig()
         self.eos_ids = _eos_ids(self.preferences, self.tokenizer)
@@ -106,23 +104,23 @@ class LanguageModel(OfferedModel):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its answer: as the gateway was told, or else as the model has positions and
-        servers have had room since the gateway began."""
+        """Most tokens of a prompt and its answer: the configured limit, or else the model's positions and the largest
+        cache that servers have had free since the gateway started."""
         if self._is_given_length:
-            return self._longest
+            return self.longest
         self._most_room = max(self._most_room, self.swarm.swarm.look_ups.snapshot.cache_room())
-        return min(self._longest, self._most_room or self._longest)
+        return min(self.longest, self._most_room or self.longest)
 
     @cached_property
     def middle_form(self) -> "MiddleForm | None":
-        """How it is asked for what stands between two texts; None: it hasn't learned that."""
+        """How the model is asked for the text between two others; None: it was not trained on that."""
         return MiddleForm.of(self.tokenizer)
 
     def grammars(self) -> Grammars:
-        """For answers that follow a constraint; its tables are made when they are first needed.
+        """Grammars for constrained answers. The first call builds the tables.
 
         Raises:
-            ConfigurationError: this tokenizer can't be used for it.
+            ConfigurationError: they can't be built for this tokenizer.
         """
         with self._making_grammar:
             if self._grammars is None:
@@ -130,20 +128,20 @@ class LanguageModel(OfferedModel):
             return self._grammars
 
     def preferred_sampling(self) -> dict[str, Any]:
-        """What the checkpoint prefers if a request says nothing; OpenAI's defaults if it has no preference."""
+        """The checkpoint's sampling options, for requests that give none; without any, OpenAI's defaults hold."""
         found = self._preferred(name for name in CHOICE_FIELDS if name != "do_sample")
         return found if self.preferences.do_sample else {}
 
     def preferred_scores(self, *, has_ends: bool) -> dict[str, Any]:
-        """How the checkpoint wants scores to be changed, as fields of a GenerationConfig; some need tokens that end a
-        text."""
+        """The checkpoint's options that change scores, as fields of a GenerationConfig. Some are left out if no token
+        ends a text."""
         found = self._preferred((*SCORE_FIELDS, *TOKEN_FIELDS))
         for_ends = () if has_ends else ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
         return {name: value for name, value in found.items() if name not in (*for_ends, "eos_token_id", "pad_token_id")}
 
     @property
     def preferred_stops(self) -> tuple[str, ...]:
-        """Texts that end an answer, as the checkpoint has it."""
+        """Texts that end an answer, by the checkpoint."""
         return preferred_stops(self.preferences)
 
     def _preferred(self, names: Iterable[str]) -> dict[str, Any]:
@@ -152,31 +150,31 @@ class LanguageModel(OfferedModel):
 
     @cached_property
     def spelling(self) -> Spelling:
-        """The bytes of its tokens."""
+        """Gives the bytes of the model's tokens."""
         return Spelling(self.tokenizer)
 
     @cached_property
     def call_form(self) -> CallForm | HarmonyForm:
-        """How it writes calls of tools.
+        """The form in which the model writes calls of tools.
 
         Raises:
-            ConfigurationError: it writes none, or in a form that isn't known here.
+            ConfigurationError: it writes none, or in an unknown form.
         """
         return HarmonyForm() if self.speaks_harmony else form_of(self.name, self.tokenizer)
 
     @property
     def speaks_harmony(self) -> bool:
-        """Whether its answers are messages in channels."""
+        """The model's answers are messages in channels."""
         return speaks_harmony(self.tokenizer)
 
     @property
     def thinks(self) -> bool:
-        """Whether it may think before it answers."""
+        """The model may think before it answers."""
         return self.speaks_harmony or thinks(self.tokenizer)
 
     @property
     def efforts(self) -> dict[str, dict[str, Any]]:
-        """How much it can be told to think, and how its chat template is told."""
+        """The levels of thinking that can be asked for, and the template variables of each."""
         text = template_of(self.tokenizer)
         known = EFFORTS if self.speaks_harmony else ("none", "minimal", "low", "medium", "high", "xhigh", "max")
         found = {name: {"reasoning_effort": name} for name in known if "reasoning_effort" in text}
@@ -190,17 +188,17 @@ class LanguageModel(OfferedModel):
         *,
         go_on: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins; or up to the end of the last message
-        to `go_on` with.
+        """Token ids of a conversation, up to the start of the assistant's answer; with `go_on`, up to the end of the
+        last message.
 
-        `template_options` are what the model's template knows besides messages, like `enable_thinking`.
+        `template_options` are variables of the chat template, like `enable_thinking`.
 
         Raises:
             ConfigurationError: the model has no chat template, or the template refuses these messages.
         """
         if not self.tokenizer.chat_template:
             raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
-        if self.speaks_harmony:  # its template has another name for thoughts
+        if self.speaks_harmony:  # its template calls thoughts by another name
             messages = [
                 {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
             ]
@@ -208,7 +206,7 @@ class LanguageModel(OfferedModel):
         text = self._rendered(template, messages, template_options, tools, go_on=go_on)
         try:
             return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        except (TypeError, ValueError) as error:  # half of a surrogate pair
+        except (TypeError, ValueError) as error:  # for example, half of a surrogate pair
             raise ConfigurationError(f"the model's tokenizer can't take these messages: {error}") from None
 
     def _rendered(
@@ -231,22 +229,22 @@ class LanguageModel(OfferedModel):
         tools: Sequence[dict[str, Any]] = (),
         *,
         go_on: bool = False,
-    ) -> SeenPrompt:
-        """As `encode_chat`, of messages with pictures.
+    ) -> PicturePrompt:
+        """Token ids and other inputs of a conversation with pictures; else as `encode_chat`.
 
         Raises:
-            ApiError: the model doesn't see, or a picture can't be read.
+            ApiError: the model reads text only, or a picture can't be read.
             ConfigurationError: the template or the processor can't take these messages.
         """
-        if self.eyes is None:
+        if self.picture_processor is None:
             raise ApiError(
                 400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
             )
-        text = self._rendered(self.eyes.template, messages, template_options, tools, go_on=go_on)
-        return self.eyes.encode(text, urls)
+        text = self._rendered(self.picture_processor.template, messages, template_options, tools, go_on=go_on)
+        return self.picture_processor.encode(text, urls)
 
     def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
-        """For one answer; None: this model doesn't think aloud."""
+        """A reader of thoughts for one answer; None: the model writes none."""
         if not thinks(self.tokenizer):
             return None
         end = self.tokenizer.decode(prompt_ids[-MAX_HELD_TOKENS:], skip_special_tokens=False)
@@ -254,7 +252,7 @@ class LanguageModel(OfferedModel):
 
     @property
     def thought_markers(self) -> frozenset[int]:
-        """Special tokens between which it thinks."""
+        """Special tokens around thoughts."""
         if self.speaks_harmony:
             return HarmonyForm().markers(self.tokenizer)
         return special_tokens(self.tokenizer, frozenset((BEGIN_THOUGHTS, END_THOUGHTS)))
@@ -268,14 +266,14 @@ def _eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class MiddleForm:
-    """How one model is asked. Its tokens, as ids."""
+    """Ids of the tokens around prefix and suffix."""
 
     before_prefix: int
     before_suffix: int
     before_middle: int | None
-    """None: the suffix comes first, and the middle is what follows the prefix."""
+    """None: the suffix comes first, and the middle follows the prefix."""
     ends: frozenset[int]
-    """Tokens that end the middle, besides the model's own end of text."""
+    """Tokens that end the middle, besides the model's own end-of-text tokens."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
@@ -289,7 +287,7 @@ class MiddleForm:
         return None
 
     def prompt(self, begin: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
-        """Token ids; `begin` is what the tokenizer puts before any text."""
+        """Token ids of the prompt; `begin` holds the special tokens that the tokenizer puts before any text."""
         if self.before_middle is None:
             return [*begin, self.before_suffix, *suffix, self.before_prefix, *prefix]
         return [*begin, self.before_prefix, *prefix, self.before_suffix, *suffix, self.before_middle]
@@ -304,7 +302,7 @@ _FORMS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     ("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
-"""The tokens before the prefix, the suffix and the middle, as these models' descriptions have them."""
+"""The tokens before prefix, suffix and middle, by the descriptions of these models."""
 
 
 _ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "▁<EOT>")

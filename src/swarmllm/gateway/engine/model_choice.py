@@ -1,55 +1,30 @@
-"""The models that a gateway offers, by the names that requests use. Opened by `__main__`, asked by the routes."""
+"""The models that a gateway offers, by the names that requests use. `__main__` opens them, the APIs ask for them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import torch
 
-from swarmllm.config import ClientModelConfig, default_cache_dir, hub_token
-from swarmllm.errors import ConfigurationError
+from swarmllm.api import (
+    ClientModelConfig,
+    ConfigurationError,
+    Task,
+    open_checkpoint,
+    task_of,
+)
+from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
-from swarmllm.gateway.engine.hearing_model import HearingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
-from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.engine.offered_model import OfferedModel, hub_options
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.settings import GatewayConfig
-from swarmllm.models.architecture import Task, task_of
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
 Kind = TypeVar("Kind", bound=OfferedModel)
 WRITES = (Task.CAUSAL_LM, Task.SEQ_TO_SEQ_LM, Task.IMAGE_TEXT_TO_TEXT)
 
 
-@dataclass(frozen=True)
-class _Uses:
-    """What a kind of models is for, and what the others are not."""
-
-    what: str
-    verb: str
-    negation: str
-    route: str
-    code: str
-
-
-_USES = {
-    LanguageModel: _Uses("a model that writes", "writes text", "writes no text", "/v1/chat/completions", "no_text"),
-    EmbeddingModel: _Uses(
-        "an embedding model", "gives embeddings", "gives no embeddings", "/v1/embeddings", "no_embeddings"
-    ),
-    RankingModel: _Uses("a model that ranks texts", "ranks texts", "ranks no texts", "/v1/rerank", "no_ranking"),
-    HearingModel: _Uses(
-        "a model that hears", "writes down sound", "takes no sound", "/v1/audio/transcriptions", "no_hearing"
-    ),
-}
-
-
-def _uses(kind: type[OfferedModel]) -> _Uses:
-    return next(uses for known, uses in _USES.items() if issubclass(kind, known))
-
-
 class ModelChoice:
-    """One model at least, each with a client of its own in the swarm."""
+    """At least one model. Each has a client of its own in the swarm."""
 
     def __init__(self, models: Sequence[OfferedModel]) -> None:
         self._by_name = {model.name: model for model in models}
@@ -83,48 +58,49 @@ class ModelChoice:
 
     @property
     def first(self) -> LanguageModel:
-        """The one that requests for a text mean which name none."""
+        """The first model that writes text: for requests without a model."""
         return self.named(None)
 
     @property
     def has_local(self) -> bool:
-        """Whether any of them can answer without the swarm."""
+        """Some model can answer without the swarm."""
         return any(model.local is not None for model in self)
 
     def named(self, name: str | None) -> LanguageModel:
-        """The model of this name, which is to write text; None = the first that does.
+        """The text model of this name; None: the first one.
 
         Raises:
-            ApiError: there is none, or it does something else. So do the others.
+            ApiError: there is none, or this model does something else. The next three raise it, too.
         """
         return self._of_kind(name, LanguageModel)
 
     def embedder(self, name: str | None) -> EmbeddingModel:
-        """The same of one that is to give embeddings."""
+        """The embedding model of this name; None: the first one."""
         return self._of_kind(name, EmbeddingModel)
 
     def ranker(self, name: str | None) -> RankingModel | EmbeddingModel:
-        """The same of one that is to rank texts; without a name the first that was made for it, or gives embeddings."""
+        """The ranking or embedding model of this name; None: the first ranking model, else the first embedding
+        model."""
         first = [one for kind in (RankingModel, EmbeddingModel) for one in self if isinstance(one, kind)]
         found = self.any(name) if name is not None or not first else first[0]
         return found if isinstance(found, EmbeddingModel) else self._of_kind(found.name, RankingModel)
 
-    def hearer(self, name: str | None) -> HearingModel:
-        """The same of one that is to write down what it hears."""
-        return self._of_kind(name, HearingModel)
+    def transcriber(self, name: str | None) -> AudioModel:
+        """The audio model of this name; None: the first one."""
+        return self._of_kind(name, AudioModel)
 
     def _of_kind(self, name: str | None, kind: type[Kind]) -> Kind:
         found = self.any(name) if name is not None else self._first(kind)
         if isinstance(found, kind):
             return found
-        does, lacks = _uses(type(found)), _uses(kind)
+        does, lacks = found.use, kind.use
         names = ", ".join(model.name for model in self if isinstance(model, kind))
         mend = f"name one that does: {names}" if names else f"start the gateway with --model of {lacks.what} as well"
         message = f"{found.name} {does.verb} and {lacks.negation}: ask {does.route}, or {mend}"
         raise ApiError(400, message, param="model", code=lacks.code)
 
     def any(self, name: str | None) -> OfferedModel:
-        """The model of this name, whatever it does; None = the first of all.
+        """The model of this name, of any kind; None: the first of all.
 
         Raises:
             ApiError: there is none.
@@ -138,11 +114,11 @@ class ModelChoice:
         return self._by_name[name]
 
     def _first(self, kind: type[OfferedModel]) -> OfferedModel:
-        """Of that kind, or else of any."""
+        """The first model of this kind; without one, the first of all."""
         return next((model for model in self if isinstance(model, kind)), self.any(None))
 
     def start(self) -> None:
-        """Have all ready for the first request, which else waits for it; returns at once."""
+        """Start what the first request would wait for otherwise; returns at once."""
         for model in self:
             if isinstance(model, LanguageModel) and model.tokenizer.chat_template:
                 model.templates.start()
@@ -154,19 +130,18 @@ class ModelChoice:
 
 
 def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -> OfferedModel:
-    """What a checkpoint is for, its files say.
+    """Open a model as its files say what it is for.
 
     Raises:
-        ConfigurationError: neither to write nor to embed nor to rank nor to hear; and what opening it raises.
+        ConfigurationError: the gateway has no use for such a model; and errors of opening it.
     """
-    where = {"revision": config.revision, "token": hub_token(), "cache_dir": default_cache_dir()}
-    checkpoint = open_checkpoint(config.model, **where)
+    checkpoint = open_checkpoint(config.model, **hub_options(config.revision))
     recipe = recipe_of(checkpoint)
     if recipe is not None:
         return EmbeddingModel.open(config, recipe, name=name, max_length=max_length)
     task = task_of(checkpoint.config)
     if task == Task.SPEECH_SEQ_TO_SEQ:
-        return HearingModel.open(config, name=name, max_length=max_length)
+        return AudioModel.open(config, name=name, max_length=max_length)
     if task == Task.SEQUENCE_CLASSIFICATION:
         if (num_labels := checkpoint.config.num_labels) != 1:
             raise ConfigurationError(
@@ -177,6 +152,6 @@ def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -
     if task in WRITES:
         return LanguageModel.open(config, name=name, max_length=max_length)
     raise ConfigurationError(
-        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings, rank "
-        "texts or hear: use it from Python"
+        f"{config.model} is a {task.value}, and a gateway offers models that write text, give embeddings, rank texts "
+        "or write down speech: use it from Python"
     )

@@ -39,7 +39,7 @@ export async function swarm(model) {
   return response.json();
 }
 
-// How many tokens `messages` are, and how many the model takes.
+// The number of tokens in `messages`, and the most that the model takes.
 export async function count(model, messages, system) {
   const told = system ? [{ role: "system", content: system }, ...messages] : messages;
   const body = model.chat ? { messages: told } : { prompt: told.map((message) => message.content).join("\n") };
@@ -48,8 +48,8 @@ export async function count(model, messages, system) {
   return response.json();
 }
 
-// Yields the chunks of an answer as they come.
-// `goOn`: the last message is the model's own, to be gone on with. `system`: the system prompt.
+// Yields the chunks of an answer.
+// `goOn`: continue the last message, which is the model's own. `system`: the system prompt.
 export async function* answer(model, messages, signal, { system, goOn }) {
   const asked = { model: model.id, stream: true, swarm_events: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) {
@@ -60,7 +60,7 @@ export async function* answer(model, messages, signal, { system, goOn }) {
   if (model.chat) {
     asked.messages = told;
     if (goOn) Object.assign(asked, { continue_final_message: true, add_generation_prompt: false });
-  } else { // a model that was never taught to chat goes on with the text
+  } else { // a model without a chat template continues the text
     path = "/v1/completions";
     asked.prompt = told.map((message) => message.content).join("\n");
     asked.max_tokens ??= 256;

@@ -1,11 +1,11 @@
-// Files beside the message box: pasted, dropped or chosen, and sent with the next message. Pictures are made smaller,
+// Files for the next message: pasted, dropped or chosen. Pictures are made smaller,
 // text files are read; nothing else can be attached.
 
 import { model } from "/static/head.js";
 
 const byId = (id) => document.getElementById(id);
 const row = byId("attached");
-const LONGEST = 1024; // pixels of a side: models look at fewer, and a request has 1 MiB
+const LONGEST = 1024; // pixels of a side: models use fewer, and a request has 1 MiB
 const MOST_PICTURES = 4;
 const MOST_FILES = 8;
 const MOST_BYTES = 1 << 20; // of a text file
@@ -14,12 +14,12 @@ let pictures = []; // data URLs
 let files = []; // {name, text}
 let changed = () => {};
 
-// `listener()` is told when something is attached or removed.
+// `listener()` is called when something is attached or removed.
 export function onAttached(listener) {
   changed = listener;
 }
 
-// ---------------------------------------------------------------- what a message says
+// ---------------------------------------------------------------- text of a message
 
 function fenced({ name, text }) {
   const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length));
@@ -27,10 +27,10 @@ function fenced({ name, text }) {
   return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// With its text files, in front.
+// The text, with its text files in front.
 export const textOf = (message) => [...(message.files ?? []).map(fenced), message.content].filter(Boolean).join("\n\n");
 
-// As the API takes it.
+// The content for the API.
 export function asSaid(message) {
   const { role, pictures } = message;
   if (!pictures?.length) return { role, content: textOf(message) };
@@ -88,16 +88,16 @@ export function fileRow(files, onRemove) {
   });
 }
 
-// ---------------------------------------------------------------- what is attached now
+// ---------------------------------------------------------------- attached now
 
-// For a message that is being sent: nothing is attached afterwards.
+// Take the files for a message that is being sent; none are attached afterwards.
 export function takeAttached() {
   const taken = attached();
   putAttached({});
   return taken;
 }
 
-// As fields of a message.
+// The files as fields of a message.
 export function attached() {
   return { ...(pictures.length && { pictures }), ...(files.length && { files }) };
 }
@@ -117,9 +117,9 @@ export function putAttached(message) {
   changed();
 }
 
-// The button says what can be attached: pictures only if the model that answers sees.
+// Name on the button what can be attached: pictures only for models with vision.
 export function showAttach() {
-  byId("attach").setAttribute("aria-label", model?.sees ? "Attach a picture or a text file" : "Attach a text file");
+  byId("attach").setAttribute("aria-label", model?.vision ? "Attach a picture or a text file" : "Attach a text file");
 }
 
 async function attach(chosen) {
@@ -139,7 +139,7 @@ async function attach(chosen) {
 class Refused extends Error {}
 
 async function attachPicture(file) {
-  if (!model?.sees) throw new Refused(`${model?.id ?? "This model"} reads text only, so it can’t be shown pictures.`);
+  if (!model?.vision) throw new Refused(`${model?.id ?? "This model"} reads text only, so it can’t be shown pictures.`);
   if (pictures.length >= MOST_PICTURES) throw new Refused(`A message can have ${MOST_PICTURES} pictures.`);
   const bitmap = await createImageBitmap(file).catch(() => {
     throw new Refused(`${file.name || "This"} is no picture that this browser can read.`);
@@ -155,7 +155,7 @@ async function attachText(file) {
   putAttached({ pictures, files: [...files, { name: file.name, text }] });
 }
 
-// Text in UTF-8, or in UTF-16 if it begins with its mark; null if it is neither.
+// Decode UTF-8, or UTF-16 with a byte order mark; null: it is neither.
 function decoded(bytes) {
   const mark = (bytes[0] << 8) | bytes[1];
   const encoding = mark === 0xfffe ? "utf-16le" : mark === 0xfeff ? "utf-16be" : "utf-8";
@@ -167,7 +167,7 @@ function decoded(bytes) {
   }
 }
 
-// Small pictures stay as they are, point by point; others become JPEG.
+// Small pictures stay unchanged; others become JPEG.
 function smaller(bitmap) {
   const scale = Math.min(1, LONGEST / Math.max(bitmap.width, bitmap.height));
   const canvas = document.createElement("canvas");

@@ -1,4 +1,4 @@
-// The chat page: conversations on the left, the one that is open in the middle, the message box below.
+// The chat page: conversations on the left, the open one in the middle, the message box below.
 
 import * as api from "/static/api.js";
 import { asSaid, attached, onAttached, putAttached, showAttach, takeAttached, textOf } from "/static/attached.js";
@@ -17,10 +17,10 @@ const byId = (id) => document.getElementById(id);
 const text = byId("text");
 const IDEAS = ["Tell me a story about a fox.", "What is the capital of France?", "What sound does a frog make?"];
 
-let open = null; // the conversation that is shown
-let editing = null; // the place of the message that is said anew
+let open = null; // the open conversation
+let editing = null; // index of the message that is edited
 let answering = null; // {conversation, message, abort} while an answer comes
-let early = false; // whether the text in the box was sent before the page knew the model: it goes as soon as it does
+let early = false; // true: the text in the box was sent before the page knew the model, and goes as soon as it does
 
 // ---------------------------------------------------------------- conversations
 
@@ -44,7 +44,7 @@ function drawAll() {
 }
 
 function list() {
-  if (open && location.hash.slice(1) !== open.id) location.hash = open.id; // it may have become one of its own
+  if (open && location.hash.slice(1) !== open.id) location.hash = open.id; // it may be a conversation of its own now
   drawList(open, {
     onOpen: show,
     onDelete: (one) => {
@@ -64,7 +64,7 @@ function keep(conversation) {
     : "This browser has no room left for this conversation, which will be lost with this page: delete others.";
 }
 
-// What other tabs have done.
+// Follow other tabs.
 store.onChange((conversation, what) => {
   if (what === "settings") {
     showSettings();
@@ -86,7 +86,7 @@ function element(message) {
   const isBroken = message.content && model?.chat && (message.finish === "length" || message.notices?.some(({ cut }) => cut));
   return renderMessage(message, {
     busy,
-    onRegenerate: isOwn && model ? regenerate : null, // there is nobody to ask before the gateway has named a model
+    onRegenerate: isOwn && model ? regenerate : null, // no model is known yet
     onContinue: isOwn && isBroken ? goOn : null,
     onEdit: message.role === "user" && mayAct ? () => edit(message) : null,
     onVersion: mayAct ? (version, label) => turnTo(open.messages.indexOf(message), version, label) : null,
@@ -94,7 +94,7 @@ function element(message) {
 }
 
 function redraw(message) {
-  if (!open?.messages.includes(message)) return; // another conversation is shown
+  if (!open?.messages.includes(message)) return; // another conversation is open
   const index = open.messages.indexOf(message);
   const atEnd = isAtEnd();
   const old = byId("messages").children[index];
@@ -105,7 +105,7 @@ function redraw(message) {
   if (atEnd) toEnd();
 }
 
-// What is there stays, so that a selection does; what can be clicked or told is new.
+// Keep existing elements, so that a selection survives; renew buttons and notes.
 function grow(old, now) {
   const [oldBody, body] = [old, now].map((one) => one.querySelector(".body"));
   morph(oldBody, body);
@@ -116,7 +116,7 @@ function grow(old, now) {
   old.append(...now.querySelectorAll(":scope > .notices, :scope > .foot"));
 }
 
-// Another text in place of that message: what was said from there on stays as another version.
+// Replace the text of a message; the messages from there on stay as another version.
 function edit(message) {
   editing = open.messages.indexOf(message);
   text.value = message.content;
@@ -131,7 +131,7 @@ function dontEdit() {
   byId("edits").hidden = true;
 }
 
-// Another version of a message, with all that came after it.
+// Show another version of a message, with all messages after it.
 function turnTo(index, version, label) {
   withTitle(open, () => showVersion(open.messages, index, version));
   keep(open);
@@ -143,7 +143,7 @@ function turnTo(index, version, label) {
 
 const titleOf = (message) => (message?.content.trim() || message?.files?.[0].name || "").split("\n")[0].slice(0, 80);
 
-// A title that nobody has chosen is what was said first, also after `change`.
+// Without a chosen title, the first message is the title, also after `change`.
 function withTitle(conversation, change) {
   const isChosen = conversation.title && conversation.title !== titleOf(conversation.messages[0]);
   change();
@@ -173,7 +173,7 @@ async function regenerate() {
   await reply(open, answer);
 }
 
-// From where a broken answer ends.
+// Continue a broken answer.
 async function goOn() {
   if (answering || open?.messages.at(-1)?.role !== "assistant") return;
   const message = open.messages.at(-1);
@@ -181,7 +181,7 @@ async function goOn() {
   await reply(open, message, true);
 }
 
-// `message`, the last of the conversation, is answered into; `goOn`: it has a beginning.
+// Write an answer into `message`, the last of the conversation; `goOn`: it has a beginning.
 async function reply(conversation, message, goOn = false) {
   const asked = conversation.messages.slice(0, goOn ? undefined : -1).map(asSaid);
   const options = { system: systemOf(conversation), goOn };
@@ -198,7 +198,7 @@ async function reply(conversation, message, goOn = false) {
     drawn = false;
     if (answering?.message === message) redraw(message);
   };
-  drawAll(); // what can be clicked on other messages waits until this one is written
+  drawAll(); // buttons of other messages wait until this one is complete
   toEnd();
   try {
     for await (const chunk of api.answer(model, asked, abort.signal, options)) {
@@ -218,7 +218,7 @@ async function reply(conversation, message, goOn = false) {
       if (message.writing) store.breakOff(message, "Stopped."); // else the page is left
     } else {
       const reason = error instanceof api.ApiError ? error.message : "the gateway can’t be reached";
-      message.notices.push({ kind: "bad", cut: true, text: `No more came: ${reason}` });
+      message.notices.push({ kind: "bad", cut: true, text: `The answer broke off: ${reason}` });
       if (error.status === 401) byId("settings").showModal();
     }
   } finally {
@@ -242,7 +242,7 @@ function showContext() {
 
 const systemOf = (conversation) => conversation?.system ?? store.settings.system;
 
-// What would be sent now, as texts, and the system prompt.
+// The messages that would be sent now, as texts, and the system prompt.
 function draft() {
   const before = (open?.messages ?? []).slice(0, editing ?? undefined);
   const messages = [...before, { role: "user", content: text.value, ...attached() }];
@@ -258,7 +258,7 @@ function busy(now) {
   byId("send").hidden = now;
 }
 
-// ---------------------------------------------------------------- around it
+// ---------------------------------------------------------------- the rest of the page
 
 function openSide() {
   byId("side").classList.add("open");
@@ -329,7 +329,7 @@ onModel(() => {
   showAttach();
   showContext();
   measureSoon(draft);
-  if (!answering) drawAll(); // whether an answer can be gone on with, the model says
+  if (!answering) drawAll(); // the model decides if an answer can be continued
   if (early) byId("composer").requestSubmit();
 });
 byId("export").addEventListener("click", () => open && exportOne(open));

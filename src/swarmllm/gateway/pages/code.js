@@ -1,4 +1,4 @@
-// Code in answers: its language named, a button to copy it, and its words coloured, without knowing any language well.
+// Code in answers: names the language, adds a button to copy, and colours words common to many languages.
 
 const WORDS = new Set(
   ("and as assert async await break case catch class const continue def default delete do elif else enum except export extends " +
@@ -9,7 +9,7 @@ const WORDS = new Set(
 const PARTS = /(\/\/[^\n]*|#[^\n]*|--[^\n]*|\/\*[^]*?\*\/)|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`)|\b(\d[\w.]*)\b|\b([A-Za-z_]\w*)\b/g;
 const HASH_IS_NO_COMMENT = new Set(["js", "javascript", "ts", "typescript", "c", "cpp", "rust", "java", "go", "css", "html", "json"]);
 const PLAIN = new Set(["", "text", "txt", "plain", "markdown", "md"]);
-const MOST = 20000; // characters that are coloured
+const MOST = 20000; // longer code stays uncoloured
 
 function coloured(text, language) {
   const found = document.createDocumentFragment();

@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 const UNDO_MS = 10000;
 const LONGEST_NAME = 80;
 let shown = () => {};
-let naming = null; // {skipped} while a name is written: the list stays as it is, and tells whether it should have changed
+let naming = null; // {skipped} while a name is edited: the list stays unchanged; true: it should have changed
 
 function button(label, sign, name, onClick) {
   const element = document.createElement("button");
@@ -27,16 +27,16 @@ function matches(one, wanted) {
 const DAYS = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
 const noon = (at) => new Date(at).setHours(12, 0, 0, 0);
 
-// Today, yesterday, or the month in which it was begun.
+// Today, yesterday, or the month of its start.
 function when(one) {
-  const at = parseInt(one.id.slice(0, 8), 36); // an id begins with it
-  if (!(at > 1e12)) return ""; // it was written by something else
+  const at = parseInt(one.id.slice(0, 8), 36); // an id begins with the time
+  if (!(at > 1e12)) return ""; // another program wrote it
   const days = Math.round((noon(at) - noon(Date.now())) / 86400000);
   const named = days > -2 ? DAYS.format(days, "day") : new Date(at).toLocaleDateString("en", { month: "long", year: "numeric" });
   return named[0].toUpperCase() + named.slice(1);
 }
 
-// Its name becomes a field: Enter or leaving it keeps what it says, Escape doesn't.
+// Edit a name in a field: Enter or leaving it keeps the text, Escape doesn't.
 function rename(one, title) {
   const field = document.createElement("input");
   field.className = "title";
@@ -54,7 +54,7 @@ function rename(one, title) {
       store.save(one);
       title.textContent = given;
     }
-    field.replaceWith(title); // alone: what was clicked on to leave the field must stay where it is
+    field.replaceWith(title); // the field alone: the element that was clicked to leave it must keep its place
     if (given || skipped) setTimeout(() => naming || shown(), 300);
   };
   field.addEventListener("blur", () => end(field.value.trim()));
@@ -117,7 +117,7 @@ function offerUndo(conversation, onOpen) {
   forgetting = setTimeout(() => toast.replaceChildren(), UNDO_MS);
 }
 
-// A file of Markdown.
+// Save a conversation as Markdown.
 export function exportOne(conversation) {
   const who = { user: "You", assistant: "Model" };
   const system = conversation.system ? `> ${conversation.system.replaceAll("\n", "\n> ")}\n\n` : "";

@@ -1,4 +1,4 @@
-// The API's page: what /openapi.json says, in tables.
+// The API's page: /openapi.json as tables.
 
 const holder = document.getElementById("operations");
 const status = document.getElementById("status");
@@ -45,7 +45,7 @@ function table(schema) {
   return wide;
 }
 
-// The bodies of a request: its own, and those of its parts.
+// Schemas of a request's body and of the objects in it.
 function schemas(name, all, seen = new Set()) {
   if (seen.has(name) || !all[name]) return [];
   seen.add(name);

@@ -1,4 +1,4 @@
-// The head of the chat page: which model answers, and how its swarm is.
+// The head of the chat page: the model that answers, and the state of its swarm.
 
 import * as api from "/static/api.js";
 import { showChoice } from "/static/models.js";
@@ -9,9 +9,9 @@ const byId = (id) => document.getElementById(id);
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 let models = [];
 let changed = () => {};
-export let model = null; // the one that is asked; null before the gateway has named any
+export let model = null; // the chosen model; null: none is known yet
 
-// `listener()` is told when another model is chosen.
+// `listener()` is called when another model is chosen.
 export function onModel(listener) {
   changed = listener;
 }
@@ -39,7 +39,7 @@ export async function health() {
   }
 }
 
-// The model, its size, and what it runs on.
+// The model, its size, and its servers.
 function describe({ about, model: name, num_blocks: blocks }, servers) {
   if (!about) return "";
   const size = `${compact.format(about.parameters)} parameters`;
@@ -48,7 +48,7 @@ function describe({ about, model: name, num_blocks: blocks }, servers) {
 
 export async function begin() {
   try {
-    models = (await api.models()).filter((one) => !one.embeddings && !one.hears); // those chat with nobody
+    models = (await api.models()).filter((one) => !one.embeddings && !one.audio); // these can't chat
     choose(store.settings.model);
   } catch (error) {
     byId("model").textContent = "no model";
@@ -57,7 +57,7 @@ export async function begin() {
   }
 }
 
-// Of several models the one that was used last, if it is still there.
+// The model that was used last, if it is still there.
 function choose(id) {
   model = models.find((one) => one.id === id) ?? models[0];
   byId("model").textContent = model.id;

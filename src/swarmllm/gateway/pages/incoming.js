@@ -1,8 +1,8 @@
-// What comes in while an answer is written, piece by piece.
+// The chunks of an answer under way.
 
 import { noticeOf } from "/static/message.js";
 
-// Takes chunks of one answer into its message.
+// Adds chunks of one answer to its message.
 export function receiver(message) {
   let began = 0;
   return (chunk) => {
@@ -26,7 +26,7 @@ export function receiver(message) {
   };
 }
 
-// The gateway tells of the route, of servers that fail and of those that take over.
+// Events of the gateway: the route, servers that fail, and servers that take over.
 function take(message, event) {
   if (event.event === "trace") {
     const trace = event.traces[0];
@@ -37,12 +37,12 @@ function take(message, event) {
   const notice = noticeOf(event, message.route);
   if (event.route) {
     message.route = event.route;
-    message.notices = message.notices.filter((one) => !one.queue); // it has its turn
+    message.notices = message.notices.filter((one) => !one.queue); // it is its turn
   }
   if (event.replaced_by) message.fresh = event.replaced_by;
   if (!notice) return;
   if (event.event === "queue") notice.queue = true;
-  // A repair may need several tries, of which the last word is enough.
+  // A repair may need several tries: show the last one only.
   while (message.notices.at(-1)?.searching) message.notices.pop();
   message.notices.push(notice);
 }

@@ -1,4 +1,4 @@
-// Says before a message is sent that the model can't take so much.
+// Tells before sending that a message is too long for the model.
 
 import * as api from "/static/api.js";
 import { model } from "/static/head.js";
@@ -11,7 +11,7 @@ const numbers = new Intl.NumberFormat("en");
 let pause = 0;
 let last = 0;
 
-// A token is at least a byte, so that most messages needn't be counted.
+// A token is at least a byte, so most messages needn't be counted.
 function surelyFits(messages, system) {
   const most = [system ?? "", ...messages.map(({ content }) => content)].reduce((sum, text) => sum + bytes(text) + TEMPLATE_TOKENS, 0);
   return most < model.max_model_len;
@@ -29,16 +29,16 @@ async function excess(messages, system) {
   }
 }
 
-// True if the model can't take `messages`: the page says so. Texts only: pictures aren't counted.
+// Returns true if `messages` are too long, and says so on the page. Pictures aren't counted.
 export async function isTooLong(messages, system) {
   clearTimeout(pause);
   const turn = ++last;
   const words = surelyFits(messages, system) ? "" : await excess(messages, system);
-  if (turn === last) byId("long").textContent = words; // else the text was changed meanwhile
+  if (turn === last) byId("long").textContent = words; // otherwise the text has changed meanwhile
   return Boolean(words);
 }
 
-// The same as soon as nobody has written for a moment. `draft()` gives messages and system prompt.
+// The same after a pause in typing. `draft()` gives messages and system prompt.
 export function measureSoon(draft) {
   clearTimeout(pause);
   pause = setTimeout(() => model && isTooLong(...draft()), PAUSE_MS);

@@ -1,5 +1,5 @@
-// A model's Markdown as HTML that can do no harm: no scripts, styles or forms, and nothing that loads by itself.
-// Formulas are KaTeX's; one that it can't read stays as it was written.
+// A model's Markdown as harmless HTML: no scripts, styles or forms, and nothing that loads by itself.
+// KaTeX sets formulas; one that it can't read stays as text.
 
 import DOMPurify from "/static/vendor/purify.js";
 import "/static/vendor/katex.js"; // sets `katex`
@@ -9,7 +9,7 @@ const INLINE_FORMULA = /^\\\((.+?)\\\)|^\$(?![\s$])([^$\n]*?[^\s$\\])\$(?!\d)/;
 const BLOCK_FORMULA = /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\])(?:\n|$)?/;
 const LONGEST_FORMULA = 4000; // characters
 const MOST_KEPT = 500;
-const kept = new Map(); // formulas as elements: a text that grows is rendered many times a second
+const kept = new Map(); // cache of formulas as elements: a growing text is rendered many times a second
 
 const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 
@@ -44,7 +44,7 @@ const ALLOWED = {
   ],
   ALLOWED_ATTR: ["href", "title", "start", "align", "class", "type", "checked"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
-  ADD_URI_SAFE_ATTR: ["start", "align", "type", "checked"], // no addresses: they needn't look like one
+  ADD_URI_SAFE_ATTR: ["start", "align", "type", "checked"], // no links of other kinds
   RETURN_DOM_FRAGMENT: true,
 };
 

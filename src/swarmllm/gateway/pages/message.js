@@ -1,4 +1,4 @@
-// One message as an element: text, what happened on the way, and how fast and by which route it came.
+// One message as an element: its text, events on the way, its speed and its route.
 
 import { fileRow, pictureRow } from "/static/attached.js";
 import { dressCode } from "/static/code.js";
@@ -19,7 +19,7 @@ function ordinal(place) {
   return `${place}${["th", "st", "nd", "rd"][last] ?? "th"}`;
 }
 
-// What an event of the swarm means, in words; null if it needs none.
+// An event of the swarm in words; null: it needs none.
 export function noticeOf(event, route) {
   if (event.event === "queue") {
     return { kind: "", searching: true, text: event.place ? `${ordinal(event.place)} in line. All others were asked before.` : "It is your turn." };
@@ -62,7 +62,7 @@ function copyButton(textOf) {
   return element;
 }
 
-// ‹ 1/2 ›, if something was said or answered in its place before; null if not.
+// ‹ 1/2 ›, if the message has several versions; else null.
 function versions(message, onVersion) {
   if (!onVersion || !(message.versions?.length > 1)) return null;
   const line = make("span", "versions");
@@ -114,7 +114,7 @@ function foot(message, busy, { onRegenerate, onContinue, onVersion }) {
   return line;
 }
 
-// What the model thought before it answered: folded, and open for as long as somebody wants to see it.
+// The model's thoughts before its answer: folded until the user opens them.
 function thoughts(message, busy) {
   const details = make("details", "thoughts");
   details.open = Boolean(message.unfolded);

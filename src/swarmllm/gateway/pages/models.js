@@ -1,4 +1,4 @@
-// The list of models in a page's head: there only if there is something to choose.
+// The list of models in a page's head, if there are several.
 
 export function showChoice(names, chosen) {
   const list = document.getElementById("models");

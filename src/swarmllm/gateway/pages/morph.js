@@ -1,4 +1,4 @@
-// Makes one element like another by adding to it where that is enough, so that what is selected in it stays selected.
+// Makes one element like another. It adds text where that is enough, so a selection survives.
 
 export function morph(old, now) {
   const olds = [...old.childNodes];

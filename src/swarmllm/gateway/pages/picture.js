@@ -14,7 +14,7 @@ function make(name, attributes, parent) {
 
 export const nameOf = (server) => server.public_name || `…${server.peer_id.slice(-6)}`;
 
-// Each server on the first line that is free where it begins; those of the route first, so that they are on top.
+// Put each server on the first line that is free at its start; servers of the route come first, on top.
 function lines(servers, onRoute) {
   const ordered = [...servers].sort(
     (a, b) => onRoute.has(b.peer_id) - onRoute.has(a.peer_id) || a.start - b.start || b.end - a.end,
@@ -37,7 +37,7 @@ export function runs(blocks) {
   return found;
 }
 
-// The stacks of the model: one without a name, or its encoder and its decoder, each with blocks of its own numbers.
+// The stacks of the model: one without a name, or encoder and decoder, with blocks numbered in each.
 function stacksOf(swarm) {
   const first = swarm.encoder_blocks;
   if (!(first > 0 && first < swarm.num_blocks)) return [{ name: "", start: 0, end: swarm.num_blocks }];
@@ -79,7 +79,7 @@ export function draw(holder, swarm, { chosen, onChoose }) {
     }
   }
 
-  // How much all servers of a block can do together: the darker the more; red where nobody serves it.
+  // Throughput of all servers of a block: the darker the more; red: no server.
   const able = new Array(swarm.num_blocks).fill(0);
   for (const server of swarm.servers) {
     if (server.state !== "online") continue;
@@ -120,7 +120,7 @@ export function draw(holder, swarm, { chosen, onChoose }) {
       make("rect", { class: "load", x: x(server.start) + 5.5, y: y + height - 5, width: full * Math.min(inUse, 1), height: 2.5, rx: 1 }, bar);
     }
     if (server.tokens_per_s > 0 && height > 14) {
-      // Drawn anew every two seconds: what moves goes on where it was.
+      // Redrawn every two seconds: animations continue from where they were.
       const stream = make("line", { class: "stream", x1: x(server.start) + 6, x2: x(server.start) + barWidth - 6, y1: y + 4.5, y2: y + 4.5 }, bar);
       stream.style.animationDelay = `-${performance.now() % 1000}ms`;
     }

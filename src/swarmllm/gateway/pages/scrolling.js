@@ -1,4 +1,4 @@
-// The place in a conversation: it follows an answer as long as its end is seen, and a button leads back to the end.
+// Scrolling in a conversation: follow an answer while its end is visible; a button leads back to the end.
 
 const byId = (id) => document.getElementById(id);
 const scroll = byId("scroll");

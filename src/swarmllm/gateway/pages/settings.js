@@ -1,10 +1,10 @@
-// The dialog with the settings: those of all conversations, and the system prompt of this one.
+// The dialog of settings: for all conversations, and the system prompt of this one.
 
 import * as store from "/static/store.js";
 
 const byId = (id) => document.getElementById(id);
 
-// `opened()` is the conversation that is shown, or null; `keep` saves it.
+// `opened()` is the open conversation, or null; `keep` saves it.
 export function settingsOf(opened, keep) {
   byId("open-settings").addEventListener("click", () => {
     const open = opened();

@@ -1,11 +1,11 @@
 // Conversations and settings, kept in this browser only and shared by its tabs.
 //
-// Each conversation has a key of its own, so that tabs don't overwrite each other's; tabs are told of what others write
-// (`onChange`). One that two tabs go on with at the same time becomes two: nothing that was said is lost.
+// Each conversation has its own key, so tabs don't overwrite each other's; tabs hear of what others write
+// (`onChange`). If two tabs continue one at the same time, it becomes two: no message is lost.
 //
-// An answer has `writing` until it is complete. If its page is lost meanwhile, the next page says so (`breakOff`).
+// An answer has `writing` until it is complete. If its page is lost before, the next page says so (`breakOff`).
 
-const ALL_IN_ONE = "swarmllm.conversations"; // of older pages: one array
+const ALL_IN_ONE = "swarmllm.conversations"; // older pages wrote one array
 const CONVERSATION = "swarmllm.conversation.";
 const SETTINGS = "swarmllm.settings";
 
@@ -18,11 +18,11 @@ function read(key) {
   try {
     return JSON.parse(localStorage.getItem(key));
   } catch {
-    return null; // storage is forbidden, or was written by something else
+    return null; // storage is forbidden, or another program wrote it
   }
 }
 
-// Whether there was room.
+// Returns true if there was room.
 function write(key, value) {
   try {
     localStorage.setItem(key, JSON.stringify(value));
@@ -68,12 +68,12 @@ export const find = (id) => conversations.get(id);
 // Conversations that this tab is writing to: they don't follow what other tabs write.
 export const writing = new Set();
 
-// `listener(conversation, what)` is told of what other tabs have done: "changed", "deleted", or (null, "settings").
+// `listener(conversation, what)` is called after changes by other tabs: "changed", "deleted", or (null, "settings").
 export function onChange(listener) {
   tell = listener;
 }
 
-// No more will come of this answer.
+// Mark an answer as broken off.
 export function breakOff(message, text) {
   delete message.writing;
   message.notices = [...(message.notices ?? []), { kind: "", cut: true, text }];
@@ -104,7 +104,7 @@ export function create() {
   return conversation;
 }
 
-// What was removed is there again.
+// Undo a removal.
 export function restore(conversation) {
   delete conversation.revision;
   conversations.set(conversation.id, conversation);
@@ -116,7 +116,7 @@ export function remove(id) {
   forget(CONVERSATION + id);
 }
 
-// False: there is no room for it, so it lives until the page is left.
+// Returns false if there is no room: then it lives until the page is left.
 export function save(conversation) {
   if (conversations.get(conversation.id) !== conversation || !conversation.messages.length) return true; // deleted, or empty
   const known = read(CONVERSATION + conversation.id);
@@ -140,7 +140,7 @@ export function save(conversation) {
 
 export const settings = { ...read(SETTINGS) };
 
-// Whether there was room; else they hold until the page is left.
+// Returns true if there was room; else they hold until the page is left.
 export const saveSettings = () => write(SETTINGS, settings);
 
 addEventListener("storage", ({ key }) => {

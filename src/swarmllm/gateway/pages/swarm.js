@@ -1,4 +1,4 @@
-// The page of the swarm: asks every two seconds, and draws what has changed.
+// The page of the swarm: asks every two seconds, and redraws changes.
 
 import { showChoice } from "/static/models.js";
 import { blocksOf, draw, nameOf, runs } from "/static/picture.js";
@@ -21,7 +21,7 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
 const measured = (server, value) => (server.throughput > 0 ? value : null);
 
-// Those that are `more` are seen only if somebody wants all columns.
+// Columns with `more` are hidden until the user shows all columns.
 const COLUMNS = [
   { id: "name", title: "Server", value: nameOf },
   { id: "blocks", title: "Blocks", value: (s) => s.start * 10000 + s.end, text: (s) => blocksOf(swarm, s.start, s.end) },
@@ -130,7 +130,7 @@ function events() {
     const none = document.createElement("li");
     const text = document.createElement("span");
     text.className = "none";
-    text.textContent = "Nothing has happened since the gateway began to look.";
+    text.textContent = "Nothing has happened since the gateway started.";
     none.style.display = "block";
     none.append(text);
     list.replaceChildren(none);
@@ -169,7 +169,7 @@ function advice() {
   const [first] = missing.map(([start, end]) => `${start}:${end}`);
   byId("advice").hidden = !first || !swarm.known;
   byId("advice").textContent = first
-    ? `Nobody can be answered until somebody serves ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}. Start a server with: ${swarm.join} --block_indices ${first}`
+    ? `No chat can be answered without a server of ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}. Start one with: ${swarm.join} --block_indices ${first}`
     : "";
   if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
 }
@@ -205,11 +205,11 @@ function summary() {
   else number("bottleneck", compact.format(swarm.bottleneck.tokens_per_s), `tokens/s, blocks ${blocksOf(swarm, ...swarm.bottleneck.blocks)}`);
 }
 
-// What the next loss would stop.
+// Blocks that the loss of one server would stop.
 function risk() {
   const alone = swarm.held_by_one;
   if (!alone.length) return " Any one server can be lost.";
-  const names = [...new Map(alone.map((one) => [one.peer_id, nameOf(one)])).values()]; // some may be called the same
+  const names = [...new Map(alone.map((one) => [one.peer_id, nameOf(one)])).values()]; // names may be equal
   const blocks = alone.map((one) => blocksOf(swarm, ...one.blocks)).join(", ");
   const lost = swarm.servers.some((server) => server.state === "unreachable") || swarm.history.slice(-numMinutes).some((minute) => minute.lost);
   const again = lost ? " too" : "";
@@ -266,14 +266,14 @@ async function look() {
   }
 }
 
-// Which models there are, /health says to everybody. The address names the one that is shown.
+// /health lists the models. The address names the one on the page.
 async function findModels() {
   try {
     const health = await (await fetch("/health")).json();
     const names = (health.models ?? [health]).map((one) => one.model);
     showChoice(names, names.includes(model) ? model : names[0]);
   } catch {
-    // `look` says that the gateway is gone
+    // `look` reports a lost gateway
   }
 }
 

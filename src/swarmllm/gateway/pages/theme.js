@@ -1,4 +1,4 @@
-// Light or dark: what the system says, until somebody chooses. Loaded before anything is drawn.
+// Light or dark: as the system has it, until the user chooses. Loaded before anything is drawn.
 
 const KEY = "swarmllm.theme";
 const system = matchMedia("(prefers-color-scheme: dark)");

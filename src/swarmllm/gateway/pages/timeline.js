@@ -1,4 +1,4 @@
-// The last minutes as SVG: tokens per second, how many blocks were served, who came and who went. One column is a minute.
+// The last minutes as SVG: tokens per second, served blocks, servers that came or went. One column is a minute.
 
 const NS = "http://www.w3.org/2000/svg";
 const LEFT = 44; // for the scale

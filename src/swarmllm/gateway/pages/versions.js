@@ -1,6 +1,6 @@
-// The versions of a message: what was said or answered in its place before. A conversation shows one of each.
+// The versions of a message: its earlier texts or answers. A conversation shows one of each.
 //
-// `message.versions` has for each version all messages from this one on; null for the one that is shown, `message.version`.
+// `message.versions` holds all messages from this one on, for each version; null for the shown one, `message.version`.
 
 function putAside(messages, index) {
   const [first, ...after] = messages.splice(index);
@@ -9,7 +9,7 @@ function putAside(messages, index) {
   return versions;
 }
 
-// `message` is shown in place of all messages from `index` on; they stay as another version.
+// Show `message` in place of all messages from `index` on; they stay as another version.
 export function replaceFrom(messages, index, message) {
   const versions = putAside(messages, index);
   messages.push(Object.assign(message, { versions: [...versions, null], version: versions.length }));

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import BlockTraits
-from swarmllm.models.boundary.block_inputs import AXES, SOURCE, BlockInputs
-from swarmllm.models.boundary.cutting import arithmetic, pieces
+from swarmllm.models.boundary.block_inputs import AXES, SOURCE, BlockInputs, arithmetic, pieces
 
 
 @dataclass(slots=True)

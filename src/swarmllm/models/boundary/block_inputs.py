@@ -1,10 +1,21 @@
-"""Everything that one forward call through some blocks needs, as it travels on the wire.
+"""The inputs of one forward call through some blocks, as they travel on the wire; and where a call may be cut.
 
-Made by the client shell, encoded by `network/`, used up by a server's `BlockSpan`.
+The client shell makes them, `network/` encodes them, and a server's `BlockSpan` uses them up.
+
+The client asks here before it cuts prompts, batches and replays. Servers ask before they compute a prompt in pieces
+between decode steps. A call must stay whole for three reasons:
+
+    chunked_prefill is False     the blocks' caches take whole prompts or single tokens
+    the mask                     some positions see later ones, for example the positions of one picture
+    the length of the call       some rotary embeddings choose the frequencies of all positions by the largest one:
+                                 LongRoPE has two tables, dynamic NTK one for each length (`BlockTraits.arithmetic`)
+
+The last reason is also one against joining: calls that were computed with different tables can't be computed as one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any, Self
 
 import torch
@@ -13,7 +24,6 @@ from torch import Tensor
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
-from swarmllm.models.boundary.host_copies import in_host_memory
 from swarmllm.models.boundary.inner_states import InnerStates
 
 AXES = {
@@ -34,6 +44,21 @@ SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
 
 BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepstack")
 """What all servers of a route are given besides hidden states, and so have gradients of that add up."""
+
+
+def queued_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, which is there when its device has done all that it was asked for until now."""
+    pin = tensor.device.type == "cuda"  # or the copy would be one after the other with its own waiting
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+    return copy.copy_(tensor, non_blocking=pin)
+
+
+def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, those on a device as copies; returns when all are there."""
+    copies = [tensor if tensor.device.type == "cpu" else queued_copy(tensor.detach()) for tensor in tensors]
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -248,6 +273,8 @@ class BlockInputs:
 
 
 _NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole", "of_texts_alone")
+
+
 TENSOR_NAMES = tuple(field.name for field in fields(BlockInputs) if field.name not in _NO_TENSORS)
 
 
@@ -271,3 +298,63 @@ def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
             f"attention_mask must be [{batch_size}, {width}] or [{batch_size}, 1, {seq_len}, {width}], with a column "
             f"for each position of the text{f', {past} earlier ones included' if past else ''}, not {shape}"
         )
+
+
+def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
+    """Equal for calls whose positions are computed alike; this one follows `past` positions of text."""
+    if traits.even_length == inf:
+        return 0
+    if inputs.position_ids is None:
+        return traits.arithmetic(past + inputs.num_prefix + inputs.seq_len)
+    return traits.arithmetic(int(inputs.position_ids.max()) + 1)
+
+
+def uncut(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
+    """Positions of the shortest first piece; behind it the call may be cut anywhere. All of them: it stays whole."""
+    if not traits.chunked_prefill or inputs.looks_ahead(past):
+        return inputs.seq_len
+    if traits.even_length == inf:
+        return 1
+    by_column = _arithmetics(_lengths(inputs, past).amax(dim=1), traits)
+    whole = _arithmetics(_lengths(inputs, past).amax(dim=(1, 2)), traits)
+    differs = (by_column != whole[:, None]).any(dim=0).nonzero()
+    return min(int(differs[-1]) + 2, inputs.seq_len) if len(differs) else 1
+
+
+def pieces(inputs: BlockInputs, past: int, traits: BlockTraits, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Columns `[start, end)` of pieces of at most `max_tokens` in all rows, where that is possible."""
+    size, length = max(1, max_tokens // inputs.batch_size), inputs.seq_len
+    start = 0
+    if length > size and (first := uncut(inputs, past, traits)) > 1:
+        start = min(length, max(first, size))
+        yield 0, start
+    if start < length:
+        num_pieces = -(-(length - start) // size)
+        size = -(-(length - start) // num_pieces)  # all about equally long
+    for begin in range(start, length, size):
+        yield begin, min(begin + size, length)
+
+
+def decisive_rows(inputs: BlockInputs, traits: BlockTraits) -> list[int] | None:
+    """The rows of a batch by which all others are computed; None: each comes out by itself as in the batch."""
+    if traits.even_length == inf or inputs.position_ids is None or inputs.position_ids.shape[-2] == 1:
+        return None
+    lengths = _lengths(inputs, 0).amax(dim=(0, 2))
+    decides = _arithmetics(lengths, traits) == _arithmetics(lengths.max(), traits)
+    return None if bool(decides.all()) else decides.nonzero().flatten().tolist()
+
+
+def _lengths(inputs: BlockInputs, past: int) -> Tensor:
+    """`[kinds, rows or 1, seq]`: the length that each position by itself would have."""
+    given = inputs.position_ids
+    if given is None:
+        start = past + inputs.num_prefix + 1
+        return torch.arange(start, start + inputs.seq_len)[None, None]
+    return given.reshape(-1, *given.shape[-2:]).cpu() + 1
+
+
+def _arithmetics(lengths: Tensor, traits: BlockTraits) -> Tensor:
+    """`BlockTraits.arithmetic` of each."""
+    found = -torch.bucketize(lengths, torch.tensor(traits.length_borders, dtype=lengths.dtype))
+    beyond = traits.own_length_beyond
+    return found if beyond is None else found.where(lengths <= beyond, lengths)

@@ -1,8 +1,12 @@
-"""What passes between the blocks of one call, for those who ask: outputs of blocks, and attention weights.
+"""Checks of activations that other peers computed; outputs and attention weights of the blocks of a call.
 
-Transformers calls them hidden states and attentions. The wish travels with the inputs (`BlockInputs.inner`), and what
-has been found is put into the same object: by a server's `models/span`, and on a client from the servers' answers,
-which are checked here. Whoever cuts inputs into pieces joins what the pieces have found.
+Servers are not trusted. `checked` finds values that are grossly wrong, not values that are slightly wrong: to find
+those, the same blocks must run on another server. Clients check the answers of sessions and batches, servers check
+hidden states that the server before them pushes.
+
+Transformers calls inner states `hidden_states` and `attentions`. A client asks for them with the inputs
+(`BlockInputs.inner`), and the results are put into the same object: by `models/span` on a server, and on a client from
+the servers' answers. Code that cuts inputs into pieces joins the results of the pieces.
 """
 
 import math
@@ -14,7 +18,9 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, CorruptActivationsError
-from swarmllm.models.boundary.activation_checks import checked, plausible
+
+MAX_ABS = 1e6
+"""Largest magnitude of a hidden state. Assumed: "massive activations" of today's models reach some ten thousand."""
 
 ANSWER_BYTES = 32 << 20
 """What a client asks for at a time, if it can ask in pieces. Assumed: much more than a message costs, and little enough
@@ -30,6 +36,55 @@ Map = tuple[int, int, Tensor]
 that the block returns beside its hidden states, which is where transformers' older models look for them."""
 Described = tuple[tuple[int, int, tuple[int, ...]], ...]
 """(block, place, shape) of each tensor of weights."""
+
+
+def checked(
+    tensor: Tensor | None,
+    like: Tensor,
+    *,
+    peer_id: str,
+    batch_axis: int,
+    attention_mask: Tensor | None = None,
+    max_abs: float = MAX_ABS,
+) -> Tensor:
+    """`tensor` in the dtype and on the device of `like`, after making sure that it can be an answer to `like`.
+
+    Positions that `attention_mask` `[batch, …seq]` hides may hold anything. If `like` itself isn't finite, neither need
+    the answer be.
+
+    Raises:
+        CorruptActivationsError: wrong shape or type, NaN, infinite or absurdly large values.
+    """
+    if tensor is None or tensor.shape != like.shape or not tensor.is_floating_point():
+        found = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+        raise CorruptActivationsError(f"floats of shape {list(like.shape)} were expected, got {found}", peer_id)
+    if not plausible(tensor, batch_axis, attention_mask, max_abs) and plausible(
+        like, batch_axis, attention_mask, max_abs
+    ):
+        raise CorruptActivationsError("the server returned NaN, infinite or absurdly large values", peer_id)
+    return tensor.to(dtype=like.dtype, device=like.device)
+
+
+def plausible(values: Tensor, batch_axis: int, attention_mask: Tensor | None = None, max_abs: float = MAX_ABS) -> bool:
+    """Whether all values at positions that are not padding are numbers of at most `max_abs`."""
+    return _bounded(values, max_abs) or (
+        attention_mask is not None
+        and attention_mask.ndim == 2
+        and _bounded(_shown(values, attention_mask, batch_axis), max_abs)
+    )
+
+
+def _bounded(values: Tensor, max_abs: float) -> bool:
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values.detach())  # NaN comes out of it as NaN, which compares as False
+    return bool(low >= -max_abs) and bool(high <= max_abs)
+
+
+def _shown(values: Tensor, attention_mask: Tensor, batch_axis: int) -> Tensor:
+    """The values at positions that are not padding."""
+    seq_len = values.shape[batch_axis + 1]
+    return values.movedim((batch_axis, batch_axis + 1), (0, 1))[attention_mask[:, -seq_len:].bool()]
 
 
 class InnerStates:

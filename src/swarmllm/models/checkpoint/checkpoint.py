@@ -31,11 +31,10 @@ from transformers.configuration_utils import get_configuration_file
 from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
-from swarmllm.models.checkpoint.gguf_files import GgufFiles, locate
 from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
-from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, OnRead, StoredFiles
+from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, GgufFiles, OnRead, StoredFiles, locate
 from swarmllm.models.checkpoint.weight_files import StoredPlace
-from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats import format_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST = (
@@ -186,7 +185,7 @@ class Checkpoint:
 def open_checkpoint(
     name_or_path: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`gguf_files`); reads its config only.
+    """Open a checkpoint of the hub or of a local directory, or a GGUF file (`stored_files`); reads its config only.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or it can't be reached.
@@ -200,7 +199,7 @@ def open_checkpoint(
     raw, path = _config_file(source)
     config = _read_config(source.name, raw, path)
     with as_config_says(source.name):
-        form = stored_format(raw) or stored_format(_described_beside(source))
+        form = format_of(raw) or format_of(_described_beside(source))
     for part in (config, *(getattr(config, name) for name in config.sub_configs if hasattr(config, name))):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or transformers would look for its own quantizers

@@ -5,7 +5,7 @@ without a table of names. Used by `span/loading`, `shell/loading` and `fingerpri
 
 An encoder that hears is cut down to its blocks alone, one after the other (`keep_blocks_alone`): the client makes what
 enters the first block of sound, and the padding that blocks shall not see. Between the blocks of such an encoder
-nothing happens (`refused_architectures.HEARING`), so its own forward isn't needed for them.
+nothing happens (`architecture.HEARING`), so its own forward isn't needed for them.
 """
 
 import copy

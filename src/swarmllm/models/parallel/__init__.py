@@ -4,8 +4,7 @@ The server's process runs the model's own code, with its caches, sessions and ad
 by a matrix asks the *followers*, processes that hold nothing but rows of matrices: so nothing about a session has to be
 kept alike in several places, whatever the architecture, and what fails between two products is no concern of theirs.
 
-shared       matrices whose rows are spread, in the place of a block's weights
-group        the followers: started, asked, watched and ended
+shared       matrices whose rows are spread, in the place of a block's weights; the group of followers
 follower     what runs in each of them
 exchange     what both ends have to know: tensors on their way, the group of processes, weights as they are
 

@@ -1,6 +1,6 @@
 """`python -m swarmllm.models.parallel.follower`: holds rows of matrices, and multiplies by them when it is told to.
 
-Started by `group`. Standard input brings commands, standard output takes reports: pipes to the server. When they close,
+`shared` starts it. Standard input brings commands, standard output takes reports: pipes to the server. When they close,
 or on Linux when whoever started it dies, it ends as well, so that none outlives its server.
 """
 

@@ -1,23 +1,306 @@
-"""Matrices whose rows are spread over processes, in the place of a block's weights. Called by `span/loading`."""
+"""Matrices whose rows are spread over processes, in the place of a block's weights; and the group of these processes.
+
+`span/loading` calls `share`. The server's device thread starts the followers, asks them to multiply, watches and ends
+them, as a `Group`. Each product takes one command, one broadcast of the inputs and one answer of each follower, while
+this process computes its own rows. Models multiply the same inputs by several matrices (queries, keys and values; gate
+and up). The group learns which ones, and asks for all of them at once the next time.
+
+A process that fails without reporting an error ends the whole group: `lost` says why, and every later call raises it.
+"""
 
 import itertools
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from swarmllm.errors import GroupLostError
+from swarmllm.files import PrivateDirectory
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.parallel.exchange import Plain, SharedPart, own_copy
-from swarmllm.models.parallel.group import Group
-from swarmllm.models.quantization.bfloat16 import Whole
+from swarmllm.models.parallel.exchange import (
+    FAILED,
+    TIMEOUT_S,
+    GroupCommand,
+    Plain,
+    SharedPart,
+    as_bytes,
+    connected,
+    own_copy,
+    send,
+    send_weight,
+    weight_recipe,
+)
+from swarmllm.models.parallel.follower import multiplied
+from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
 from swarmllm.models.quantization.packed import TILE, Packed
 from swarmllm.models.quantization.rules import is_transposed, may_be_packed
 from swarmllm.models.quantization.weight import QuantizedWeight
+
+T = TypeVar("T")
+
+
+class Rows(Protocol):
+    """A matrix of which each process has some rows."""
+
+    @property
+    def part(self) -> SharedPart: ...
+
+    @property
+    def own(self) -> Packed:
+        """This process's rows."""
+
+    @property
+    def own_bias(self) -> Tensor | None: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each process."""
+
+
+class Group:
+    """All processes that multiply together, of which this one is the first. One thread alone may call it."""
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        num_threads: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`devices` are those of all processes, this one's first; `num_threads` is for each follower on a processor.
+
+        Raises:
+            GroupLostError: a follower can't start.
+        """
+        self.size = len(devices)
+        self.device = devices[0]
+        self.lost = ""
+        """Why nothing can be computed any more."""
+        self.num_bytes = [0] * self.size
+        """Memory of each process's rows."""
+        self._num_weights = 0
+        self._sent: Tensor | None = None
+        """The inputs that followers have."""
+        self._leader = SharedPart(-1)
+        """The matrix that they were first multiplied by."""
+        self._ready: dict[SharedPart, Tensor] = {}
+        """Products with them that nobody has wanted yet."""
+        self._together: dict[SharedPart, list[Rows]] = {}
+        """What else is wanted of the same inputs, after the matrix that is wanted first."""
+        self._followers: list[_Process] = []
+        with PrivateDirectory() as private:
+            for rank, device in enumerate(devices[1:], 1):
+                self._followers.append(_Process(rank, self.size, str(private.path), device, num_threads, timeout_s))
+            weakref.finalize(self, _end, list(self._followers))
+            with self._failures_translated("didn't start"):
+                for follower in self._followers:
+                    follower.reports.recv()
+                self._group = connected(0, self.size, str(private.path), self.device, timeout_s)
+                for follower in self._followers:  # which read that directory until they are connected
+                    follower.reports.recv()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The process ids of the followers."""
+        return [follower.process.pid for follower in self._followers]
+
+    def close(self) -> None:
+        """End the followers; this happens anyway when nobody has the group any more."""
+        self.lost = self.lost or "the group has been closed"
+        _end(self._followers)
+
+    def check(self) -> None:
+        """Raises GroupLostError if a follower has ended, also if nobody has asked it for anything."""
+        for follower in self._followers:
+            if (code := follower.process.poll()) is not None:
+                self._lose(f"ended (exit code {code})", follower)
+
+    # ------------------------------------------------------------------ what is asked
+
+    def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None) -> SharedPart:
+        """Give each follower its rows of a matrix, or of each of several, and of its bias."""
+        part = SharedPart(self._num_weights)
+        self._num_weights += 1
+        start = 0
+        for rank, size in enumerate(sizes):
+            rows, of_bias = packed.rows(start, start + size), None if bias is None else bias[start : start + size]
+            start += size
+            self.num_bytes[rank] += sum(tensor.nbytes for tensor in rows.tensors().values())
+            if rank:
+                with self._failures_translated():
+                    self._followers[rank - 1].commands.send(
+                        GroupCommand("keep", (part,), recipe=weight_recipe(rows, of_bias))
+                    )
+                    send_weight(self._group, rows, of_bias, rank)
+        return part
+
+    def multiply(self, matrix: Rows, inputs: Tensor, *, is_biased: bool) -> Tensor:
+        """`[tokens, in]` → `[tokens, out]`."""
+        inputs = inputs.detach().contiguous()
+        is_new = not self._has(inputs)
+        if not is_biased:
+            return self._products([matrix], inputs, is_new=is_new, is_biased=False)[0]
+        if is_new:
+            self._forget(inputs)
+            self._leader = matrix.part
+            matrices = [matrix, *self._together.get(matrix.part, ())]
+        elif (ready := self._ready.pop(matrix.part, None)) is not None:
+            return ready
+        else:
+            matrices = [matrix]
+            if matrix.part != self._leader:
+                self._together.setdefault(self._leader, []).append(matrix)
+        first, *others = self._products(matrices, inputs, is_new=is_new, is_biased=True)
+        self._ready |= {one.part: product for one, product in zip(matrices[1:], others, strict=True)}
+        return first
+
+    def multiply_transposed(self, matrix: Rows, grads: Tensor) -> Tensor:
+        """`[tokens, out]` → `[tokens, in]`."""
+        self._forget(None)
+        own, *theirs = torch.split_with_sizes(grads.detach(), list(matrix.sizes), dim=-1)
+        rows, columns = len(grads), matrix.own.shape[-1]
+        with self._failures_translated():
+            self._tell(GroupCommand("multiply_transposed", (matrix.part,), rows, grads.dtype))
+            for rank, part in enumerate(theirs, 1):
+                send(self._group, part, rank)
+        shapes = [(rows, columns)] * len(theirs)
+        total, parts = self._answers(shapes, grads.dtype, lambda: matrix.own.multiply_transposed(own.contiguous()))
+        for part in parts:
+            total = total + part
+        return total
+
+    def dequantize(self, matrix: Rows, dtype: torch.dtype) -> Tensor:
+        """The whole matrix, here."""
+        with self._failures_translated():
+            self._tell(GroupCommand("dequantize", (matrix.part,)))
+        shapes = [(size, matrix.own.shape[-1]) for size in matrix.sizes[1:]]
+        own, parts = self._answers(shapes, matrix.own.dtype, matrix.own.dequantize)
+        return torch.cat([own, *parts]).to(dtype)
+
+    # ------------------------------------------------------------------ how
+
+    def _has(self, inputs: Tensor) -> bool:
+        """Whether followers have these very bits: what a tensor is called, and where it is, says nothing about them."""
+        sent = self._sent
+        return (
+            sent is not None
+            and sent.shape == inputs.shape
+            and sent.dtype == inputs.dtype
+            and torch.equal(as_bytes(sent), as_bytes(inputs))
+        )
+
+    def _forget(self, inputs: Tensor | None) -> None:
+        """Followers get other inputs; what was computed of the last ones for nothing isn't asked for again."""
+        if self._ready:
+            kept = [one for one in self._together[self._leader] if one.part not in self._ready]
+            self._together[self._leader] = kept
+            self._ready = {}
+        self._sent = None if inputs is None else inputs.clone()
+
+    def _products(self, matrices: Sequence[Rows], inputs: Tensor, *, is_new: bool, is_biased: bool) -> list[Tensor]:
+        rows = len(inputs)
+        with self._failures_translated():
+            parts = tuple(matrix.part for matrix in matrices)
+            self._tell(GroupCommand("multiply", parts, rows, inputs.dtype, is_new, is_biased))
+            if is_new:
+                self._group.broadcast(as_bytes(inputs), 0).wait()
+        widths = [[matrix.sizes[rank] for matrix in matrices] for rank in range(self.size)]
+
+        def compute() -> list[Tensor]:
+            return [multiplied(one.own, one.own_bias if is_biased else None, inputs) for one in matrices]
+
+        own, answers = self._answers([(rows, sum(width)) for width in widths[1:]], inputs.dtype, compute)
+        theirs = [
+            torch.split_with_sizes(answer, width, dim=-1) for answer, width in zip(answers, widths[1:], strict=True)
+        ]
+        return [torch.cat([product, *others], dim=-1) for product, *others in zip(own, *theirs, strict=True)]
+
+    def _answers(
+        self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, compute: Callable[[], T]
+    ) -> tuple[T, list[Tensor]]:
+        """What this process computes meanwhile, and the answers of all followers, which are waited for in any case."""
+        failures = []
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                own = compute()
+        finally:
+            answers = []
+            for rank, shape in enumerate(shapes, 1):
+                num_bytes = torch.Size(shape).numel() * dtype.itemsize
+                with torch.inference_mode(False):
+                    answer = torch.empty(num_bytes + 1, dtype=torch.uint8, device=self.device)
+                with self._failures_translated():
+                    self._group.recv([answer], rank, 0).wait()
+                    if answer[-1] == FAILED:
+                        failures.append(f"follower {rank}: {self._followers[rank - 1].reports.recv()}")
+                answers.append(answer[:-1].view(dtype).view(shape))
+        if failures:
+            self._forget(None)
+            raise RuntimeError("; ".join(failures))
+        return own, answers
+
+    def _tell(self, command: GroupCommand) -> None:
+        for follower in self._followers:
+            follower.commands.send(command)
+
+    @contextmanager
+    def _failures_translated(self, what: str = "is gone or frozen") -> Iterator[None]:
+        """Raises GroupLostError for whatever goes wrong between processes."""
+        if self.lost:
+            raise GroupLostError(self.lost)
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = f"{what} ({str(error).strip().split(chr(10))[0][:200] or type(error).__name__})"
+            self._lose(reason, next((one for one in self._followers if one.process.poll() is not None), None), error)
+
+    def _lose(self, reason: str, follower: "_Process | None", error: BaseException | None = None) -> None:
+        who = "a follower" if follower is None else f"follower {follower.rank}"
+        self.lost = f"{who}, which has a part of this server's matrices, {reason}"
+        _end(self._followers)
+        raise GroupLostError(self.lost) from error
+
+
+class _Process:
+    """One follower."""
+
+    def __init__(
+        self, rank: int, size: int, directory: str, device: torch.device, num_threads: int, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        arguments = (os.getpid(), rank, size, Path(directory), device, num_threads, timeout_s)
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-m", "swarmllm.models.parallel.follower", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the server, which ends this one
+        )
+        self.commands, self.reports = _Pipe(self.process.stdin), _Pipe(self.process.stdout)
+
+
+def _Pipe(stream: Any) -> Connection:  # noqa: N802
+    return Connection(os.dup(stream.fileno()))
+
+
+def _end(followers: Sequence[_Process]) -> None:
+    for follower in followers:
+        follower.process.kill()  # also one that is frozen
+        follower.process.wait()
+        for end in (follower.process.stdin, follower.process.stdout, follower.commands, follower.reports):
+            with suppress(OSError):
+                end.close()  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, eq=False)

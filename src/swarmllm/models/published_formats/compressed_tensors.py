@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarmllm.models.published_formats.few_bit_floats import as_numbers, by_row
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization import published
-from swarmllm.models.quantization.codes import E2M1, pairs, scaled, values_of_pairs, words
+from swarmllm.models.quantization import decoded
+from swarmllm.models.quantization.decoded import E2M1, pairs, scaled, values_of_pairs, words
 from swarmllm.models.quantization.packed import Packed
 
 PACKED = "pack-quantized"
@@ -78,21 +78,21 @@ class CompressedTensors(StoredFormat):
         if ".weight_shape" not in parts and ".weight_packed" in parts:
             packed = parts[".weight_packed"]
             if ".weight_global_scale" not in parts:
-                return published.Mxfp4Pairs(packed, _scale_of_floats(parts).bfloat16(), dtype)
+                return decoded.Mxfp4Pairs(packed, _scale_of_floats(parts).bfloat16(), dtype)
             divisor = parts[".weight_global_scale"].float().reshape(1).expand(len(packed)).contiguous()
-            return published.DividedNvfp4(packed, parts[".weight_scale"], dtype, divisor)
+            return decoded.DividedNvfp4(packed, parts[".weight_scale"], dtype, divisor)
         codes, scale, zero = self._integers(parts)
         scale = scale.contiguous()
         if codes.dtype == torch.float8_e4m3fn:
-            return published.Published(codes, scale, dtype)
+            return decoded.Published(codes, scale, dtype)
         if ".weight_packed" in parts and _bits(parts) <= 4 and codes.shape[1] % 2 == 0:
             if zero is None:
-                return published.Int4(pairs(codes + 8), scale, dtype)
-            return published.Uint4(pairs(codes + 8), scale, dtype, (zero + 8).to(torch.uint8))
+                return decoded.Int4(pairs(codes + 8), scale, dtype)
+            return decoded.Uint4(pairs(codes + 8), scale, dtype, (zero + 8).to(torch.uint8))
         codes = codes.to(torch.int8)
         if zero is None:
-            return published.Published(codes, scale, dtype)
-        return published.ZeroedBytes(codes, scale, dtype, zero.bfloat16())
+            return decoded.Published(codes, scale, dtype)
+        return decoded.ZeroedBytes(codes, scale, dtype, zero.bfloat16())
 
     def kept_bits(self) -> float | None:
         if any(group["weights"].get("actorder") == "group" for group in self._groups()):

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization.codes import E2M1, scaled, values_of_pairs
+from swarmllm.models.quantization.decoded import E2M1, Mxfp4Pairs, Nvfp4, Published, scaled, values_of_pairs
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.models.quantization.published import Mxfp4Pairs, Nvfp4, Published
 
 E8M0_BIAS = 127
 """A scale that is stored as a byte is a power of two (OCP Microscaling formats, section 5.4.1)."""

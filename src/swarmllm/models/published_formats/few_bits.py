@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization import published
-from swarmllm.models.quantization.codes import nibbles, pairs, scaled, words
+from swarmllm.models.quantization import decoded
+from swarmllm.models.quantization.decoded import Uint4, ZeroedBytes, nibbles, pairs, scaled, words
 from swarmllm.models.quantization.packed import Packed
-from swarmllm.models.quantization.published import Uint4, ZeroedBytes
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the neighbours are in a word."""
@@ -32,8 +31,8 @@ HQQ_PACKINGS = {
 
 SCALE_OF_INT8 = 1 / 127
 BNB_STATES = {
-    ".weight.quant_state.bitsandbytes__nf4": published.Nf4Pairs,
-    ".weight.quant_state.bitsandbytes__fp4": published.Fp4Pairs,
+    ".weight.quant_state.bitsandbytes__nf4": decoded.Nf4Pairs,
+    ".weight.quant_state.bitsandbytes__fp4": decoded.Fp4Pairs,
 }
 
 
@@ -212,7 +211,7 @@ class BitsAndBytes(StoredFormat):
     def keep(self, parts: Parts, dtype: torch.dtype) -> Packed | None:
         if ".SCB" in parts:
             scale = parts[".SCB"].float()[:, None] * SCALE_OF_INT8
-            return published.Published(parts[".weight"], scale, dtype)
+            return decoded.Published(parts[".weight"], scale, dtype)
         state = _bnb_state(parts)
         if state is None:
             return None

@@ -1,31 +1,42 @@
 """Models in GGUF, the files of llama.cpp: their settings as transformers' config, their tensors as its weights.
 
-In this order: the architectures that are read, with llama.cpp's names of weights and settings; the config; the
-rotation of positions; the weights. An entry of an architecture is only right if nothing is left out: files with other
-tensors or settings are refused, not ignored.
+In this order: the header, whose bytes transformers takes apart, and whose values are checked here before anybody
+relies on them; the architectures that can be read, with llama.cpp's names of weights and settings; the config; the
+rotation of positions; the weights. An entry of an architecture is only right if nothing is left out: a file with other
+tensors or settings is refused, not ignored.
 
-llama.cpp stores some weights otherwise than transformers: rows of queries and keys in another order, norms with 1
-added, experts of a block in one tensor. All of that is undone here, for packed weights too: blocks never span two
-rows. Weights in blocks stay packed where that is wanted; `models/quantization/gguf_blocks` multiplies them. Used by
-`checkpoint/gguf_files`.
+llama.cpp stores some weights in another way than transformers: rows of queries and keys in another order, norms with 1
+added, experts of a block in one tensor. All of that is undone here, also for packed weights: blocks of weights never
+span two rows. Weights in blocks stay packed if that is wanted; `models/quantization/decoded` multiplies by them.
+Used by `checkpoint/stored_files`.
 """
 
+import math
+import mmap
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.integrations.gguf import reader
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
-from swarmllm.models.published_formats.gguf_header import Header, StoredTensor
 from swarmllm.models.published_formats.stored_format import PackedTensor
-from swarmllm.models.quantization.gguf_blocks import FORMS, KINDS, WHOLE
+from swarmllm.models.quantization.decoded import FORMS, KINDS, WHOLE
+
+MOST_ENTRIES = 1 << 20
+"""Tensors or settings of a file; the largest models have some 2000 and 100."""
+MOST_DIMENSIONS = 4
+"""As ggml has it."""
+DEFAULT_ALIGNMENT = 32
 
 _ENDS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -96,6 +107,81 @@ LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 ROPE_FACTORS = "rope_freqs.weight"
 """No weight of transformers: its config says it (`rope_parameters`)."""
 _VECTOR_AS_MATRIX = ".ffn_gate_inp_shexp."
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor is, and how it is stored."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    """As torch counts dimensions: the last one is that of neighbours."""
+    kind: int
+    start: int
+    """Its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        if self.kind in WHOLE:
+            return math.prod(self.shape) * WHOLE[self.kind].itemsize
+        _, weights, size = KINDS[self.kind]
+        return math.prod(self.shape) // weights * size
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that a file says before its tensors."""
+
+    settings: Mapping[str, Any]
+    """Lists of strings by their length only."""
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file.
+
+    Raises:
+        CorruptWeightsError: it is damaged, incomplete, or no GGUF.
+        UnsupportedModelError: it holds numbers in a form that nobody here can read.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            if mapped[:4] == b"GGUF" and max(struct.unpack_from("<QQ", mapped, 8)) > MOST_ENTRIES:
+                raise ValueError(f"more than {MOST_ENTRIES} tensors or settings")
+            settings, count, position = reader._read_metadata(mapped, str(path))
+            entries, position = reader._read_tensor_table(mapped, count, position)
+            alignment = settings.get("general.alignment", DEFAULT_ALIGNMENT)
+            if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+                raise ValueError(f"an alignment of {alignment}")
+            begin = -(-position // alignment) * alignment
+            tensors = {entry[0]: _checked(path, entry, begin, alignment, len(mapped)) for entry in entries}
+            if len(tensors) < len(entries):
+                raise ValueError("two tensors of one name")
+    except UnsupportedModelError:
+        raise
+    except (ValueError, struct.error, OverflowError, MemoryError, OSError) as error:
+        raise CorruptWeightsError(
+            f"{path} is no GGUF file, or damaged or incomplete ({error}); delete it and download it again"
+        ) from error
+    return Header(settings, tensors)
+
+
+def _checked(path: Path, entry: tuple[Any, ...], begin: int, alignment: int, file_size: int) -> StoredTensor:
+    name, shape, kind, offset = entry
+    if kind not in WHOLE and kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{path} holds tensors of GGUF's type {kind}, which swarmllm can't read: use a file of the model in one of "
+            f"F32, F16, BF16, {', '.join(sorted(known for known, *_ in KINDS.values()))}"
+        )
+    if not 0 < len(shape) <= MOST_DIMENSIONS or 0 in shape:
+        raise ValueError(f"{name[:100]!r} has the shape {shape[:9]}")
+    if kind in KINDS and shape[-1] % KINDS[kind][1]:
+        raise ValueError(f"rows of {name[:100]!r} are no whole blocks")
+    found = StoredTensor(path, name, tuple(shape), kind, begin + offset)
+    if offset % alignment or found.start + found.num_bytes > file_size:
+        raise ValueError(f"{name[:100]!r} is outside the file, or between its places")
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization import published
-from swarmllm.models.quantization.codes import nibbles, pairs, scaled, words
+from swarmllm.models.quantization import decoded
+from swarmllm.models.quantization.decoded import nibbles, pairs, scaled, words
 from swarmllm.models.quantization.packed import Packed
 
 CONFIGS = frozenset(
@@ -83,15 +83,13 @@ class TorchAo(StoredFormat):
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or codes.shape[-1] < LEAST_GROUP * scale.shape[-1]:
             return None
         if added is not None:
-            return published.ShiftedInt4(pairs(codes + 8), scale, dtype, added) if scale.itemsize == 2 else None
+            return decoded.ShiftedInt4(pairs(codes + 8), scale, dtype, added) if scale.itemsize == 2 else None
         few_bits = _about(parts)["_data"].get("target_dtype", {}).get("_data") in _FOUR_BITS
         if zero is None or not zero.any():
-            return (
-                published.Int4(pairs(codes + 8), scale, dtype) if few_bits else published.Published(codes, scale, dtype)
-            )
+            return decoded.Int4(pairs(codes + 8), scale, dtype) if few_bits else decoded.Published(codes, scale, dtype)
         if few_bits and zero.dtype == torch.int8:
-            return published.Uint4(pairs(codes + 8), scale, dtype, (zero + 8).to(torch.uint8))
-        return published.ZeroedBytes(codes, scale, dtype, zero.bfloat16() if zero.dtype == torch.int8 else zero)
+            return decoded.Uint4(pairs(codes + 8), scale, dtype, (zero + 8).to(torch.uint8))
+        return decoded.ZeroedBytes(codes, scale, dtype, zero.bfloat16() if zero.dtype == torch.int8 else zero)
 
     def kept_bits(self) -> float:
         return max((_kept_bits(kind, data) for kind, data in configs(self.settings)), default=8.25)

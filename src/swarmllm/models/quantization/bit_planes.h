@@ -1,4 +1,4 @@
-/* Codes of 2, 3, 3.5, 4, 5 and 6 bits → floats, as kbit.py packs them. Included by products.h; needs GNU C's vectors.
+/* Codes of 2, 3, 3.5, 4, 5 and 6 bits → floats, as decoded.py packs them. Included by products.h; needs GNU C's vectors.
  *
  * The codes of a group's 64 columns are the bytes of 16 words: word k has columns k, 16 + k, 32 + k and 48 + k. A plane
  * has some bits of each code, closely packed: one of 4 bits has 8 words, of which word k also holds, 4 bits further up,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import cuda
-from swarmllm.models.quantization.codes import NF4
+from swarmllm.models.quantization.decoded import NF4
 from swarmllm.models.quantization.packed import TILE, Packed, row_slices, scale_dtype
 from swarmllm.models.quantization.rules import GROUP
 

@@ -1,9 +1,9 @@
-"""The formats of quantized weights: packed matrices `[…, out, in]` that multiply without ever being whole in memory.
+"""The forms of quantized weights: packed matrices `[…, out, in]` that multiply without ever being whole in memory.
 
-Few tokens go through a kernel that reads the packed weights (on CUDA, that of `cuda_products`). Many tokens, gradients
-and what no kernel can do (float32 activations on a CPU, above all) dequantize some rows at a time, which stay in the
-processor's cache. Both ways use the same packed numbers, so results differ by rounding only.
-Used by `weight` and `loading`.
+A few tokens go through a kernel that reads the packed weights (on CUDA, `cuda_products`). Many tokens, gradients, and
+whatever no kernel can do (above all float32 activations on a CPU) dequantize some rows at a time, which stay in the
+processor's cache. Both ways use the same packed numbers, so results differ by rounding only. Used by `weight` and
+`loading`.
 """
 
 import functools
@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from swarmllm.models.quantization import cuda, kernels
-from swarmllm.models.quantization.speeds import computing_dtype, kernels_take, torch_multiplies_int8_faster
+from swarmllm.models.quantization.kernels import computing_dtype, kernels_take, torch_multiplies_int8_faster
 
 SLICE_BYTES = 4 << 20
 """Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
@@ -32,6 +33,14 @@ INT8_KERNEL_TOKENS = 14
 """Most tokens for `_weight_int8pack_mm`. Measured (5632×2048 bfloat16): 16 tokens take 4.6 ms, dequantized 4.5."""
 INT8_KERNEL_COLUMNS = 16
 """Columns must be a multiple of this. Measured with 8 to 1024: every multiple of 8 that isn't ends the process."""
+
+OUTLIER_THRESHOLD = 6.0
+"""Inputs beyond this are multiplied as they are (section 3.2)."""
+LARGEST = 127
+WHOLE_BYTES = 8
+"""cuBLAS multiplies matrices of whole numbers whose sides are multiples of this."""
+PADDED_ROWS = 32
+"""And it wants more than 16 inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,3 +258,25 @@ def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scales that the kernels want; other scales are small enough to be kept in float32."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+class LlmInt8(Int8):
+    """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        wide = inputs.float()
+        is_outlier = ~(wide.abs() <= OUTLIER_THRESHOLD)  # what is no number goes the exact way, and stays none
+        usual = wide.masked_fill(is_outlier, 0.0)
+        steps = (usual.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        products = _product(usual.div_(steps).round_().to(torch.int8), self.codes)
+        outputs = products.mul_(steps).mul_(self.scale.float())
+        # Their columns differ from input to input, and to find them, the GPU would have to be waited for.
+        return outputs.add_(super().multiply(inputs.masked_fill(~is_outlier, 0.0))).to(inputs.dtype)
+
+
+def _product(inputs: Tensor, codes: Tensor) -> Tensor:
+    """`[tokens, in]`, `[out, in]`, both int8 → `[tokens, out]` in float32."""
+    if not len(inputs) or any(size % WHOLE_BYTES for size in codes.shape):
+        return inputs.float() @ codes.float().T
+    padded = F.pad(inputs, (0, 0, 0, -len(inputs) % PADDED_ROWS))
+    return torch._int_mm(padded, codes.T)[: len(inputs)].float()

@@ -1,7 +1,7 @@
 /* Products with weights of few bits, for a few inputs at a time: decode some codes of a row, multiply, go on.
  *
  * Compiled once for each LEVEL of processors (kernels.c chooses); knows neither Python nor torch. A row is decoded into
- * floats exactly as models/quantization/codes.py does it: for one input in registers, for several into the first cache.
+ * floats exactly as models/quantization/decoded.py does it: for one input in registers, for several into the first cache.
  * Whatever is multiplied at once, a product is the same: it has 16 sums side by side, to which columns are added in turn.
  */
 #include <stdint.h>

@@ -13,7 +13,7 @@ from swarmllm.errors import ConfigurationError
 QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4", "llm_int8"]
 QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
 BITS: dict[str, float] = {"int2": 2, "int3": 3, "q3.5": 3.5, "int4": 4, "int5": 5, "int6": 6}
-"""Bits of the types that `kbit` is for."""
+"""Bits of each type that `decoded.KBit` packs."""
 OF_WHOLE_ROWS = ("int8", "llm_int8")
 """Types with one scale for each row."""
 GROUP = 64

@@ -1,4 +1,4 @@
-"""What peft's layers do to a linear module of a hollow block, in the forms that servers know (`adapters/patch_forms`).
+"""What peft's layers do to a linear module of a hollow block, in forms that servers know (`adapters/block_adapter`).
 
 A method that isn't one of these forms may be computed to one here: autograd goes on from the tensors that travel to the
 parameters that they were made of. Called by `hollow_adapters`; peft has been imported by whoever put the layers there.

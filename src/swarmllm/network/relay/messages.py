@@ -1,10 +1,10 @@
 """The messages of circuit relay v2, and multiaddresses as libp2p's daemon reads and writes them.
 
-Messages are protobuf, each behind its length; these few need no generator:
+Messages are protobuf, each after its length. There are so few that no generator is needed:
 
     HOP, to a relay      RESERVE                 → STATUS, when the reservation ends
                          CONNECT (target)        → STATUS, and if it is OK, the bytes of the circuit
-    STOP, to a target    CONNECT (source)        → STATUS, and if it is OK, the bytes of the circuit
+    STOP, to a target    CONNECT (caller)        → STATUS, and if it is OK, the bytes of the circuit
     AUTONAT              DIAL (me, addresses)    → DIAL_RESPONSE: whether that worked
 
 hivemind writes addresses through relays wrongly:
@@ -12,8 +12,7 @@ hivemind writes addresses through relays wrongly:
     /ip4/203.0.113.7/tcp/31337                            a peer that can be dialled
     /ip4/203.0.113.7/tcp/31337/p2p/12D3KooW…/p2p-circuit  one that can be reached through the peer 12D3KooW…
 
-Pure but for `read_message`. Everything comes from other peers, so everything is checked: what makes no sense is a
-ValueError.
+Pure except for `read_message`. Everything comes from other peers, so everything is checked. Nonsense raises ValueError.
 """
 
 import asyncio
@@ -33,9 +32,9 @@ MAX_VARINT_BYTES = 10
 IP4, TCP, IP6, P2P, CIRCUIT = 4, 6, 41, 421, 290
 NAMES = {"dns": 53, "dns4": 54, "dns6": 55}
 FIXED_BYTES = {IP4: 4, TCP: 2, IP6: 16, CIRCUIT: 0, 480: 0, 477: 0, 478: 0, 448: 0, 460: 0, 461: 0, 273: 2}
-"""What follows each of these numbers of multicodec: of addresses that a daemon may see its peers at."""
+"""Bytes after each of these multicodec numbers, in addresses at which a daemon may see its peers."""
 COUNTED = {P2P, *NAMES.values(), 449}
-"""After these, a length and as many bytes."""
+"""After these numbers follow a length and as many bytes."""
 MAX_ADDRESS_BYTES = 512
 
 
@@ -48,7 +47,7 @@ class HopKind(IntEnum):
 
 
 class Status(IntEnum):
-    """Answers."""
+    """Answers of a relay."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -63,7 +62,7 @@ Fields = dict[int, list[int | bytes]]
 
 
 def varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
+    """Encode a number with seven bits a byte, the lowest first."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)
@@ -73,7 +72,7 @@ def varint(number: int) -> bytes:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends.
+    """Decode the number at this position; return it and its end.
 
     Raises:
         ValueError: there is none.
@@ -87,7 +86,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def encode(*fields: tuple[int, int | bytes]) -> bytes:
-    """A message without its length, of (number of the field, value)."""
+    """Encode a message, without its length, from (number of the field, value)."""
     encoded = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -98,7 +97,7 @@ def encode(*fields: tuple[int, int | bytes]) -> bytes:
 
 
 def decode(data: bytes) -> Fields:
-    """The values of each field, in their order.
+    """Decode a message into the values of each field, in their order.
 
     Raises:
         ValueError: this is no message.
@@ -121,10 +120,10 @@ def decode(data: bytes) -> Fields:
 
 
 def number(fields: Fields, field: int) -> int | None:
-    """The value of a field that is a number; None: it isn't there.
+    """The value of a numeric field; None if it is missing.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the field isn't numeric.
     """
     value = fields.get(field, [None])[-1]
     if isinstance(value, bytes):
@@ -133,10 +132,10 @@ def number(fields: Fields, field: int) -> int | None:
 
 
 def text(fields: Fields, field: int) -> bytes:
-    """The value of a field that is bytes, or a message; b"": it isn't there.
+    """The value of a field of bytes, which may be a message; b"" if it is missing.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the field is numeric.
     """
     value = fields.get(field, [b""])[-1]
     if isinstance(value, int):
@@ -145,12 +144,12 @@ def text(fields: Fields, field: int) -> bytes:
 
 
 def framed(message: bytes) -> bytes:
-    """The message behind its length."""
+    """Put the length before a message."""
     return varint(len(message)) + message
 
 
 async def read_message(reader: asyncio.StreamReader) -> Fields:
-    """The next message.
+    """Read the next message.
 
     Raises:
         ValueError: it makes no sense, or is too long.
@@ -158,7 +157,7 @@ async def read_message(reader: asyncio.StreamReader) -> Fields:
     """
     prefix = b""
     while not prefix or prefix[-1] > 127:
-        if len(prefix) == 2:  # a third byte would say more than MAX_MESSAGE_BYTES
+        if len(prefix) == 2:  # a third byte would mean more than MAX_MESSAGE_BYTES
             raise ValueError("a message is too long")
         prefix += await reader.readexactly(1)
     length, _ = read_varint(prefix, 0)
@@ -167,7 +166,7 @@ async def read_message(reader: asyncio.StreamReader) -> Fields:
     return decode(await reader.readexactly(length))
 
 
-# What is said
+# The messages
 
 
 def reserve() -> bytes:
@@ -176,7 +175,7 @@ def reserve() -> bytes:
 
 
 def hop_status(status: Status, expires_at: float | None = None) -> bytes:
-    """A relay's answer; without a limit, as circuits have none but the relay's own."""
+    """A relay's answer. It names no limit: circuits have none except the relay's own."""
     reservation = [] if expires_at is None else [(3, encode((1, int(expires_at))))]
     return framed(encode((1, HopKind.STATUS), *reservation, (5, status)))
 
@@ -187,21 +186,21 @@ def stop_connect(source: bytes) -> bytes:
 
 
 def dial_me(own_id: bytes, addrs: Sequence[bytes]) -> bytes:
-    """To any public peer, whose libp2p answers: dial me at these addresses."""
+    """To any public peer (its libp2p answers): dial me at these addresses."""
     me = encode((1, own_id), *((2, addr) for addr in addrs))
     return framed(encode((1, 0), (2, encode((1, me)))))
 
 
 def was_dialled(answer: Fields) -> bool | None:
-    """What it says to that; None: it didn't try."""
+    """The answer to that, True or False; None: it didn't try."""
     return {0: True, 100: False}.get(number(decode(text(answer, 3)), 1) or 0)
 
 
 def pack_circuit(addr: str) -> bytes:
-    """The address through a relay.
+    """Encode an address through a relay.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an address.
     """
     direct, _, relay = addr.removesuffix("/p2p-circuit").partition("/p2p/")
     parts = direct.split("/")
@@ -229,17 +228,17 @@ def _pack_host(kind: str, host: str) -> bytes:
 
 
 def circuit_through(relay_addr: str, relay_id: str) -> str:
-    """The address of a peer that has reserved a place at that relay."""
+    """The address of a peer that has a reservation at this relay."""
     return f"{relay_addr}/p2p/{relay_id}/p2p-circuit"
 
 
 def is_circuit(addr: str) -> bool:
-    """Whether an address, as text, leads through a relay."""
+    """True if an address leads through a relay."""
     return "/p2p-circuit" in addr
 
 
 def came_from(addr: bytes) -> tuple[str, bool]:
-    """Where a connection comes from, as the daemon says: its host ("" if it says none), and whether through a relay.
+    """The host that a connection comes from ("": not told), and whether it comes through a relay.
 
     Raises:
         ValueError: these bytes are no address.
@@ -265,7 +264,7 @@ def came_from(addr: bytes) -> tuple[str, bool]:
 
 
 def network_of(addr: str) -> str:
-    """The part of the internet that an address as text is in: /16 of IPv4, /32 of IPv6, or its host's name."""
+    """The network of an address: /16 of IPv4, /32 of IPv6, or the host's name."""
     kind, _, rest = addr[1:].partition("/")
     host = rest.partition("/")[0]
     if kind not in ("ip4", "ip6"):

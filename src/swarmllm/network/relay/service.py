@@ -1,15 +1,14 @@
-"""A relay's service to others: it keeps reservations, opens circuits, and passes their bytes on.
+"""A relay's service to other peers: it keeps reservations, opens circuits, and passes their bytes on.
 
-It takes the place of the one in libp2p's daemon, which relays for anybody, and cuts each circuit after 128 KiB or two
-minutes. `p2p/peer` hands every stream that is opened at HOP to `RelayService.serve`:
+It replaces the relay in libp2p's daemon, which relays for anybody and cuts each circuit after 128 KiB or two minutes.
+`p2p/peer` hands every stream that is opened at HOP to `RelayService.serve`:
 
-    RESERVE  → refused, or a reservation that lasts as long as the stream stays open and RESERVE is said again in time
-    CONNECT  → refused, or STOP is opened to the target, and then bytes pass until one side ends or both are idle
+    RESERVE  → refused, or a reservation that lasts while the stream stays open and RESERVE is repeated in time
+    CONNECT  → refused, or STOP is opened to the target, and bytes pass until one side ends or both are idle
 
-`Places` bounds how many may take part: of one peer, of one host and in all. Peer ids cost nothing, addresses little:
-so the last number bounds memory, and the numbers before it keep one guest from taking everything. `ByteBucket` bounds
-the bytes a second. A relay learns who talks to whom, when and how much. It sees nothing else: the two ends have
-encrypted it.
+`Places` limits the number of users: per peer, per host and in all. Peer ids cost nothing and addresses little, so the
+last number limits memory, and the others keep one guest from taking everything. `ByteBucket` limits the bytes a second.
+A relay learns who talks to whom, when and how much, and nothing else: the two ends encrypt.
 """
 
 import asyncio
@@ -39,22 +38,22 @@ from swarmllm.network.relay.messages import (
 logger = logging.getLogger(__name__)
 
 BURST_S = 0.25
-"""Seconds of the rate that may pass at once after a pause: a decode step never waits where others are quiet."""
+"""Seconds of the rate that may pass at once after a pause, so that a decode step never waits on a quiet relay."""
 
 RESERVATION_S = 60.0
-"""A reservation that isn't renewed ends; its holders renew it several times in this time."""
+"""A reservation ends if it isn't renewed for this long. Holders renew it several times in this time."""
 RENEWAL_REST_S = 1.0
-"""Renewals are read no faster."""
+"""Least time between two renewals that are read."""
 HANDSHAKE_S = 10.0
-"""For all that comes before the bytes of a circuit."""
+"""Longest time for everything before the bytes of a circuit."""
 LINGER_S = 1.0
-"""A refusal is followed by the end of the stream, which could overtake it."""
+"""Time between a refusal and the end of the stream, which could overtake it."""
 IDLE_S = 120.0
-"""A circuit without a byte is cut after this or twice as much: libp2p's own signs of life come every 30 s."""
+"""A circuit without a byte is cut after this time or twice as much. libp2p's own signs of life come every 30 s."""
 CHUNK_BYTES = 32 << 10
-"""Passed on at once, in turn with other hosts."""
+"""Bytes passed on at once, in turn with other hosts."""
 BUFFER_BYTES = 16 << 10
-"""A stream isn't read on while more than twice this waits; one read of asyncio brings 256 KiB at most."""
+"""Reading pauses while more than twice this waits. One read of asyncio brings 256 KiB at most."""
 
 ByteStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OpenStop = Callable[[str], Awaitable[ByteStream]]
@@ -62,17 +61,17 @@ OpenStop = Callable[[str], Awaitable[ByteStream]]
 
 @dataclass(frozen=True)
 class Caller:
-    """Who opened a stream, as this peer's daemon says."""
+    """The peer that opened a stream, according to this peer's daemon."""
 
     peer_id: str
     host: str
-    """Address of the machine, or of the router or relay before it; "": not told."""
+    """Address of its machine, or of the router or relay before it; "": not told."""
     through_relay: bool
 
 
 @dataclass(eq=False)
 class Places:
-    """Those that are left of a kind."""
+    """Free places of one kind."""
 
     of_peer: int
     of_host: int
@@ -83,7 +82,7 @@ class Places:
         return self._taken["all", ""]
 
     def take(self, caller: Caller) -> bool:
-        """Whether there is one for this caller; if so, it is taken until `leave`."""
+        """Take a place for this caller until `leave`; False if there is none."""
         keys = self._keys(caller)
         if any(self._taken[key] >= most for key, most in zip(keys, self._limits(), strict=True)):
             return False
@@ -91,7 +90,7 @@ class Places:
         return True
 
     def leave(self, caller: Caller) -> None:
-        """Give back one that was taken."""
+        """Give a place back."""
         self._taken.subtract(self._keys(caller))
         self._taken = +self._taken
 
@@ -103,7 +102,7 @@ class Places:
 
 
 class ByteBucket:
-    """Hosts take turns, and those of one host among themselves: so a flood from one slows others by one piece each."""
+    """Limits bytes per second. Hosts take turns, so a flood from one host delays others by one chunk at most."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -111,14 +110,14 @@ class ByteBucket:
         self._turn_of_host: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free_at = 0.0
         self.num_bytes = 0
-        """That have passed since the start."""
+        """Bytes passed since the start."""
 
     def lock_of(self, host: str) -> asyncio.Lock:
-        """To be given to `take` by whoever passes bytes on for this host."""
+        """The lock of this host, for `take`."""
         return self._turn_of_host.setdefault(host, asyncio.Lock())
 
     async def take(self, num_bytes: int, of_host: asyncio.Lock) -> None:
-        """Return when that many may pass."""
+        """Return when this many bytes may pass."""
         async with of_host, self._turn:
             now = asyncio.get_running_loop().time()
             self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self._bytes_per_s
@@ -128,26 +127,26 @@ class ByteBucket:
 
 
 MAX_STREAMS = Places(of_peer=64, of_host=96, in_all=256)
-"""At HOP. Circuits first of all: a client has one to each server that it reaches through this relay. With all of them
-stalled and full, they take some 200 MB (computed)."""
+"""Places for streams at HOP. Most are circuits: a client has one to each server that it reaches through this relay. If
+all of them are stalled and full, they take about 200 MB (computed)."""
 MAX_RESERVATIONS = Places(of_peer=2, of_host=32, in_all=128)
-"""A newer one of the same peer replaces the older, which needs its place for a moment more."""
+"""Places for reservations. A peer's newer one replaces its older one, which keeps its place for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayRules:
-    """For whom, and how much."""
+    """Rules of a relay."""
 
     mbps: float = 100.0
-    """Megabits a second, of all circuits together."""
+    """Megabits per second of all circuits together."""
     servers: Collection[str] | None = None
-    """Peer ids of those who may reserve a place, and reach others; None: all."""
+    """Peer ids that may reserve a place and reach others; None: all."""
     clients: Collection[str] | None = None
-    """Peer ids of those who may reach others, besides; None: all."""
+    """Peer ids that may reach others as well; None: all."""
 
 
 class RelayService:
-    """`open_stop` opens a stream to a peer at STOP. Without rules everybody is refused."""
+    """Serves streams at HOP. `open_stop` opens a stream to a peer at STOP. Without rules everybody is refused."""
 
     def __init__(self, open_stop: OpenStop, rules: RelayRules | None) -> None:
         self._open_stop = open_stop
@@ -155,7 +154,7 @@ class RelayService:
         self._streams = _empty(MAX_STREAMS)
         self._places = _empty(MAX_RESERVATIONS)
         self._reserved: dict[str, asyncio.Task[None]] = {}
-        """Those who hold a reservation, and the task that keeps it."""
+        """Holders of reservations, and the tasks that keep them."""
         self._bucket = ByteBucket((rules or RelayRules()).mbps * 1e6 / 8)
         self.num_circuits = 0
         self.num_refused = 0
@@ -166,11 +165,11 @@ class RelayService:
 
     @property
     def num_bytes(self) -> int:
-        """Passed on since the start, both ways."""
+        """Bytes passed on since the start, both ways."""
         return self._bucket.num_bytes
 
     async def serve(self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Do what the caller asks for on this stream, until it ends. The stream is the caller's to close."""
+        """Serve one stream until it ends. The caller closes it."""
         if not self._streams.take(caller):
             self.num_refused += 1
             return
@@ -248,7 +247,7 @@ class RelayService:
             target[1].transport.abort()
 
     def _may_connect(self, caller: Caller) -> bool:
-        """Servers may always; those who hold a reservation are some, whoever else is."""
+        """Servers always may. Holders of reservations count as servers."""
         if self._rules is None or caller.through_relay:
             return False
         clients, servers = self._rules.clients, self._rules.servers
@@ -256,7 +255,7 @@ class RelayService:
         return _holds(clients, caller.peer_id) or caller.peer_id in known
 
     async def _reach(self, target_id: str, caller: Caller) -> ByteStream:
-        """A stream to the target on which it has said that it takes the circuit."""
+        """Open a stream to the target and wait until it accepts the circuit."""
         reader, writer = await self._open_stop(target_id)
         try:
             writer.write(stop_connect(base58.b58decode(caller.peer_id)))
@@ -268,7 +267,7 @@ class RelayService:
         return reader, writer
 
     async def _pass_on(self, caller: Caller, source: ByteStream, target: ByteStream) -> None:
-        """Until one side ends, or nothing came for a while."""
+        """Pass bytes on until one side ends or nothing came for a while."""
         host, passed = self._bucket.lock_of(caller.host), [0]
         loop = asyncio.get_running_loop()
         ways = {
@@ -298,7 +297,7 @@ class RelayService:
 
 
 async def _renew(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Grant, as long as the holder asks in time."""
+    """Grant the reservation as long as its holder renews it in time."""
     with suppress(OSError, EOFError, TimeoutError, ValueError):
         while True:
             writer.write(hop_status(Status.OK, time.time() + RESERVATION_S))

@@ -2,9 +2,9 @@
 
 protocol      versions, greeting, errors on the wire; the names that client and server import
 messages      headers of the messages, checked field by field
-frames        a message as bytes and back, without I/O: kinds of messages, and how large each may be
+frames        messages as bytes and back, without I/O; kinds of messages and their largest sizes
 tensor_codec  tensors as the payload of a message
 compression   hidden states in 8 bits
-stream        messages to and from one peer: inbox, outbox, signs of life, bounds on what all peers have sent
-liveness      does a peer still live, how long is it waited for, how fast is its link
+stream        messages to and from one peer; limits on memory for what all peers have sent
+liveness      detects dead peers, and measures the speed of a connection
 """

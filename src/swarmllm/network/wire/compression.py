@@ -1,19 +1,19 @@
-"""Hidden states and gradients in about half their bytes: 8 bits a value, and what is much larger kept beside.
+"""Compress hidden states and gradients to about half their bytes: 8 bits a value, outliers apart.
 
-The values of a token are cut into blocks of 64. A block has one step, a power of two; its values are whole multiples of
-it from -127 to 127. The largest value of a block would set the step for all others, and in language models a few
-channels are some dozen times as large as the rest (Dettmers et al. 2022, LLM.int8, section 3). So the step follows the
-second largest value, and where the largest would have needed a coarser one it is kept beside as it is. Shared powers of
-two are those of the microscaling formats (Rouhani et al. 2023).
+The values of a token are cut into blocks of 64. A block has one step, a power of two. Its values are whole multiples of
+the step from -127 to 127. In language models a few channels are some dozen times as large as the rest (Dettmers et al.
+2022, LLM.int8, section 3), and the largest value would set the step for all. So the step follows the second largest
+value. If the largest needs a coarser step, it is sent separately, unchanged. The microscaling formats share powers of
+two in the same way (Rouhani et al. 2023).
 
     bytes per block of 64   64 codes, exponent, place, a value of its dtype: 68 of 128 (bfloat16), 70 of 256 (float32)
-    error of a value        at most 1/127 of the second largest of its block; none for a largest that stands beside
+    error of a value        at most 1/127 of the second largest of its block; none for a largest sent separately
 
-Such multiples are numbers of bfloat16 and float16 as well, so rounding twice is rounding once: what was decompressed
-can be compressed again without a change. Therefore only he who computes hidden states rounds them, and keeps them as
-his successor sees them; whoever replays or relays them later sends the same numbers, compressed or not.
+Such multiples are exact in bfloat16 and float16 as well, so rounding twice is the same as rounding once: decompressed
+values can be compressed again without a change. So only the server that computes hidden states rounds them, and it
+keeps them as its successor receives them. Replays and relays send the same numbers, compressed or not.
 
-Used by whoever sends tensors, and by `wire/tensor_codec`, which knows how compressed tensors look as bytes.
+Used by all senders of tensors, and by `wire/tensor_codec`, which defines the bytes of compressed tensors.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from swarmllm.network.wire.stream import FrameStream
 BLOCK = 64
 """Values that share a step. Measured in benchmarks/compression: 128 saves 3 % of the bytes at 7 to 39 % more error."""
 ENCODING = "int8"
-"""Its name in greetings, settings and descriptors."""
+"""Name of the encoding in greetings, settings and descriptors."""
 COMPRESSIBLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPRESSIBLE = frozenset(("hidden_states", "inputs_embeds", "grad_outputs"))
 """Tensors with a vector per token. Masks and positions must be exact, adapters are small."""
 AUTO_BELOW_MBPS = 150.0
-"""Links that "auto" compresses for. Measured: both ways take 5 ns a value, as long as the bytes that
-they save on a link of 1.5 Gbit/s; this is far below, so that a busy machine isn't taken for a slow link."""
+"""Connections slower than this are compressed by "auto". Measured: both ways take 5 ns a value, as long as the saved
+bytes take at 1.5 Gbit/s. This limit is far below, so that a busy machine isn't taken for a slow connection."""
 THREAD_BYTES = 1 << 20
-"""Size from which on compressing (about 3 ms) would keep the event loop too long."""
+"""Messages from this size on are compressed in a thread: about 3 ms would block the event loop too long."""
 
 _MAX_CODE = 127
 
@@ -56,15 +56,15 @@ class CompressedTensor:
     exponents: Tensor
     """`[rows, blocks]` of int8: the step is 2 to this power."""
     places: Tensor
-    """`[rows, blocks]` of uint8: where in its block the largest value is."""
+    """`[rows, blocks]` of uint8: position of the largest value in its block."""
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The parts in the order in which they are sent."""
+        """The four tensors in the order in which they are sent."""
         return self.beside, self.codes, self.exponents, self.places
 
     def decompress(self) -> Tensor:
-        """The rounded tensor."""
+        """Restore the (rounded) tensor."""
         rows, width = self.codes.shape
         codes = F.pad(self.codes, (0, -width % BLOCK)) if width % BLOCK else self.codes
         steps = _power_of_two(self.exponents).to(self.dtype)
@@ -76,7 +76,7 @@ class CompressedTensor:
 
 
 def part_shapes(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(rows, width, blocks per row) of a tensor of that shape, which has at least one axis and no empty one."""
+    """(rows, width, blocks per row) of a tensor of this shape, which has at least one axis and no empty one."""
     width, num_elements = shape[-1], torch.Size(shape).numel()
     return num_elements // width, width, -(-width // BLOCK)
 
@@ -88,7 +88,8 @@ def compressed_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def compress(tensor: Tensor) -> CompressedTensor | None:
-    """8 bits a value; None if that can't be: nothing in it, another dtype, or values that are not finite."""
+    """Compress to 8 bits a value. None if that is impossible: an empty tensor, another dtype, or values that aren't
+    finite."""
     if tensor.dtype not in COMPRESSIBLE_DTYPES or not tensor.dim() or not tensor.numel():
         return None
     rows, width, blocks = part_shapes(tuple(tensor.shape))
@@ -117,7 +118,7 @@ def compress(tensor: Tensor) -> CompressedTensor | None:
 
 
 def _with_rounded(small: CompressedTensor, codes: Tensor, stands_beside: Tensor) -> CompressedTensor:
-    """Round the largest value like the others where it needs no coarser step: else rounding wouldn't be final."""
+    """Round the largest value like the others if it needs no coarser step. Otherwise rounding twice would change it."""
     code = codes.gather(-1, small.places[..., None].long())[..., 0]
     rounded = code.float() * _power_of_two(small.exponents)
     limit = torch.finfo(small.dtype).max
@@ -126,7 +127,7 @@ def _with_rounded(small: CompressedTensor, codes: Tensor, stands_beside: Tensor)
 
 
 def _exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two of which `largest` is at most 127 times one, and whose multiples `dtype` can hold."""
+    """The smallest powers of two whose 127-fold is at least `largest` and whose multiples `dtype` can hold."""
     lowest = -24 if dtype is torch.float16 else -126
     mantissas, exponents = torch.frexp(largest)
     exponents = exponents - 7 + (mantissas > _MAX_CODE / 128)
@@ -134,20 +135,20 @@ def _exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """2 to these powers, exactly, as float32; below -126 it is 2 to the power of -126."""
+    """2 to these powers, exactly, as float32; 2 to the power of -126 for smaller ones."""
     return (exponents.int().clamp(min=-126) + 127 << 23).view(torch.float32)
 
 
-# ---------------------------------------------------------------------- when to do it
+# ---------------------------------------------------------------------- when to compress
 
 Outgoing = dict[str, Tensor | CompressedTensor]
 """Tensors of a message by name."""
 
 
 def pays(setting: str, num_bytes: int, mbps: float | None) -> bool:
-    """Whether to compress a message of `num_bytes` on a link of `mbps` (None: not measured).
+    """True if a message of `num_bytes` over a connection of `mbps` (None: not measured) is worth compressing.
 
-    Unknown settings (of newer peers) compress nothing.
+    Unknown settings, of newer peers, compress nothing.
     """
     if setting == "auto":
         return mbps is not None and mbps < AUTO_BELOW_MBPS and num_bytes >= MEASURED_BYTES
@@ -157,9 +158,9 @@ def pays(setting: str, num_bytes: int, mbps: float | None) -> bool:
 async def compressed(
     tensors: Mapping[str, Tensor], stream: FrameStream, setting: str, *, exactly: bool = False
 ) -> Outgoing:
-    """The tensors to send: compressed if the peer knows how and it pays; `exactly`: only those that it doesn't change.
+    """Compress tensors for sending, if the peer supports it and it pays. `exactly`: only those that it doesn't change.
 
-    Whoever keeps what he sends has to keep `as_received` of this.
+    A sender that keeps what it sends must keep `as_received` of the result.
     """
     num_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name in COMPRESSIBLE)
     if ENCODING not in stream.encodings or not pays(setting, num_bytes, stream.link_rate.mbps):
@@ -179,7 +180,7 @@ def _compress_all(tensors: Mapping[str, Tensor], exactly: bool) -> Outgoing:
 
 
 def as_received(tensors: Mapping[str, Tensor | CompressedTensor]) -> dict[str, Tensor]:
-    """The tensors as the other side will see them."""
+    """The tensors as the receiver will see them."""
     return {
         name: tensor.decompress() if isinstance(tensor, CompressedTensor) else tensor
         for name, tensor in tensors.items()

@@ -1,14 +1,14 @@
-"""Messages as bytes, without I/O: what `wire/stream` writes and reads, which kinds there are, how large they may be.
+"""Messages as bytes, without I/O, for `wire/stream`: their kinds, their layout, their largest sizes.
 
 A message is a type, a small header (a msgpack map) and a payload of raw bytes. It travels in frames:
 
-    frame    = prefix, header, payload part
+    frame    = prefix, header, payload chunk
     prefix   = magic (2 bytes), format (1), type (1), flags (1), pad (1), three unsigned 32-bit numbers, big-endian:
-               bytes of the header, bytes of this frame's payload part, bytes of the whole message's payload
+               bytes of the header, bytes of this frame's payload chunk, bytes of the whole message's payload
 
-The first frame brings the header and at most `CHUNK_BYTES` of payload, frames of type CONTINUE bring the rest. A
-control message (PING, PONG, ERROR) has no payload and may come between the frames of another message, so that a
-transfer of many megabytes delays no sign of life. The decoder's states:
+The first frame holds the header and at most `CHUNK_BYTES` of payload. Frames of type CONTINUE hold the rest. A control
+message (PING, PONG, ERROR) has no payload and may come between the frames of another message, so that a transfer of
+many megabytes delays no sign of life. The decoder's states:
 
     state              on                                  →
     idle               first frame of a whole message      idle, message
@@ -16,9 +16,9 @@ transfer of many megabytes delays no sign of life. The decoder's states:
     unfinished         CONTINUE, message still incomplete   unfinished
     unfinished         CONTINUE, message complete           idle, message
     either             control frame                        the same, message
-    any                anything else                        RemoteProtocolError; the decoder is of no use any more
+    any                anything else                        RemoteProtocolError; the decoder can't be used any more
 
-Sizes are checked before anything is stored, and memory grows only as bytes arrive: a claim alone costs nothing.
+Sizes are checked before anything is stored. Memory grows only as bytes arrive, so a claimed size alone costs nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,25 +32,25 @@ import msgpack
 from swarmllm.errors import LocalProtocolError, RemoteProtocolError
 
 CHUNK_BYTES = 256 << 10
-"""Payload per frame. Measured: best size for streams through p2pd; a frame of it delays a PING by about 1 ms."""
+"""Payload per frame. Measured: the best size for streams through p2pd. One frame delays a PING by about 1 ms."""
 MAX_FRAME_BYTES = 1 << 20
-"""Most payload bytes of one frame that are accepted."""
+"""Most payload bytes to accept in one frame."""
 MAX_HEADER_BYTES = 512 << 10
 """Most bytes of any header: an ADAPTER that names 4096 modules."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Most payload bytes of a message, unless the stream says otherwise."""
+"""Most payload bytes of a message, unless the stream sets another limit."""
 SMALL_BYTES = 16 << 10
-"""Most bytes of the header, and of the payload, of messages that are small by their type or on their stream."""
+"""Most bytes of the header, and of the payload, of small messages. A message is small by its type or on its stream."""
 MAX_CONTAINERS = 1 << 15
-"""Maps and arrays of one large header: of an ADAPTER's 4096 modules, each has five. Msgpack's C code holds Python's
-lock until a header is unpacked, so in a thread it would stop the event loop all the same: 512 KiB of empty maps take
-140 ms, up to this cap the worst headers 9 to 18 (measured on a busy machine)."""
+"""Most maps and arrays in one large header: an ADAPTER has five for each of its 4096 modules. msgpack's C code holds
+Python's lock while it unpacks a header, so it would stop the event loop from a thread as well. 512 KiB of empty maps
+take 140 ms; up to this limit the worst headers take 9 to 18 ms (measured on a busy machine)."""
 
 MAGIC = b"sL"
 FORMAT = 1
-"""Version of this frame layout. The meaning of the messages has its own version, agreed by HELLO and WELCOME."""
+"""Version of this frame layout. The meaning of messages has its own version, agreed by HELLO and WELCOME."""
 OPTIONAL = 1
-"""Flag: whoever does not know this message's type shall skip it."""
+"""Flag: skip this message if its type is unknown."""
 PREFIX = Struct(">2sBBBxIII")
 PREFIX_BYTES = PREFIX.size
 
@@ -58,10 +58,10 @@ ByteChunk = bytes | bytearray | memoryview
 
 
 class MessageType(IntEnum):
-    """Kinds of messages; `wire/messages` says what their headers hold."""
+    """Kinds of messages. `wire/messages` defines their headers."""
 
     CONTINUE = 0
-    """Not a message: the next part of one."""
+    """Not a message: the next chunk of one."""
     PING = 1
     PONG = 2
     ERROR = 3
@@ -77,7 +77,7 @@ class MessageType(IntEnum):
     RESULT = 23
     ADAPTER = 25
     PUSH = 27
-    # 24 and 26 had a meaning until 2026-11-23.
+    # 24 and 26 were used until 2026-11-23.
 
 
 CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR))
@@ -91,26 +91,26 @@ LARGE_TYPES = frozenset(
         MessageType.PUSH,
     )
 )
-"""Types that may bring more than SMALL_BYTES of payload."""
+"""Types whose payload may be larger than SMALL_BYTES."""
 HEADER_BYTES = {
     MessageType.STEP: 320 << 10,
     MessageType.REPLAY: 256 << 10,
     MessageType.RESULT: 128 << 10,
     MessageType.ADAPTER: MAX_HEADER_BYTES,
 }
-"""Most bytes of the larger headers: the choice of 65536 rows, 3 bytes each; the timings of 4096 servers, 15 each."""
+"""Most bytes of larger headers: the choice of 65536 rows has 3 bytes each, the timings of 4096 servers 15 each."""
 _TYPES: dict[int, MessageType] = {int(kind): kind for kind in MessageType}
 
 
 @dataclass(slots=True)
 class Message:
-    """One message as it was received."""
+    """A received message."""
 
     type: MessageType
     header: dict[str, Any]
     payload: bytearray = field(default_factory=bytearray)
     header_bytes: int = field(default=0, compare=False)
-    """Size of the header as it was packed."""
+    """Size of the packed header."""
 
 
 def encode_message(
@@ -121,10 +121,10 @@ def encode_message(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     flags: int = 0,
 ) -> Iterator[bytes]:
-    """The frames of a message, to be written in this order; only control frames may come between them.
+    """Encode a message as frames, to be written in this order. Only control frames may come between them.
 
     Raises:
-        LocalProtocolError: the header or the payload is over the cap, or the header is not plain data.
+        LocalProtocolError: the header or the payload is too large, or the header is not plain data.
     """
     try:
         packed: bytes = msgpack.packb(header)
@@ -155,7 +155,7 @@ def encode_message(
 
 
 def _cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Regroup the bytes into pieces of `size`, the last one shorter; no bytes are copied."""
+    """Regroup the bytes into pieces of `size`, the last one shorter, without copying."""
     parts: list[memoryview] = []
     room = size
     for view in views:
@@ -172,40 +172,40 @@ def _cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
 
 
 class FrameDecoder:
-    """Bytes in, messages out. After a RemoteProtocolError it must not be fed again."""
+    """Decodes bytes into messages. It can't be used after a RemoteProtocolError."""
 
     def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, peer_id: str | None = None) -> None:
         self._max_message_bytes = max_message_bytes
         self._peer_id = peer_id
         self._partial = bytearray()  # an unfinished prefix or header
-        self._frame: tuple[int, int, int, int, int] | None = None  # type, flags, header, part and total bytes
-        self._part_left = 0  # payload bytes of the current frame that are still to come
-        self._message: Message | None = None  # unfinished; its type is None-like when it is to be skipped
+        self._frame: tuple[int, int, int, int, int] | None = None  # type, flags, header, chunk and total bytes
+        self._part_left = 0  # payload bytes of the current frame that are still missing
+        self._message: Message | None = None  # unfinished; the type doesn't matter when it is skipped
         self._message_bytes = 0  # payload bytes that the unfinished message will have
-        self._skip = False  # the unfinished message is of an unknown, optional type
+        self._skip = False  # the unfinished message has an unknown, optional type
         self.large_types = LARGE_TYPES
-        """Types that may be larger than SMALL_BYTES here and now."""
+        """Types that may be larger than SMALL_BYTES at present."""
         self.num_messages = 0
-        """Completed, control messages not counted."""
+        """Complete messages so far, without control messages."""
 
     @property
     def unfinished(self) -> bool:
-        """Whether the bytes so far end within a frame or a message."""
+        """True if the bytes so far end within a frame or a message."""
         return bool(self._partial) or self._frame is not None or self._message is not None
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes of the message that has begun, at least 1 if one has; of a header that isn't complete, too."""
+        """Bytes so far of the unfinished message or header; 0 if there is none."""
         if not self.unfinished:
             return 0
         message = self._message
         return max(1, len(self._partial) + (0 if message is None else len(message.payload) + message.header_bytes))
 
     def feed(self, data: ByteChunk) -> Iterator[Message]:
-        """The messages that these bytes complete.
+        """Decode bytes; yield the messages that they complete.
 
         Raises:
-            RemoteProtocolError: the bytes break the protocol; messages before the fault have been given.
+            RemoteProtocolError: the bytes break the protocol. Messages before the fault were yielded.
         """
         view = memoryview(data)
         end = len(view)
@@ -275,10 +275,10 @@ class FrameDecoder:
         return kind, flags, header_bytes, part_bytes, total_bytes
 
     def _caps(self, kind: int) -> tuple[int, int]:
-        """Most bytes of the header and of the payload of a message of that type."""
+        """Most bytes of the header and of the payload of a message of this type."""
         known = _TYPES.get(kind)
         if kind == MessageType.CONTINUE:
-            return MAX_HEADER_BYTES, self._max_message_bytes  # what is wrong with it is said below
+            return MAX_HEADER_BYTES, self._max_message_bytes  # the error is raised below
         if known is None or not self.large_types:
             return SMALL_BYTES, min(SMALL_BYTES, self._max_message_bytes)
         max_bytes = self._max_message_bytes if known in self.large_types else SMALL_BYTES
@@ -328,7 +328,7 @@ class FrameDecoder:
 
 
 def _unpack_large(packed: ByteChunk) -> Any:
-    """Unpack as msgpack does, but only so few maps and arrays that it doesn't take long."""
+    """Unpack with msgpack, with a limit on maps and arrays so that it doesn't take long."""
     left = MAX_CONTAINERS
 
     def count(container: Any) -> Any:

@@ -1,22 +1,22 @@
-"""The headers of the protocol's messages: what clients and servers say to each other, checked field by field.
+"""The headers of the protocol's messages between clients and servers, checked field by field.
 
 A stream begins with HELLO and WELCOME (`wire/protocol`). Then either side may send:
 
     request            answer             meaning
     OPEN               RESULT | ERROR     client → server: lease KV cache for a session on blocks [start, end)
-    LINK               RESULT | ERROR     client → server: pass this session's outputs on to that peer (or to me)
+    LINK               RESULT | ERROR     client → server: send this session's outputs to that peer (or to me)
     STEP               RESULT | ERROR     client or predecessor → server: run the session's blocks on hidden states;
-                                          the answer comes from the last server of the chain, on its own stream
-    REPLAY             RESULT | ERROR     client → server: send the kept outputs of this session again, to its successor
+                                          the last server of the chain answers, on its own stream
+    REPLAY             RESULT | ERROR     client → server: send this session's kept outputs again, to its successor
     ATTACH             RESULT | ERROR     server → successor: steps of that session will come on this stream
-    FORWARD, BACKWARD  RESULT | ERROR     client → server: a batch without a KV cache
-    PUSH               –                  server → server: what a FORWARD or BACKWARD there waits for;
-                                          client → server: that it shall not wait for it any more
+    FORWARD, BACKWARD  RESULT | ERROR     client → server: a request without a session or KV cache
+    PUSH               –                  server → server: the tensors that a FORWARD or BACKWARD there waits for;
+                                          client → server: don't wait for them any more
     ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
 
-A session ends with the stream on which it was opened. Every request carries an `id` that its answer repeats. Tensors of
-a peer that can read them may be packed (`wire/compression`). Unknown fields are ignored, so newer peers can add some.
-Numbers and largest sizes of the messages are in `wire/frames`; `streams/connection` takes them in on a server.
+A session ends with the stream on which it was opened. Every request carries an `id` that its answer repeats. Tensors
+may be packed if the peer supports it (`wire/compression`). Unknown fields are ignored, so that newer peers can add
+some. `wire/frames` has the numbers and largest sizes of the messages. `streams/connection` receives them on a server.
 """
 
 from typing import Annotated, TypeVar
@@ -30,10 +30,10 @@ MAX_POSITION = 1 << 24
 MAX_BATCH = 1 << 16
 SESSION_ID_LENGTH = 32
 MAX_PATCHES = 4096
-"""Modules of one server's blocks that an adapter may change; a header of 512 KiB holds about as many."""
+"""Most modules of one server's blocks that an adapter may change. A header of 512 KiB holds about as many."""
 MAX_ERROR_LENGTH = 2000
 MAX_PLACE = 15
-"""Values that a block returns beside its hidden states, among which attention weights are looked for."""
+"""Values that a block may return besides its hidden states. Attention weights are looked for among them."""
 
 Header = TypeVar("Header", bound=PeerModel)
 
@@ -46,19 +46,19 @@ BlockIndex = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
 SeqLen = Annotated[int, Field(ge=1, le=MAX_POSITION)]
 AdapterName = Annotated[str | None, Field(max_length=128)]
-# The first wrong element of a sequence is enough: an error for each would take seconds to write.
+# Stop at the first wrong element of a sequence: an error for each would take seconds to write.
 BatchIndex = (
     Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_BATCH)], ...], Field(max_length=MAX_BATCH, fail_fast=True)] | None
 )
 NumChoices = Annotated[int, Field(ge=0, lt=1 << 63, alias="rows")]
-"""Number of times that the batch's rows were chosen anew (beam search) before this; `rows` is its name on the wire."""
+"""Number of earlier choices of rows (beam search). `rows` is its name on the wire."""
 Shape = Annotated[tuple[int, ...], Field(fail_fast=True)]
 Descriptors = Annotated[tuple[tuple[str, str, Shape, int], ...], Field(max_length=32, fail_fast=True)]
-"""The descriptors for `tensor_codec.decode_tensors`, which checks the values."""
+"""Descriptors for `tensor_codec.decode_tensors`, which checks the values."""
 Compression = Annotated[str, Field(max_length=16)]
-"""The client's wish for tensors that servers send: "none", "int8", or "auto" for what the server finds best."""
+"""Compression that the client wants from servers: "none", "int8", or "auto" for the server's own choice."""
 Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS, fail_fast=True)]
-"""Per server that the step went through: first block, microseconds in the queue, microseconds of computing."""
+"""For each server that the step passed: first block, microseconds in the queue, microseconds of computing."""
 
 
 AttentionShape = Annotated[
@@ -68,20 +68,21 @@ Attentions = Annotated[
     tuple[tuple[BlockIndex, Annotated[int, Field(ge=0, le=MAX_PLACE)], AttentionShape], ...],
     Field(max_length=MAX_BLOCKS, fail_fast=True),
 ]
-"""Per tensor of attention weights: block, place, shape `[batch, heads, seq, past + seq]` (`boundary/inner_states`)."""
+"""For each tensor of attention weights: block, place, shape `[batch, heads, seq, past + seq]`
+(`boundary/inner_states`)."""
 
 
 class WantedInner(PeerModel):
-    """What shall be answered besides the result: for those who want to see it, and by servers that know this field."""
+    """Values between blocks that the client wants to see as well. Only servers that know this field answer it."""
 
     outputs: Annotated[tuple[BlockIndex, ...], Field(max_length=MAX_BLOCKS, fail_fast=True)] = ()
     """Blocks whose outputs are wanted, of this server or of others."""
     attentions: bool = False
-    """Whether the attention weights of all blocks are wanted."""
+    """True if the attention weights of all blocks are wanted."""
 
 
 class Target(PeerModel):
-    """A server to which another one passes something on, and the secret by which it takes it."""
+    """A server that receives pushed tensors, and the secret by which it accepts them."""
 
     peer_id: PeerId
     addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
@@ -89,43 +90,43 @@ class Target(PeerModel):
 
 
 class Successor(Target):
-    """The next server of a chain, and the session that the client has opened there."""
+    """The next server of a chain, and the client's session there."""
 
     session: SessionId
 
 
 class Predecessor(PeerModel):
-    """The other end: who passes something on, and by which secret it is known."""
+    """The server that pushes tensors, and the secret by which it is known."""
 
     peer_id: PeerId
     token: Token
 
 
 class OpenHeader(PeerModel):
-    """OPEN: a session's KV cache on blocks [start, end) of the server."""
+    """OPEN: lease a session's KV cache for blocks [start, end)."""
 
     id: RequestId
     session: SessionId
     token: SessionId
-    """Secret that the predecessor must show in ATTACH: the session's id alone gives no right to write to it."""
+    """Secret that the predecessor shows in ATTACH. The session's id alone gives no right to write to it."""
     start: BlockIndex
     end: BlockIndex
     batch_size: BatchSize
     max_length: SeqLen
     epoch: RequestId = 0
     adapter: RequestId | None = None
-    """Handle of an ADAPTER that the session's steps run with."""
+    """Handle of the ADAPTER that the session uses."""
     served_adapter: AdapterName = None
-    """Instead of it: the name of one that the server announces."""
+    """Or the name of an adapter that the server announces."""
     compression: Compression = "auto"
     source_length: Position = 0
-    """Positions of an encoder's outputs that come with the first step, for blocks of a decoder."""
+    """Positions of the encoder's outputs that come with the first step, for blocks of a decoder."""
     record_past: bool = False
-    """Whether rollbacks are to be expected, for caches that must keep more for them."""
+    """True if rollbacks may follow. Some caches must keep more for them."""
 
 
 class LinkHeader(PeerModel):
-    """LINK: from now on outputs go to `successor`, or back to the client when there is none."""
+    """LINK: send outputs to `successor` from now on, or to the client if there is none."""
 
     id: RequestId
     session: SessionId
@@ -142,30 +143,30 @@ class AttachHeader(PeerModel):
 
 
 class StepHeader(PeerModel):
-    """STEP: `seq_len` positions of the session from `position` on; a lower position than the cache's rolls it back."""
+    """STEP: `seq_len` positions of the session from `position` on. A position below the cache's end rolls it back."""
 
     id: RequestId
     session: SessionId
     epoch: RequestId
-    """Raised by the client at each repair; steps of an older epoch are dropped."""
+    """The chain's version: the client raises it at each repair. Steps of an older version are dropped."""
     position: Position
     batch_size: BatchSize
     seq_len: SeqLen
     tensors: Descriptors
     num_choices: NumChoices = 0
     batch_index: BatchIndex = None
-    """The last choice of rows, for caches that have not made it yet: rows to keep, in their new order."""
+    """The last choice of rows, if caches have not applied it yet: rows to keep, in their new order."""
     ones_mask: bool = False
-    """The attention mask is all ones [batch, position + seq_len], so it isn't sent."""
+    """True: the attention mask is all ones, `[batch, position + seq_len]`, and isn't sent."""
     replay_hops: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
-    """> 0: this step rebuilds caches; that many servers, this one included, are to run it, and none answers tensors."""
+    """Above 0: this step rebuilds caches. This many servers run it, this one included, and none answers tensors."""
     timings: Timings = ()
     inner: WantedInner | None = None
-    """Each server answers its part of it in a RESULT of its own, on the stream that has opened its session."""
+    """True: each server answers its own values in a RESULT, on the stream that opened its session."""
 
 
 class ReplayHeader(PeerModel):
-    """REPLAY: send the kept outputs for positions [0, length) to the successor, for `replay_hops` servers."""
+    """REPLAY: send the kept outputs of positions [0, length) to the successor, for `replay_hops` servers."""
 
     id: RequestId
     session: SessionId
@@ -177,8 +178,8 @@ class ReplayHeader(PeerModel):
 
 
 class BatchHeader(PeerModel):
-    """FORWARD or BACKWARD of blocks [start, end) on a batch. BACKWARD brings the inputs and the outputs' gradient, or
-    that gradient alone and the name of its `forward`."""
+    """FORWARD or BACKWARD of blocks [start, end), without a session. BACKWARD brings the inputs and the gradient of the
+    outputs, or that gradient alone and the name of its `forward`."""
 
     id: RequestId
     start: BlockIndex
@@ -188,37 +189,39 @@ class BatchHeader(PeerModel):
     tensors: Descriptors
     ones_mask: bool = False
     adapter: RequestId | None = None
-    """Handle of an ADAPTER; BACKWARD then answers the gradients of its values, too."""
+    """Handle of an ADAPTER. BACKWARD then answers the gradients of its values, too."""
     served_adapter: AdapterName = None
-    """Instead of it: the name of one that the server announces."""
+    """Or the name of an adapter that the server announces."""
     keep: bool = False
-    """FORWARD: its BACKWARD will come soon, so what it computes should be kept."""
+    """FORWARD: keep the result for a BACKWARD that follows soon."""
     forward: RequestId | None = None
-    """BACKWARD: the id of the FORWARD that was to be kept."""
+    """BACKWARD: the id of the FORWARD whose result was kept."""
     source: Predecessor | None = None
-    """The server that pushes the hidden states (BACKWARD: the outputs' gradient): they are not among `tensors`."""
+    """The server that pushes the hidden states (BACKWARD: the gradient of the outputs). They are not among
+    `tensors`."""
     target: Target | None = None
-    """The server to which the outputs (BACKWARD: the hidden states' gradient) are pushed."""
+    """The server to which the outputs (BACKWARD: the gradient of the hidden states) are pushed."""
     without_pushed: Annotated[bool, Field(alias="lean")] = False
-    """Whether outputs that were pushed need not be answered as well."""
+    """True if pushed outputs need not be answered as well."""
     compression: Compression = "auto"
     inner: WantedInner | None = None
-    """FORWARD: answered with the result."""
+    """FORWARD: values to answer with the result."""
 
 
 class PushHeader(PeerModel):
-    """PUSH: `hidden_states` or `grad_outputs` for the request that named this token; no tensors: they won't come."""
+    """PUSH: `hidden_states` or `grad_outputs` for the request that named this token. Without tensors: they won't
+    come."""
 
     token: Token
     tensors: Descriptors = ()
 
 
 class AdapterHeader(PeerModel):
-    """ADAPTER: the tensor `values` holds what `patches` need, flattened and in their order."""
+    """ADAPTER: the tensor `values` holds the values of `patches`, flattened and in their order."""
 
     id: RequestId
     handle: RequestId
-    """Chosen by the client; another client's handles are other ones."""
+    """Chosen by the client. Each client has its own handles."""
     patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=MAX_PATCHES, fail_fast=True)]
     tensors: Descriptors
 
@@ -229,18 +232,18 @@ class ResultHeader(PeerModel):
     id: RequestId
     tensors: Descriptors = ()
     end: BlockIndex = 0
-    """STEP: the blocks up to here are done; less than the route's end when the client has to relay."""
+    """STEP: the end of the blocks that are done. It is below the route's end if the client must relay."""
     position: Position = 0
-    """STEP: where its outputs begin; LINK: the position up to which the session has sent its outputs."""
+    """STEP: where its outputs begin. LINK: the position up to which the session has sent its outputs."""
     timings: Timings = ()
     pushed: bool = False
-    """FORWARD, BACKWARD: its `target` has been sent what it waits for."""
+    """FORWARD, BACKWARD: the tensors were pushed to `target`."""
     shows: bool = False
-    """STEP: this is the `inner` that was wanted, and not the end of the step."""
+    """STEP: this RESULT holds the wanted `inner` values. It isn't the end of the step."""
     blocks: Annotated[tuple[BlockIndex, ...], Field(max_length=MAX_BLOCKS, fail_fast=True)] = ()
-    """Blocks whose outputs the tensor `block_outputs` brings, `[blocks, …]`."""
+    """Blocks whose outputs are in the tensor `block_outputs`, `[blocks, …]`."""
     attentions: Attentions = ()
-    """The parts of the flat tensor `attentions`."""
+    """The pieces of the flat tensor `attentions`."""
 
 
 class ErrorHeader(PeerModel):
@@ -251,19 +254,19 @@ class ErrorHeader(PeerModel):
     id: RequestId | None = None
     session: SessionId | None = None
     peer_id: Annotated[PeerText | None, Field(max_length=64)] = None
-    """The peer at fault when it is not the sender: a successor that can't be reached."""
+    """The peer at fault if it isn't the sender, for example a successor that can't be reached."""
 
 
 def error_header(error: SwarmError, **ids: object) -> dict[str, object]:
-    """The header of an error: a code and a message; `ids` say which request or session it is about."""
+    """The header of an error. `ids` name the request or session."""
     return {"code": error.code, "message": str(error)[:MAX_ERROR_LENGTH], **ids}
 
 
 def parse(header_type: type[Header], fields: dict[str, object], peer_id: str | None) -> Header:
-    """The typed header of a message.
+    """Parse the header of a message.
 
     Raises:
-        RemoteProtocolError: a field is missing, or not of its type or range.
+        RemoteProtocolError: a field is missing, or has the wrong type or range.
     """
     try:
         return header_type.model_validate(fields)

@@ -1,8 +1,7 @@
-"""The rules that both ends of a stream keep: which versions understand each other, the greeting, how errors travel.
+"""Rules for both ends of a stream: compatible versions, the greeting, errors on the wire.
 
-HELLO is the first message of whoever opened the stream, WELCOME (or ERROR, and the end) the answer; until then all
-messages are small. What comes after is told in `wire/messages`. Client and server import the whole protocol from
-here.
+The side that opened the stream begins with HELLO. The answer is WELCOME, or ERROR and the end. Until then all messages
+are small. `wire/messages` describes what follows. Client and server import the whole protocol from here.
 """
 
 import asyncio
@@ -37,29 +36,29 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 GREETING_TIMEOUT_S = 10.0
 ENCODINGS = ("int8",)
-"""Ways to pack tensors that are understood here (`wire/compression`)."""
+"""Encodings of tensors that this version understands (`wire/compression`)."""
 
 
 async def send_error(stream: FrameStream, error: SwarmError, **ids: object) -> None:
-    """Tell the peer what failed; `ids` say which request or session."""
+    """Tell the peer about a failure. `ids` name the request or session."""
     await stream.send(MessageType.ERROR, error_header(error, **ids))
 
 
 def raise_error(header: dict[str, Any], peer_id: str | None) -> NoReturn:
-    """Raise what an ERROR message of `peer_id` says. Whomever it names: it is that peer which doesn't do its part."""
+    """Raise the error in an ERROR message of `peer_id`. Whoever it names, `peer_id` is the peer that fails its task."""
     fields = parse(ErrorHeader, header, peer_id)
     raise error_from_code(fields.code, fields.message, peer_id)
 
 
 Encodings = Annotated[tuple[Annotated[str, Field(max_length=16)], ...], Field(max_length=16)]
-"""Ways to pack tensors that the sender of a greeting understands; peers from before there were any name none."""
+"""Encodings of tensors that the sender understands. Older peers name none."""
 
 
 class Contribution(PeerModel):
-    """What says that a client belongs to somebody who serves (`p2p/identity`)."""
+    """Proof that a client belongs to a contributor, who runs a server (`p2p/identity`)."""
 
     server: Annotated[PeerText, Field(max_length=64)]
-    """Peer id of the server."""
+    """Peer id of the contributor's server."""
     signature: Annotated[bytes, Field(max_length=64)]
 
 
@@ -74,7 +73,7 @@ class HelloHeader(PeerModel):
     encodings: Encodings = ()
     contribution: Contribution | None = None
     same_identity: bool = False
-    """Whether the client is going to serve by the very key that `contribution` proves to be known to it."""
+    """True if the client is about to serve with the key that `contribution` proves."""
 
 
 class WelcomeHeader(PeerModel):
@@ -84,7 +83,7 @@ class WelcomeHeader(PeerModel):
     software: Annotated[PeerText, Field(max_length=64)] = ""
     encodings: Encodings = ()
     info: dict[str, Any] = Field(default_factory=dict)
-    """The server's words about itself; `parse` them into the type that you expect."""
+    """The server's own fields. `parse` them into the expected type."""
 
 
 async def hello(
@@ -101,7 +100,7 @@ async def hello(
     Raises:
         RemoteProtocolError: no common version, or no greeting in return.
         PeerTimeoutError: no answer in time.
-        SwarmError: the server refuses this client, and why.
+        SwarmError: the server refuses this client; the message has the reason.
     """
     said_at = asyncio.get_running_loop().time()
     await stream.send(
@@ -134,12 +133,12 @@ async def welcome(
     accept: Callable[[HelloHeader], None] | None = None,
     timeout_s: float = GREETING_TIMEOUT_S,
 ) -> HelloHeader:
-    """Greet as the side that was called. `accept` may raise a SwarmError to refuse the client, who is told.
+    """Greet as the side that was called. `accept` refuses the client by raising a SwarmError, which is sent to it.
 
     Raises:
         RemoteProtocolError: no common version, or no HELLO.
         PeerTimeoutError: no HELLO in time.
-        SwarmError: what `accept` raised.
+        SwarmError: raised by `accept`.
     """
     message = await _greeting(stream, MessageType.HELLO, timeout_s)
     try:

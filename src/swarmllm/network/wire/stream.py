@@ -1,17 +1,17 @@
-"""A stream of messages to one peer, with signs of life.
+"""A stream of messages to one peer, with signs of life. Clients and servers send and receive on it.
 
-`p2p/peer` makes the streams; client and server send and receive on them. What the messages say is not known here
-(`wire/messages`), nor how they look as bytes (`wire/frames`).
+`p2p/peer` makes the streams. This module knows neither the meaning of messages (`wire/messages`) nor their bytes
+(`wire/frames`).
 
-A stream reads by itself, whether or not somebody waits in `receive()`: it answers PINGs, and keeps messages until they
-are asked for (`Inbox`). With keepalive on, it sends PINGs, and ends when `wire/liveness` says so. Its life:
+A stream always reads, also if nobody waits in `receive()`. It answers PINGs and keeps messages in its `Inbox`. With
+keepalive on, it sends PINGs and ends when `wire/liveness` decides so. Its life:
 
     open ── close(), abort() ───────────────→ ended: SessionClosedError
          ── the peer or its daemon hangs up → ended: PeerUnreachableError
          ── silence, or a stalled message ──→ ended: PeerTimeoutError
          ── bytes that make no sense ───────→ ended: RemoteProtocolError, after telling the peer
 
-When a stream has ended, messages that were complete before can still be received; then everything raises its error.
+After the end, complete messages can still be received. Then everything raises the stream's error.
 """
 
 import asyncio
@@ -55,22 +55,22 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 LINGER_S = 0.5
-"""When we end a stream, we read (and drop) for this long before we hang up. Without it, whatever the peer was still
-sending (a PONG is enough) makes our daemon reset the stream, which can overtake our last words; tests/swarm/test_peer
-has a handler that would often not be heard. A half-close doesn't help: the daemon closes both ways."""
+"""After ending a stream, read and drop for this long before hanging up. Without it, anything that the peer still sends
+(a PONG is enough) makes our daemon reset the stream, which can overtake our last message. tests/swarm/test_peer has
+a handler that would often not be heard. A half-close doesn't help, because the daemon closes both ways."""
 WRITE_BUFFER_BYTES = 1 << 20
-"""`send` waits while more than this is unsent, for control messages twice as much: they may overtake, but not pile up
-for a peer that asks and never reads."""
+"""`send` waits while more than this is unsent. Control messages may overtake, so they wait at twice as much: they must
+not pile up for a peer that asks and never reads."""
 INBOX_BYTES = 64 << 20
-"""Reading pauses while more than this has arrived and nobody has received it."""
+"""Reading pauses while more than this has arrived and wasn't received."""
 MESSAGE_OVERHEAD_BYTES = 512
-"""Counted per message, so that very many empty ones fill an inbox too."""
+"""Counted per message, so that very many empty messages fill an inbox too."""
 HEADER_FACTOR = 64
-"""Counted per byte of a packed header: one byte can unpack into an empty dict."""
+"""Counted per byte of a packed header, because one byte can unpack into an empty dict."""
 MAX_BYTES_PER_PEER = 4 * MAX_MESSAGE_BYTES
-"""Assumed: twice what a client's batches for one server take when they all arrive at once."""
+"""Most bytes of one peer's streams. Assumed: twice the size of a client's requests to one server, all at once."""
 MEMORY_SHARE = 0.25
-"""Share of the machine's memory for all peers together; but one message of the largest size always goes in. Assumed."""
+"""Share of the machine's memory for all peers together. One message of the largest size always fits. Assumed."""
 
 
 @dataclass
@@ -88,18 +88,18 @@ class FrameStream(asyncio.Protocol):
     """Messages to and from one peer. One task may wait in `receive()`, any number in `send()`."""
 
     through_relay = False
-    """Whether another peer passes the bytes on. Set by whoever makes the stream."""
+    """True if a relay passes the bytes on. Set by the maker of the stream."""
     on_silence: Callable[[], None] | None = None
-    """Called when the stream ends since nothing came any more."""
+    """Called when the stream ends because of silence."""
 
     def __init__(
         self, peer_id: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, stall_timeout_s: float = STALL_TIMEOUT_S
     ) -> None:
         self.peer_id = peer_id
         self.encodings: frozenset[str] = frozenset()
-        """Ways to pack tensors that the peer understands, as it said in its greeting."""
+        """Encodings of tensors that the peer understands, from its greeting."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the connection under the stream is closed, too."""
+        """Done when the underlying connection is closed as well."""
         self.link_rate = LinkRate()
         self.liveness = Liveness(self._loop.time(), stall_timeout_s)
         self._transport: asyncio.Transport | None = None
@@ -113,16 +113,18 @@ class FrameStream(asyncio.Protocol):
     def over(
         cls, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, **options: Any
     ) -> "FrameStream":
-        """Take over a connection that began as an asyncio stream (hivemind opens them so)."""
+        """Take over a connection that began as an asyncio stream, as hivemind opens them."""
         stream = cls(peer_id, **options)
         early = bytes(reader._buffer)  # type: ignore[attr-defined]  # what came before we took over
         reader._buffer.clear()  # type: ignore[attr-defined]
         transport = cast(asyncio.Transport, writer.transport)
         previous = cast(asyncio.BaseProtocol | None, transport.get_protocol())
 
-        def release(_: object, kept: object = (reader, writer)) -> None:  # which close the connection when they go
+        def release(
+            _: object, kept: object = (reader, writer)
+        ) -> None:  # they close the connection when they are collected
             if isinstance(previous, asyncio.Protocol):
-                previous.connection_lost(None)  # until it hears this, it and its writer hold each other
+                previous.connection_lost(None)  # until it hears this, it and its writer keep each other alive
 
         stream.gone.add_done_callback(release)
         transport.set_protocol(stream)
@@ -142,7 +144,7 @@ class FrameStream(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has ended, for whatever reason."""
+        """True if the stream has ended, for any reason."""
         return self._ended is not None
 
     # Sending
@@ -150,14 +152,14 @@ class FrameStream(asyncio.Protocol):
     async def send(
         self, kind: MessageType, header: Mapping[str, Any], payload_chunks: Sequence[ByteChunk] = ()
     ) -> None:
-        """Send one message; returns when nearly all of it is with the operating system.
+        """Send one message. Returns when nearly all of it was handed to the operating system.
 
-        A message that has begun goes on to its end if this is cancelled: half of one would end the stream for all who
-        share it. Its chunks shouldn't be changed then.
+        If this is cancelled, a message that has begun is still sent to its end, because half of one would end the
+        stream for all who share it. So don't change its chunks then.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
-            LocalProtocolError: the message can't be sent, whatever the stream.
+            LocalProtocolError: the message is invalid.
         """
         if kind in CONTROL_TYPES:  # may overtake a long message
             self._write_control(kind, header)
@@ -187,7 +189,7 @@ class FrameStream(asyncio.Protocol):
     # Receiving
 
     async def receive(self) -> Message:
-        """The next message, control messages other than ERROR excepted.
+        """Wait for the next message. PINGs and PONGs are not returned, ERRORs are.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
@@ -215,16 +217,16 @@ class FrameStream(asyncio.Protocol):
             self._refuse(error)
 
     def expect(self, large_types: frozenset[MessageType]) -> None:
-        """Let messages of these types be large from now on, and no others: before the greeting all are small."""
+        """Allow large messages of these types from now on, and of no others. Before the greeting all are small."""
         self._inbox.decoder.large_types = large_types
 
     def count_in(self, intake: "Intake") -> None:
-        """Count what comes here and waits to be taken, together with other streams."""
+        """Count the bytes that wait here, together with those of other streams."""
         if self._ended is None:
             self._inbox.count(partial(intake.holds, self))
 
     def sent_too_much(self) -> None:
-        """End, and forget what has come."""
+        """End the stream and forget what has come."""
         self._inbox.clear()
         self._refuse(RemoteProtocolError("more was sent at once than there is room for: send less, or elsewhere"))
 
@@ -235,17 +237,17 @@ class FrameStream(asyncio.Protocol):
     # Signs of life
 
     def start_keepalive(self, interval_s: float = KEEPALIVE_INTERVAL_S, misses: int = KEEPALIVE_MISSES) -> None:
-        """Watch the peer from now on; again with other numbers to change them."""
+        """Watch the peer from now on. Call it again to change the numbers."""
         self.liveness.watch(self._loop.time(), interval_s, misses)
         self._look()
 
     def attend(self) -> None:
-        """Look more often, and give up a quick peer sooner: somebody waits for it until `liveness.relax()`."""
+        """Check the peer more often, because a caller waits for it, until `liveness.relax()`."""
         if self.liveness.attend() and self._timer is not None:
             self._look()
 
     async def ping(self) -> float:
-        """Seconds of one round trip, measured now.
+        """Measure the seconds of one round trip.
 
         Raises:
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
@@ -278,7 +280,7 @@ class FrameStream(asyncio.Protocol):
         self._timer = self._loop.call_at(look.next_at, self._look)
 
     def _ping(self) -> None:
-        if not self._outbox.is_paused:  # else the peer doesn't read, and more bytes would only pile up
+        if not self._outbox.is_paused:  # else the peer doesn't read, and bytes would only pile up
             self._write_control(MessageType.PING, {"n": self.liveness.pinged(self._loop.time())})
 
     def _answer_ping(self, ping: Message) -> None:
@@ -299,7 +301,7 @@ class FrameStream(asyncio.Protocol):
     # The end
 
     async def close(self) -> None:
-        """Send what is unsent, for two seconds at most, and end the stream. Messages not yet received are dropped."""
+        """Send unsent bytes, for two seconds at most, and end the stream. Messages not yet received are dropped."""
         self._inbox.clear()
         self._end(SessionClosedError, "is closed")
         try:
@@ -310,7 +312,7 @@ class FrameStream(asyncio.Protocol):
             await self.gone
 
     def abort(self) -> None:
-        """End the stream now, whatever is unsent."""
+        """End the stream now. Unsent bytes are dropped."""
         self._inbox.clear()
         self._end(SessionClosedError, "is closed")
         if self._transport is not None:
@@ -325,7 +327,7 @@ class FrameStream(asyncio.Protocol):
         self._outbox.end()
         if self._pong_waiter is not None:
             self._pong_waiter.set_exception(self._error())
-            self._pong_waiter.exception()  # nobody may be waiting
+            self._pong_waiter.exception()  # perhaps nobody waits
         if self._transport is not None:
             if error is PeerTimeoutError:
                 self._transport.abort()
@@ -341,7 +343,7 @@ class FrameStream(asyncio.Protocol):
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.close()
-            # The peer may never read the rest; then the connection must go without.
+            # The peer may never read the rest. Then the connection is cut.
             self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def _error(self) -> SwarmError:
@@ -355,7 +357,7 @@ class FrameStream(asyncio.Protocol):
         return error(f"the stream to {self.peer_id} {reason}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none by isinstance()
+        # uvloop's transports fail isinstance()
         self._transport = self._inbox.transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
@@ -375,14 +377,14 @@ class FrameStream(asyncio.Protocol):
 
 
 class Inbox:
-    """Bytes in, messages out, in order. One task may wait in `wait`."""
+    """Received messages that wait, in order, and the one that is still arriving. One task may wait in `wait`."""
 
     def __init__(self, peer_id: str, max_message_bytes: int) -> None:
         self._peer_id, self.max_message_bytes = peer_id, max_message_bytes
         self.waiting_bytes = 0
-        """Memory of the messages that nobody has taken."""
+        """Memory of the messages that wait."""
         self.transport: asyncio.ReadTransport | None = None
-        """The source of the bytes: it pauses while the inbox is full."""
+        """The transport that delivers the bytes. It pauses while the inbox is full."""
         self.is_paused = False
         self._receiver: asyncio.Future[None] | None = None
         self._tell: Callable[[int], None] | None = None
@@ -399,7 +401,7 @@ class Inbox:
         return len(self._messages)
 
     def count(self, tell: Callable[[int], None]) -> None:
-        """Tell how many bytes are held here, now and whenever that changes."""
+        """Call `tell` with the number of bytes held here, now and at each change."""
         self._tell = tell
         self._counted()
 
@@ -408,10 +410,10 @@ class Inbox:
             self._tell(self.waiting_bytes + self.decoder.unfinished_bytes)
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Take bytes in; returns PINGs and PONGs, which nobody waits for.
+        """Take bytes in; yield PINGs and PONGs, which nobody waits for.
 
         Raises:
-            RemoteProtocolError: they break the protocol; the messages before the fault are kept.
+            RemoteProtocolError: they break the protocol. Messages before the fault are kept.
         """
         for message in self.decoder.feed(data):
             if message.type in (MessageType.PING, MessageType.PONG):
@@ -427,7 +429,7 @@ class Inbox:
         self._counted()
 
     def take(self) -> Message:
-        """The oldest message."""
+        """Take the oldest message."""
         message = self._messages.popleft()
         self.waiting_bytes -= memory_of(message)
         self._counted()
@@ -442,7 +444,7 @@ class Inbox:
             self.transport.resume_reading()
 
     async def wait(self) -> None:
-        """Return when there is a message, or there will be none any more."""
+        """Return when there is a message, or there will be no more."""
         if self._receiver is not None:
             raise LocalProtocolError("two tasks receive on one stream")
         self._receiver = asyncio.get_running_loop().create_future()
@@ -452,7 +454,7 @@ class Inbox:
             self._receiver = None
 
     def end(self) -> None:
-        """Hold nothing any more but the messages that are complete."""
+        """Release everything except complete messages."""
         if self._tell is not None:
             self._tell(0)
         self._tell = self.transport = None
@@ -464,29 +466,31 @@ class Inbox:
 
 
 def memory_of(message: Message) -> int:
-    """About what a message takes, at worst."""
+    """Memory of a message, at worst."""
     return len(message.payload) + HEADER_FACTOR * message.header_bytes + MESSAGE_OVERHEAD_BYTES
 
 
 class Outbox:
-    """The frames of one stream. `write` takes one, or raises; `error` says why the stream has ended."""
+    """Messages on their way to the peer, each in one piece, no faster than the peer reads. `write` writes one frame or
+    raises; `error` is the reason for the stream's end."""
 
     def __init__(self, write: Callable[[bytes], None], error: Callable[[], SwarmError]) -> None:
         self._write, self._error = write, error
         self._turn = asyncio.Lock()
-        """Senders take turns, a message each, in the order in which they came."""
+        """Senders take turns, one message each, in the order of their calls."""
         self._rest: Iterator[bytes] | None = None
-        """Frames of a message whose sender has left; then writing is paused, or the stream has ended."""
+        """The remaining frames of a message whose sender was cancelled. Then writing is paused, or the stream has
+        ended."""
         self.is_paused = False
-        """Too much is unsent: the peer doesn't read fast enough."""
+        """True while too much is unsent: the peer doesn't read fast enough."""
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
     async def send(self, frames: Iterator[bytes]) -> float:
-        """Write a message, however often the sender is cancelled meanwhile; returns when it began.
+        """Write a message, even if the sender is cancelled meanwhile. Returns the time when it began.
 
         Raises:
-            SwarmError: what `error` says.
+            SwarmError: the one from `error`.
         """
         async with self._turn:
             if self._rest is not None:
@@ -513,14 +517,14 @@ class Outbox:
             raise self._error()
 
     def resume(self) -> None:
-        """The peer has read on: first comes the rest of a message that its sender has left."""
+        """The peer has read on. The rest of a cancelled sender's message goes first."""
         self.is_paused = False
         self._write_rest()
         if not self.is_paused:
             self._wake()
 
     def end(self) -> None:
-        """The stream has ended: nobody waits any more."""
+        """The stream has ended. Wake all who wait."""
         self._ended = True
         self._wake()
 
@@ -539,10 +543,10 @@ class Outbox:
 
 
 class Intake:
-    """Counts the bytes of several streams: unfinished messages and those that wait to be taken.
+    """Counts the bytes of several streams: unfinished messages, and messages that wait to be received.
 
-    A peer that has too many loses the stream on which they grew; if all together have too many, it is the largest
-    stream of the peer that has most: so nobody who sends little is in danger, however many others there are.
+    A peer with too many bytes loses the stream on which they grew. If all together have too many, the peer with the
+    most loses its largest stream. So a peer that sends little is never in danger.
     """
 
     def __init__(self, max_bytes_per_peer: int = MAX_BYTES_PER_PEER, max_bytes: int | None = None) -> None:
@@ -554,7 +558,7 @@ class Intake:
         self.num_bytes = 0
 
     def holds(self, stream: FrameStream, num_bytes: int) -> None:
-        """Note how many bytes that stream holds now; 0 when it has ended."""
+        """Note how many bytes this stream holds now; 0 when it has ended."""
         more = num_bytes - self._of_streams.get(stream, 0)
         if not more:
             return

@@ -1,9 +1,9 @@
 """Tensors as raw bytes: exact, and without a copy where the memory layout allows.
 
-Called by client and server for the payload of a message. Each tensor is described by `[name, dtype, shape, num_bytes]`
-in the message's header; their bytes follow one another in the payload, each begun at a multiple of `ALIGNMENT`.
-Numbers are little-endian, as on every machine that PyTorch runs on today. A tensor that was compressed
-(`wire/compression`) has a dtype like `int8/bfloat16`, and its four parts follow one another.
+Client and server use it for the payload of messages. The message's header describes each tensor by `[name, dtype,
+shape, num_bytes]`. The bytes of tensors follow each other, each at a multiple of `ALIGNMENT`. Numbers are
+little-endian, as on every machine that PyTorch runs on today. A compressed tensor (`wire/compression`) has a dtype like
+`int8/bfloat16`, and its four tensors follow each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ MAX_TENSORS = 32
 MAX_NAME_LENGTH = 64
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
-"""Bounds the product of the dimensions even where one of them is 0, so that strides can't overflow."""
+"""Limits the product of the dimensions, also if one of them is 0, so that strides can't overflow."""
 ALIGNMENT = 16
-"""Bytes; vector instructions like it, and the padding is never more than a descriptor costs."""
+"""In bytes. Good for vector instructions, and the padding is never more than a descriptor costs."""
 DECOMPRESSED_FACTOR = 4
-"""A compressed tensor of the widest type becomes at most this many times as large: a byte a value, and some beside."""
+"""Largest growth when a tensor is decompressed to the widest type: a byte a value, and a little more."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -52,10 +52,11 @@ Descriptor = tuple[str, str, tuple[int, ...], int]
 
 
 def encode_tensors(tensors: Mapping[str, Tensor | CompressedTensor]) -> tuple[list[Descriptor], list[ByteChunk]]:
-    """Descriptors for the header, and the payload in chunks that share the tensors' memory: send before changing them.
+    """Encode tensors as descriptors and payload chunks. The chunks share the tensors' memory: send before changing
+    them.
 
     Raises:
-        LocalProtocolError: more tensors, or another dtype, than the format knows.
+        LocalProtocolError: too many tensors, or a dtype that the format doesn't know.
     """
     if len(tensors) > MAX_TENSORS:
         raise LocalProtocolError(f"{len(tensors)} tensors in one message; at most {MAX_TENSORS} fit")
@@ -77,12 +78,12 @@ def encode_tensors(tensors: Mapping[str, Tensor | CompressedTensor]) -> tuple[li
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory, copied only if it is not contiguous or not the CPU's."""
+    """The tensor's memory, copied only if it isn't contiguous or isn't on the CPU."""
     if tensor.device.type != "cpu" or tensor.requires_grad:
         tensor = tensor.detach().cpu()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    if tensor.dtype is torch.bfloat16:  # numpy has none
+    if tensor.dtype is torch.bfloat16:  # numpy has no bfloat16
         tensor = tensor.view(torch.int16)
     return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's stubs lack __buffer__ here
 
@@ -90,10 +91,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def decode_tensors(
     descriptors: Sequence[Any], payload: ByteChunk, *, max_bytes: int, peer_id: str | None = None
 ) -> dict[str, Tensor]:
-    """The inverse of `encode_tensors`. The tensors share the payload's memory if it is writable.
+    """Decode what `encode_tensors` encoded. The tensors share the payload's memory if it is writable.
 
     Raises:
-        RemoteProtocolError: descriptors and payload disagree, or are over a cap.
+        RemoteProtocolError: descriptors and payload disagree, or are too large.
     """
     try:
         if len(payload) > max_bytes:
@@ -117,7 +118,7 @@ def decode_tensors(
 
 
 class _Place(NamedTuple):
-    """A tensor's place in the payload, and how it looks there."""
+    """A tensor's place and form in the payload."""
 
     name: str
     dtype: torch.dtype
@@ -127,12 +128,12 @@ class _Place(NamedTuple):
     num_bytes: int
 
     def tensor(self, buffer: Any) -> Tensor:
-        """The tensor; it shares the buffer's memory where it can."""
+        """The tensor. It shares the buffer's memory where possible."""
         if self.is_compressed:
             return self._compressed(buffer).decompress()
         if self.num_bytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        if self.dtype == torch.bool:  # any byte may come, but only 0 and 1 are defined as bool
+        if self.dtype == torch.bool:  # any byte may come, but only 0 and 1 are valid bools
             values = torch.frombuffer(buffer, dtype=torch.uint8, count=self.num_bytes, offset=self.start)
             return values.ne(0).view(self.shape)
         count = self.num_bytes // self.dtype.itemsize
@@ -153,7 +154,7 @@ class _Place(NamedTuple):
 
 
 def _checked(descriptor: Any, start: int) -> _Place:
-    """The place of a tensor whose bytes begin at `start`."""
+    """Check a descriptor; return the place of its tensor, whose bytes begin at `start`."""
     if not isinstance(descriptor, (list, tuple)) or len(descriptor) != 4:
         raise RemoteProtocolError("a descriptor is not [name, dtype, shape, num_bytes]")
     name, dtype_name, shape, num_bytes = descriptor
@@ -182,9 +183,9 @@ def _checked(descriptor: Any, start: int) -> _Place:
 
 
 def decompressed_bytes(descriptors: Any, num_payload_bytes: int) -> int:
-    """Memory that `decode_tensors` takes beside a payload of that size: for tensors that don't share its memory.
+    """Memory that `decode_tensors` takes besides the payload: for tensors that don't share its memory.
 
-    For descriptors that it would refuse, some number that is no larger than for any that it takes.
+    For invalid descriptors the result is never too large.
     """
     num_bytes = 0
     for descriptor in descriptors if isinstance(descriptors, (list, tuple)) else ():

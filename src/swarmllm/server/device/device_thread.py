@@ -1,9 +1,8 @@
-"""The device thread: the only thread that touches blocks and caches. It runs what `scheduler` chooses.
+"""The device thread: the only thread that touches blocks and caches. It runs the work that `scheduler` chooses.
 
-`Executor` is the event loop's side: sessions and sessionless requests await their results there. `DeviceThread` is the
-thread's side; its private methods run in the thread. A `Call` runs on its own, or is a step of a session, which runs
-together with steps of other sessions. `LoadMeter` counts what was computed, for announcements and metrics; it is pure,
-times are passed in, in seconds.
+Sessions and sessionless requests call `DeviceThread` from the event loop and await their results; it knows neither
+streams nor messages. A `Call` runs on its own. A `SessionStep` runs together with steps of other sessions. `LoadMeter`
+counts what was computed, for announcements and metrics; it is pure, times are passed in, in seconds.
 """
 
 import asyncio
@@ -17,15 +16,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Never, Protocol, TypeVar, cast
+from typing import Generic, Never, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.server.device.device import Accelerator, log_lacks, lost_context, out_of_memory
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import HOUSE, Account, Budget, BurstWait, Priority, Scheduler, Work
@@ -35,21 +33,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNFINISHED = object()
-"""What a turn gives that isn't the last one."""
+"""Result of a turn that isn't the last one of its work."""
 
 LAST_STEPS = 512
-"""Steps that the 95th percentile is of. Assumed: some minutes of one text, some seconds of many."""
+"""Number of steps in the 95th percentile. Assumed: some minutes of one text, some seconds of many."""
 SMOOTHING = 0.1
 """Share of the newest forward in the smoothed numbers."""
-MEASURED_BATCH = 8
-"""Rows of `DecodeTimes.ms_per_block_batch8`."""
 MOST_PACE = 100.0
-"""What no busy machine explains any more."""
+"""Largest slowdown that a busy machine can explain."""
 FORGET_QUEUE_S = 10.0
 """An idle server's last queue says nothing about the next step: its time halves in this many seconds."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""A server must be gone within 10 s of SIGTERM, however long a block's load or a batch would still take."""
+"""A server must be gone within 10 s of SIGTERM, however long a block's load or a backward would still take."""
+
+StepMs = Callable[[int, int, int], float]
+"""Expected milliseconds of a decode step, from its numbers of blocks, rows, and tokens in the caches of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +60,19 @@ class Timed(Generic[T]):
     compute_us: int
 
 
-class SessionStep(Protocol):
-    """One step of one session, which may be packed with those of others."""
-
-    session: str
-    priority: Priority
-    account: Account
-    num_tokens: int
-    granule: int
-    """Tokens of its smallest piece; `num_tokens` if it can't be cut."""
-    num_blocks: int
-    context_tokens: int
-    """Tokens in its session's cache before it, in all rows together."""
-
-    @property
-    def packer(self) -> Packer:
-        """Runs it, together with those of others on the same blocks."""
-        ...
-
-    def take(self, num_tokens: int) -> SessionCall:
-        """The next piece, ready to run. Called in the device thread; what it raises fails this step alone."""
-
-
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Call(Work):
-    """What the scheduler sees of a call or step, and what the device thread has to know in addition."""
+    """Work for the device thread, and the future that its caller awaits."""
 
-    future: "asyncio.Future[Timed[object]]"
     run: Callable[[], object] | None = None
-    """What runs on its own; None: `step` is computed with others."""
-    step: SessionStep | None = None
-    outputs: list[Tensor] = field(default_factory=list)
-    started_at: float = 0.0
-    compute_s: float = 0.0
+    """The function to run on its own; None for a `SessionStep`."""
+    future: "asyncio.Future[Timed[object]]" = field(init=False)
+    outputs: list[Tensor] = field(init=False, default_factory=list)
+    started_at: float = field(init=False, default=0.0)
+    compute_s: float = field(init=False, default=0.0)
 
     def settle(self, outcome: object) -> None:
-        """Tell whoever waits for it; called in the event loop."""
+        """Give the caller the result or the exception; called in the event loop."""
         if self.future.done():  # cancelled
             return
         if isinstance(outcome, BaseException):
@@ -106,22 +82,37 @@ class Call(Work):
             self.future.set_result(Timed(outcome, queue_us, int(self.compute_s * 1e6)))
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class SessionStep(Call):
+    """One step of one session, which may be packed with steps of other sessions."""
+
+    packer: Packer
+    """Runs it, together with other steps on the same blocks."""
+    num_blocks: int = 0
+    context_tokens: int = 0
+    """Tokens in its session's cache before it, in all rows together."""
+
+    def take(self, num_tokens: int) -> SessionCall:
+        """Return the next piece, ready to run. Called in the device thread; an exception fails this step alone."""
+        raise NotImplementedError
+
+
 Piece = tuple[Call, int]
-"""Some tokens of a call."""
+"""A number of tokens of a call."""
 
 
 def outcomes_of(pieces: Sequence[Piece]) -> list[object]:
-    """What each piece gives: outputs or an exception. One that runs on its own comes alone."""
+    """Run the pieces: the outputs or the exception of each. A call that runs on its own comes alone."""
     call = pieces[0][0].run
     return _forward(pieces) if call is None else [outcome_of(call)]
 
 
 def _forward(pieces: Sequence[Piece]) -> list[object]:
-    """One forward for each span of blocks, which is mostly one."""
+    """Run one forward for each span of blocks; mostly there is only one span."""
     outcomes: list[object] = [None] * len(pieces)
     calls: dict[Packer, list[tuple[int, SessionCall]]] = {}
     for idx, (waiting, num_tokens) in enumerate(pieces):
-        step = cast(SessionStep, waiting.step)
+        step = cast(SessionStep, waiting)
         call = outcome_of(partial(step.take, num_tokens))
         if isinstance(call, SessionCall):
             calls.setdefault(step.packer, []).append((idx, call))
@@ -135,12 +126,12 @@ def _forward(pieces: Sequence[Piece]) -> list[object]:
 
 
 def outcome_of(call: Callable[[], object]) -> object:
-    """The value of `call()`, or what it raises."""
+    """Run `call()`: its value, or the exception that it raises."""
     try:
         return call()
-    except StopIteration as error:  # no future takes it
+    except StopIteration as error:  # a future doesn't take it
         return RuntimeError(described(error))
-    except BaseException as error:  # noqa: BLE001 - whoever awaits the call gets it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
         return error
 
 
@@ -150,7 +141,7 @@ def described(error: BaseException) -> str:
 
 
 def next_turn(turns: Generator[None, None, object]) -> object:
-    """Run work until it lets others pass: its value, or `UNFINISHED`."""
+    """Run work until it yields: its value, or `UNFINISHED`."""
     try:
         next(turns)
     except StopIteration as end:
@@ -158,14 +149,15 @@ def next_turn(turns: Generator[None, None, object]) -> object:
     return UNFINISHED
 
 
-def joined(step: SessionStep, outputs: list[Tensor]) -> Tensor:
-    """The outputs of a whole step, from those of its pieces."""
+def joined(step: SessionStep) -> Tensor:
+    """Join the outputs of a step's pieces."""
+    outputs = step.outputs
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=step.packer.blocks.traits.batch_axis + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the device thread is, and what it has done so far."""
+    """Load of the device thread, and its work so far."""
 
     queue_ms: float
     """Smoothed time that a session's step waited for its turn."""
@@ -174,25 +166,9 @@ class Load:
     num_steps: int
     num_tokens: int
     num_forwards: int
-    """Forwards of sessions; training's batches are not counted."""
+    """Forwards of sessions; training's requests are not counted."""
     num_failures: int
-    """Calls that failed, training's as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTimes:
-    """What decode steps were measured to take when the blocks were loaded, as `ServerInfo` announces it."""
-
-    ms_per_block: float
-    ms_per_block_batch8: float = 0.0
-    """0 = not measured, here and below."""
-    context_ms_per_block_per_1k: float = 0.0
-
-    def step_ms(self, num_blocks: int, num_rows: int, context_tokens: int) -> float:
-        """Of that many rows, which have so many tokens in the cache together."""
-        per_row = max(0.0, self.ms_per_block_batch8 - self.ms_per_block) / (MEASURED_BATCH - 1)
-        ms = self.ms_per_block + per_row * (num_rows - 1) + self.context_ms_per_block_per_1k * context_tokens / 1000
-        return num_blocks * ms
+    """Failed calls, of sessions and of training."""
 
 
 class LoadMeter:
@@ -202,16 +178,16 @@ class LoadMeter:
         self._queue_ms = self._batch_size = self._last_forward_at = 0.0
         self._num_steps = self._num_tokens = self._num_forwards = self.num_failures = 0
         self._step_s: deque[float] = deque(maxlen=LAST_STEPS)
-        self._times: DecodeTimes | None = None
+        self._expected_ms: StepMs | None = None
         self.pace = 1.0
-        """Smoothed time of real decode steps, as a multiple of what they were measured to take."""
+        """Smoothed time of real decode steps, as a multiple of the expected time."""
 
-    def expect(self, times: DecodeTimes) -> None:
-        """Compare decode steps with these from now on."""
-        self._times, self.pace = times, 1.0
+    def expect(self, step_ms: StepMs | None) -> None:
+        """Compare the time of decode steps with `step_ms` from now on."""
+        self._expected_ms, self.pace = step_ms, 1.0
 
     def load(self, now: float) -> Load:
-        """The load as of now."""
+        """Return the load as of now."""
         idle_s = max(0.0, now - self._last_forward_at)
         queue_ms = self._queue_ms * 0.5 ** (idle_s / FORGET_QUEUE_S)
         return Load(
@@ -219,12 +195,12 @@ class LoadMeter:
         )
 
     def step_ms_p95(self) -> float:
-        """Within which 95 % of the last 512 decode steps were ready; 0 if there was none."""
+        """Return the time within which 95 % of the last 512 decode steps were ready; 0 if there was none."""
         last = sorted(self._step_s.copy())  # a copy in one go, since the device thread goes on counting
         return last[int(0.95 * (len(last) - 1))] * 1e3 if last else 0.0
 
     def count(self, pieces: Sequence[Piece], now: float, since: float, ended_at: float) -> None:
-        """A forward of these pieces began `now` and has ended; nobody has waited for us from before `since`."""
+        """Count a forward of these pieces that began `now`; waiting before `since` was a pause for other programs."""
         waited_ms = sum(max(0.0, now - max(call.queued_at, since)) for call, _ in pieces) / len(pieces) * 1e3
         self._queue_ms = _smoothed(self.load(now).queue_ms, waited_ms)
         self._batch_size = _smoothed(self._batch_size or len(pieces), len(pieces))
@@ -238,14 +214,14 @@ class LoadMeter:
         self._compare(pieces, (ended_at - now) * 1e3)
 
     def _compare(self, pieces: Sequence[Piece], took_ms: float) -> None:
-        if self._times is None:
+        if self._expected_ms is None:
             return
-        steps = [call.step for call, _ in pieces if call.priority is Priority.DECODE and call.step is not None]
+        steps = [call for call, _ in pieces if call.priority is Priority.DECODE and isinstance(call, SessionStep)]
         spans = {step.num_blocks for step in steps}
         if len(steps) < len(pieces) or len(spans) != 1:
-            return  # a prompt was computed beside them, or other blocks
-        rows, contexts = sum(step.num_tokens for step in steps), sum(step.context_tokens for step in steps)
-        expected_ms = self._times.step_ms(spans.pop(), rows, contexts)
+            return  # a prompt was computed together with them, or other blocks
+        rows, contexts = sum(num_tokens for _, num_tokens in pieces), sum(step.context_tokens for step in steps)
+        expected_ms = self._expected_ms(spans.pop(), rows, contexts)
         if expected_ms > 0:
             self.pace = min(max(_smoothed(self.pace, took_ms / expected_ms), 1 / MOST_PACE), MOST_PACE)
 
@@ -255,300 +231,98 @@ def _smoothed(before: float, newest: float) -> float:
 
 
 Settled = list[tuple[Call, object]]
-"""Calls that are done or have failed, with what they are to be told."""
+"""Calls that are done or have failed, each with its result or exception."""
 
 
 class LostContextError(Exception):
-    """The device takes no calls any more: better to end than to fail everybody for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Withdrawn:
-    call: Call
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    session: str
+    """The device takes no calls any more: better to end than to fail all clients for ever."""
 
 
 class DeviceThread:
-    """One thread and its queue. `on_settled` and `on_death` are called in the thread."""
-
-    def __init__(
-        self,
-        budget: Budget,
-        niceness: Niceness,
-        *,
-        name: str,
-        on_settled: Callable[[Settled], None],
-        on_death: Callable[[BaseException], None],
-    ) -> None:
-        self._niceness = niceness
-        self._burst_wait = BurstWait()
-        self._inbox: queue.SimpleQueue[Call | _Withdrawn | _Ended | None] = queue.SimpleQueue()
-        self._scheduler: Scheduler[Call] = Scheduler(budget)
-        self._meter = LoadMeter()
-        self._on_settled, self._on_death = on_settled, on_death
-        self.on_out_of_memory: Callable[[], None] | None = None
-        """Called in the device thread after calls that failed for lack of memory."""
-        self.accelerator: Accelerator | None = None
-        """What blocks are on, if that isn't the processor itself."""
-        self._stopping = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def load(self) -> Load:
-        """How busy it is, as of now."""
-        return self._meter.load(time.perf_counter())
-
-    @property
-    def step_ms_p95(self) -> float:
-        """Within which 95 % of the last decode steps were ready, waiting included."""
-        return self._meter.step_ms_p95()
-
-    @property
-    def pace(self) -> float:
-        """How long decode steps take, as a multiple of what was measured when the blocks were loaded."""
-        return self._meter.pace
-
-    def put(self, call: Call) -> None:
-        """Queue a call."""
-        self._inbox.put(call)
-
-    def withdraw(self, call: Call) -> None:
-        """Forget a call for which nobody waits any more; it isn't run, unless its turn has come already."""
-        self._inbox.put(_Withdrawn(call))
-
-    def forget(self, session: str) -> None:
-        """Count no more on steps of a session that has ended."""
-        self._inbox.put(_Ended(session))
-
-    def stop(self) -> None:
-        """End the thread after what is queued."""
-        self._inbox.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, but no longer than `timeout_s`."""
-        self._thread.join(timeout_s)
-
-    def adopt(self, *, doubling_tokens: int, beside_decode: int) -> None:
-        """Go by these from the next forward on; called by a call that runs here, which measured what the blocks can do.
-
-        They are `doubling_tokens` and `max_prefill_tokens_beside_decode` of `Budget`.
-        """
-        most = self._scheduler.budget.max_tokens
-        self._scheduler.budget = replace(
-            self._scheduler.budget,
-            doubling_tokens=min(max(1, doubling_tokens), most),
-            max_prefill_tokens_beside_decode=min(max(1, beside_decode), most),
-        )
-
-    def expect(self, times: DecodeTimes) -> None:
-        """Compare decode steps with these from now on; called as `adopt` is."""
-        self._meter.expect(times)
-
-    # ------------------------------------------------------------------ in the thread
-
-    def _work(self) -> None:
-        try:
-            while self._admit():
-                # A method of its own: a session must not outlive its stream only because nobody else comes.
-                self._run_next()
-        except BaseException as error:  # what belongs to one call went to who awaits it; this is our own mistake
-            logger.exception("the device thread ended")
-            self._on_death(error)
-
-    def _admit(self) -> bool:
-        """Take in what has arrived, and wait for it if nothing else is to be done; False when all is done for good."""
-        while True:
-            try:
-                # Without a name here, which would keep the last session's cache as long as nobody else comes.
-                self._take_in(self._inbox.get(timeout=self._wait_s()))
-            except queue.Empty:
-                return bool(len(self._scheduler)) or not self._stopping
-
-    def _take_in(self, item: Call | _Withdrawn | _Ended | None) -> None:
-        if item is None:
-            self._stopping = True
-        elif isinstance(item, _Withdrawn):
-            self._scheduler.discard(item.call)
-        elif isinstance(item, _Ended):
-            self._scheduler.forget(item.session)
-        else:
-            self._scheduler.add(item)
-            self._burst_wait.came(time.perf_counter())
-
-    def _wait_s(self) -> float | None:
-        """How long to wait for something to arrive; None: for as long as it takes."""
-        if self._stopping:
-            return 0.0
-        if not len(self._scheduler):
-            return None
-        now = time.perf_counter()
-        if pause_s := self._niceness.pause_s(now):
-            return pause_s
-        if hold_s := self._scheduler.hold_s(now):
-            return hold_s
-        num_here, num_decoding = self._scheduler.decoding(now)
-        if 0 < num_here < num_decoding:
-            return self._burst_wait.wait_s(now)
-        return self._scheduler.pause_s(now)
-
-    def _run_next(self) -> None:
-        now, cpu_before = time.perf_counter(), time.thread_time()
-        self._burst_wait.begins()
-        pieces = [(call, size) for call, size in self._scheduler.next(now) if not call.future.cancelled()]
-        if not pieces:
-            self._scheduler.ran(now)  # or it would keep what was cancelled, with its session's cache
-            return
-        for call, _ in pieces:
-            call.started_at = call.started_at or now
-        outcomes = self._fetched(outcomes_of(pieces))
-        ended_at = time.perf_counter()
-        self._meter.num_failures += sum(isinstance(outcome, BaseException) for outcome in outcomes)
-        if all(call.step is not None and call.priority is Priority.DECODE for call, _ in pieces):
-            self._burst_wait.took(ended_at - now)
-        if pieces[0][0].step is not None:
-            # Without the pauses that are made for others: the announced speed has them already.
-            self._meter.count(pieces, now, self._niceness.resumes_at, ended_at)
-        self._scheduler.ran(ended_at)
-        self._niceness.ran(time.thread_time() - cpu_before, ended_at - now, ended_at)
-        for call, _ in pieces:
-            call.compute_s += ended_at - now
-        for outcome in outcomes:
-            if reason := lost_context(outcome):
-                raise LostContextError(reason)
-        settled = self._settled(zip((call for call, _ in pieces), outcomes, strict=True))
-        if self.on_out_of_memory and any(isinstance(outcome, ServerOutOfMemoryError) for _, outcome in settled):
-            outcome_of(self.on_out_of_memory)
-        self._on_settled(settled)
-
-    def _fetched(self, outcomes: list[object]) -> list[object]:
-        """The same when the device has computed them, with all tensors in host memory; or why it couldn't."""
-        if self.accelerator is None:
-            return outcomes
-        leaves, structure = tree_flatten(outcomes)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        copies = outcome_of(partial(self.accelerator.fetch, [leaves[place] for place in places]))
-        if isinstance(copies, BaseException):
-            return [outcome if isinstance(outcome, BaseException) else copies for outcome in outcomes]
-        for place, copy in zip(places, cast(list[Tensor], copies), strict=True):
-            leaves[place] = copy
-        return cast(list[object], tree_unflatten(leaves, structure))
-
-    def _settled(self, outcomes: Iterable[tuple[Call, object]]) -> Settled:
-        """Those that are done or have failed; the scheduler has no more of them."""
-        settled: Settled = []
-        for call, outcome in outcomes:
-            if outcome is UNFINISHED:
-                continue
-            if call.step is None or isinstance(outcome, BaseException):
-                self._scheduler.discard(call)  # what is left of it
-                settled.append((call, outcome))
-            else:
-                call.outputs.append(cast(Tensor, outcome))
-                if not call.num_tokens:
-                    settled.append((call, outcome_of(partial(joined, call.step, call.outputs))))
-        log_lacks(outcome for _, outcome in settled)
-        return [(call, out_of_memory(outcome) or outcome) for call, outcome in settled]
-
-
-class Executor:
-    """Runs calls in one thread of its own. `close()` ends the thread after the calls that are queued."""
+    """One thread and its queue. `close()` ends the thread after the calls that are queued."""
 
     def __init__(
         self, budget: Budget | None = None, niceness: Niceness | None = None, *, name: str = "swarmllm-device"
     ) -> None:
+        self.accelerator: Accelerator | None = None
+        """The device of the blocks; None if the blocks are on the processor itself."""
+        self.on_out_of_memory: Callable[[], None] | None = None
+        """Called in the device thread after calls that failed for lack of memory."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Timed[object]]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._death: asyncio.Future[BaseException] = self._loop.create_future()
-        """What ended the thread, if that is a mistake."""
-        self.thread = DeviceThread(
-            budget or Budget(),
-            niceness or Niceness(),
-            name=name,
-            on_settled=partial(self._tell_loop, _settle),
-            on_death=partial(self._tell_loop, self._died),
-        )
+        """The mistake that ended the thread."""
+        self.niceness = niceness or Niceness()
+        self._burst_wait = BurstWait()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Functions that change the scheduler, for the thread to call."""
+        self._scheduler: Scheduler[Call] = Scheduler(budget or Budget())
+        self._meter = LoadMeter()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ called from the event loop
 
     @property
     def num_calls(self) -> int:
-        """Calls that are queued or running."""
+        """Number of calls that are queued or running."""
         return len(self._waiting)
 
-    async def run(self, call: Callable[[], T], priority: Priority, account: Account = HOUSE) -> Timed[T]:
-        """The value of `call()`, run in the device thread on its own, for `account`; its exceptions are raised here.
+    @property
+    def load(self) -> Load:
+        """Load of the thread, as of now."""
+        return self._meter.load(time.perf_counter())
+
+    @property
+    def step_ms_p95(self) -> float:
+        """Within this time 95 % of the last decode steps were ready, waiting included."""
+        return self._meter.step_ms_p95()
+
+    @property
+    def pace(self) -> float:
+        """Time of decode steps now, as a multiple of the time measured when the blocks were loaded."""
+        return self._meter.pace
+
+    async def run_call(self, call: Callable[[], T], priority: Priority, account: Account = HOUSE) -> Timed[T]:
+        """Run `call()` in the device thread on its own, on behalf of `account`; its exceptions are raised here.
 
         A call that is cancelled before its turn is not run.
         """
-        return cast(Timed[T], await self._result(priority, account, num_tokens=1, run=call))
+        work = Call(num_tokens=1, granule=1, priority=priority, account=account, run=call)
+        return cast(Timed[T], await self._result(work))
 
     async def run_in_turns(
         self, turns: Generator[None, None, T], priority: Priority, account: Account = HOUSE
     ) -> Timed[T]:
-        """The value of work that lets those pass who are more urgent, wherever it yields; otherwise as `run`.
+        """Run work that lets more urgent calls pass wherever it yields; otherwise as `run_call`.
 
-        Once begun, it comes before all that waits and isn't more urgent. If it is cancelled, it isn't continued.
+        Once begun, it comes before all waiting calls that aren't more urgent. If it is cancelled, it isn't continued.
         """
-        # How many turns it takes shows when it has ended.
+        # The number of turns isn't known before the end.
         run = partial(next_turn, turns)
-        return cast(Timed[T], await self._result(priority, account, num_tokens=sys.maxsize, run=run))
+        work = Call(num_tokens=sys.maxsize, granule=1, priority=priority, account=account, run=run)
+        return cast(Timed[T], await self._result(work))
 
-    async def step(self, step: SessionStep) -> Timed[Tensor]:
-        """The step's outputs, computed in the device thread together with other sessions' steps; raises what fails it.
+    async def run_step(self, step: SessionStep) -> Timed[Tensor]:
+        """Compute the step's outputs, together with other sessions' steps; an exception of this step is raised here.
 
         A step that is cancelled before its turn is not run.
         """
-        return cast(
-            Timed[Tensor], await self._result(step.priority, step.account, step.num_tokens, step.granule, step=step)
-        )
+        return cast(Timed[Tensor], await self._result(step))
 
-    async def _result(
-        self,
-        priority: Priority,
-        account: Account,
-        num_tokens: int,
-        granule: int = 1,
-        *,
-        run: Callable[[], object] | None = None,
-        step: SessionStep | None = None,
-    ) -> Timed[object]:
-        if self._death.done():
-            raise _ended_here(self._death.result())
-        call = Call(
-            num_tokens=num_tokens,
-            granule=granule,
-            priority=priority,
-            queued_at=time.perf_counter(),
-            session=None if step is None else step.session,
-            account=account,
-            future=self._loop.create_future(),
-            run=run,
-            step=step,
-        )
-        self.thread.put(call)
-        self._idle.clear()
-        self._waiting.add(call.future)
-        try:
-            return await call.future
-        except asyncio.CancelledError:
-            self.thread.withdraw(call)
-            raise
-        finally:
-            self._waiting.discard(call.future)
-            if not self._waiting:
-                self._idle.set()
+    def forget(self, session: str) -> None:
+        """Expect no more steps of a session that has ended."""
+        self._inbox.put(partial(self._scheduler.forget, session))
 
     async def wait_until_idle(self) -> None:
         """Return when nothing is queued or running."""
         await self._idle.wait()
 
     async def watch(self) -> Never:
-        """Wait until the thread ends without having been told to; everybody who waits for it is told as well.
+        """Wait until the thread ends without having been told to; all waiting callers are told as well.
 
         Raises:
             LocalProtocolError: it has ended, so this server can't compute any more.
@@ -565,9 +339,26 @@ class Executor:
         )
 
     async def close(self) -> None:
-        """Let what is queued finish, then end the thread; a call that takes longer ends with the process."""
-        self.thread.stop()
-        await asyncio.to_thread(self.thread.join, CLOSE_TIMEOUT_S)
+        """Let queued calls finish, then end the thread; a call that takes longer ends with the process."""
+        self._inbox.put(self._stop)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+
+    async def _result(self, call: Call) -> Timed[object]:
+        if self._death.done():
+            raise _ended_here(self._death.result())
+        call.queued_at, call.future = time.perf_counter(), self._loop.create_future()
+        self._inbox.put(partial(self._add, call))
+        self._idle.clear()
+        self._waiting.add(call.future)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._inbox.put(partial(self._scheduler.discard, call))
+            raise
+        finally:
+            self._waiting.discard(call.future)
+            if not self._waiting:
+                self._idle.set()
 
     def _died(self, error: BaseException) -> None:
         self._death.set_result(error)
@@ -575,9 +366,123 @@ class Executor:
             if not future.done():
                 future.set_exception(_ended_here(error))
 
+    # ------------------------------------------------------------------ called in the thread
+
+    def adopt(self, *, doubling_tokens: int, beside_decode: int, step_ms: StepMs | None = None) -> None:
+        """Go by these figures from the next forward on; called by a call that has measured them.
+
+        `doubling_tokens` and `beside_decode` (`max_prefill_tokens_beside_decode`) are of `Budget`; decode steps are
+        compared with `step_ms`.
+        """
+        most = self._scheduler.budget.max_tokens
+        self._scheduler.budget = replace(
+            self._scheduler.budget,
+            doubling_tokens=min(max(1, doubling_tokens), most),
+            max_prefill_tokens_beside_decode=min(max(1, beside_decode), most),
+        )
+        self._meter.expect(step_ms)
+
+    def _work(self) -> None:
+        try:
+            while self._admit():
+                # A method of its own: its local variables would keep a session alive until the next call comes.
+                self._run_next()
+        except BaseException as error:  # exceptions of calls went to their callers; this is our own mistake
+            logger.exception("the device thread ended")
+            self._tell_loop(self._died, error)
+
+    def _admit(self) -> bool:
+        """Take in new calls, and wait for them if there is nothing else to do; False when the thread is to end."""
+        while True:
+            try:
+                # Don't bind the function to a variable: it would keep the session's cache until the next call comes.
+                self._inbox.get(timeout=self._wait_s())()
+            except queue.Empty:
+                return bool(len(self._scheduler)) or not self._stopping
+
+    def _add(self, call: Call) -> None:
+        self._scheduler.add(call)
+        self._burst_wait.came(time.perf_counter())
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _wait_s(self) -> float | None:
+        """Seconds to wait for new calls; None: until one comes."""
+        if self._stopping:
+            return 0.0
+        if not len(self._scheduler):
+            return None
+        now = time.perf_counter()
+        if pause_s := self.niceness.pause_s(now):
+            return pause_s
+        if hold_s := self._scheduler.hold_s(now):
+            return hold_s
+        num_here, num_decoding = self._scheduler.decoding(now)
+        if 0 < num_here < num_decoding:
+            return self._burst_wait.wait_s(now)
+        return self._scheduler.pause_s(now)
+
+    def _run_next(self) -> None:
+        now, cpu_before = time.perf_counter(), time.thread_time()
+        self._burst_wait.begins()
+        pieces = [(call, size) for call, size in self._scheduler.next(now) if not call.future.cancelled()]
+        if not pieces:
+            self._scheduler.ran(now)  # or it would keep cancelled calls, with their sessions' caches
+            return
+        for call, _ in pieces:
+            call.started_at = call.started_at or now
+        outcomes = self._fetched(outcomes_of(pieces))
+        ended_at = time.perf_counter()
+        self._meter.num_failures += sum(isinstance(outcome, BaseException) for outcome in outcomes)
+        if all(call.run is None and call.priority is Priority.DECODE for call, _ in pieces):
+            self._burst_wait.took(ended_at - now)
+        if pieces[0][0].run is None:
+            # Without the pauses that are made for other programs: the announced speed has them already.
+            self._meter.count(pieces, now, self.niceness.resumes_at, ended_at)
+        self._scheduler.ran(ended_at)
+        self.niceness.ran(time.thread_time() - cpu_before, ended_at - now, ended_at)
+        for call, _ in pieces:
+            call.compute_s += ended_at - now
+        for outcome in outcomes:
+            if reason := lost_context(outcome):
+                raise LostContextError(reason)
+        settled = self._settled(zip((call for call, _ in pieces), outcomes, strict=True))
+        if self.on_out_of_memory and any(isinstance(outcome, ServerOutOfMemoryError) for _, outcome in settled):
+            outcome_of(self.on_out_of_memory)
+        self._tell_loop(_settle, settled)
+
+    def _fetched(self, outcomes: list[object]) -> list[object]:
+        """Wait for the device and copy all tensors into host memory; if it has failed, return its exception instead."""
+        if self.accelerator is None:
+            return outcomes
+        leaves, structure = tree_flatten(outcomes)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        copies = outcome_of(partial(self.accelerator.fetch, [leaves[place] for place in places]))
+        if isinstance(copies, BaseException):
+            return [outcome if isinstance(outcome, BaseException) else copies for outcome in outcomes]
+        for place, copy in zip(places, cast(list[Tensor], copies), strict=True):
+            leaves[place] = copy
+        return cast(list[object], tree_unflatten(leaves, structure))
+
+    def _settled(self, outcomes: Iterable[tuple[Call, object]]) -> Settled:
+        """Pick the calls that are done or have failed, and take them out of the scheduler."""
+        settled: Settled = []
+        for call, outcome in outcomes:
+            if outcome is UNFINISHED:
+                continue
+            if not isinstance(call, SessionStep) or isinstance(outcome, BaseException):
+                self._scheduler.discard(call)  # its other pieces
+                settled.append((call, outcome))
+            else:
+                call.outputs.append(cast(Tensor, outcome))
+                if not call.num_tokens:
+                    settled.append((call, outcome_of(partial(joined, call))))
+        log_lacks(outcome for _, outcome in settled)
+        return [(call, out_of_memory(outcome) or outcome) for call, outcome in settled]
+
     def _tell_loop(self, tell: Callable[[T], None], what: T) -> None:
-        """Called in the device thread."""
-        with suppress(RuntimeError):  # the loop is closed: the server is gone and nobody waits
+        with suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(tell, what)
 
 

@@ -1,8 +1,8 @@
 """Tensors that servers pass on to each other for requests without a session.
 
 The client sends every server of a route its own request at once, and names, by secrets, which server sends what to
-which (`hop_batches` of the client). A PUSH is taken in here for the request that names it, and sent to the next server.
-Called by the code that handles streams and requests; knows nothing about blocks.
+which (`client/batches/hop_batches`). A PUSH is taken in here for the request that names it, and sent to the next
+server. Called by the code that handles streams and requests; knows nothing about blocks.
 
     a PUSH comes                                    what happens
     from the server that a waiting request names    the request goes on
@@ -40,30 +40,31 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 300.0
 """Longest wait for a PUSH: as long as clients let servers compute. It costs hardly any memory, and clients whose route
-has broken say so."""
+has broken cancel it."""
 EARLY_S = 30.0
-"""How long a PUSH is kept that nobody waits for. Assumed: requests go on their way before what is computed for them."""
+"""Seconds that a PUSH is kept before its request. Assumed: a request arrives before the tensors that are computed for
+it."""
 MAX_EARLY_PER_PEER = 256
 MAX_EARLY_BYTES_PER_PEER = 128 << 20
-"""Assumed: one of the largest batches (8192 tokens × 4096 floats)."""
+"""Assumed: one of the largest requests (8192 tokens × 4096 floats)."""
 MAX_EARLY_BYTES = 512 << 20
 """Bytes of all peers together: peer ids cost nothing."""
 EARLY_OVERHEAD_BYTES = 2048
-"""Bytes that are counted for each, so that empty ones fill the room too."""
+"""Bytes counted in addition for each, so that empty ones fill the room too."""
 DIAL_TIMEOUT_S = 8.0
-"""Seconds to reach the target; fewer than its client would wait for it."""
+"""Seconds to reach the target; fewer than its client would wait."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pushed:
-    """A PUSH, not decoded yet."""
+    """A PUSH that isn't decoded yet."""
 
     header: PushHeader
     message: Message
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory that it takes."""
         return len(self.message.payload)
 
 
@@ -75,7 +76,7 @@ class _Waiting:
 
 
 class Pushes:
-    """All that a server expects, or has got too early."""
+    """PUSH messages that requests wait for, or that came early."""
 
     def __init__(self, limits: PeerLimits) -> None:
         self._limits = limits
@@ -84,7 +85,8 @@ class Pushes:
 
     @asynccontextmanager
     async def taken(self, source: Predecessor, client: str) -> AsyncIterator[Pushed]:
-        """What `source` pushes for a request of that client; its bytes count until the end of the block.
+        """Wait for the PUSH of `source` for a request of `client`; its bytes count as the client's until the context
+        ends.
 
         Raises:
             SessionLostError: it doesn't come: the client should send the tensors itself.
@@ -116,11 +118,11 @@ class Pushes:
             del self._waiting[token]
 
     def arrived(self, message: Message, sender: str) -> None:
-        """Take a PUSH of that peer.
+        """Take a PUSH in.
 
         Raises:
             RemoteProtocolError: its header is malformed.
-            ServerOverloadedError: nobody waits for it, and the sender has enough of that kind here.
+            ServerOverloadedError: no request waits for it, and the sender has too many of that kind here.
         """
         pushed = Pushed(parse(PushHeader, message.header, None), message)
         waiting = self._waiting.get(pushed.header.token)
@@ -130,7 +132,7 @@ class Pushes:
             self._keep_early(sender, pushed)
 
     def clear(self) -> None:
-        """Tell all who wait that nothing will come, as the blocks are going."""
+        """Fail all waiting requests, as the blocks are going."""
         for waiting in self._waiting.values():
             if not waiting.arrival.done():
                 waiting.arrival.set_exception(BlocksNotServedError("this server is leaving these blocks"))
@@ -175,7 +177,8 @@ class Pushes:
 
 
 async def push(links: Links, target: Target, name: str, tensor: Tensor, compression: str) -> Tensor | None:
-    """Send a tensor to the target; what it gets there, perhaps rounded, or None if it can't be reached."""
+    """Send a tensor to the target; return the tensor as it arrives there, perhaps rounded, or None if it can't be
+    reached."""
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
             link = await links.get(target)

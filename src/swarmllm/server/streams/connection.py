@@ -41,212 +41,25 @@ from swarmllm.server.sessions.session import Replay, Session
 from swarmllm.server.sessions.session_table import NO_SUCH_SESSION
 from swarmllm.server.sessions.step_runner import Step
 from swarmllm.server.streams.input_checks import off_loop
-from swarmllm.server.streams.serving import Access, Serving
-from swarmllm.server.streams.sessionless_requests import run_batch
+from swarmllm.server.streams.serving import Access
+from swarmllm.server.streams.sessionless_requests import answer_request
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS_PER_STREAM = 64
-"""Forward and backward requests of one stream that may be under way; a client keeps about two per server busy."""
+"""Requests without a session that one stream may have under way; a client keeps about two per server busy."""
 
 OF_BLOCKS = frozenset(
     (MessageType.OPEN, MessageType.FORWARD, MessageType.BACKWARD, MessageType.ADAPTER, MessageType.PUSH)
 )
-"""Messages that wait for blocks which are to be loaded again; pings are answered meanwhile."""
+"""Messages that wait while blocks are loaded again; pings are answered meanwhile."""
 
 Reply = tuple[ResultHeader, Outgoing]
 
 
-class SessionMessages:
-    """The sessions that one stream may use: those that it has opened, and those to which it is attached."""
-
-    def __init__(self, access: Access, links: Links, stream: FrameStream) -> None:
-        self._access, self._links, self._stream = access, links, stream
-        self._owned: dict[str, Session] = {}
-        self._attached: dict[str, weakref.ref[Session]] = {}
-        """Owners keep them: a predecessor's link may idle for days, and must not hold the caches of closed ones."""
-
-    def open(self, message: Message) -> Session:
-        """OPEN: a new session, whose owner this stream is."""
-        header = parse(OpenHeader, message.header, None)
-        serving = self._access.served_to(self._stream.peer_id)
-        serving.check_span(header.start, header.end)
-        if not serving.parts.of(header.start, header.end).blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
-        adapter = serving.adapter_of(header, self._stream.peer_id)
-        session = self._owned[header.session] = serving.sessions.open(header, self._stream, adapter)
-        return session
-
-    async def step(self, message: Message) -> None:
-        """STEP: queue it at its session."""
-        header = parse(StepHeader, message.header, None)
-        attached = self._attached.get(header.session)
-        session = self._owned_session(header.session) if attached is None else attached()
-        if session is None or session.closed:
-            return  # its client is gone; the predecessor doesn't know yet
-        num_bytes = bytes_of(header, message)
-        session.take_room(num_bytes)
-        try:
-            inputs, _ = await off_loop(
-                partial(self._access.served().parts.parts[-1].inputs.read, header, message), message
-            )
-            session.enqueue(Step(header, num_bytes, inputs, None if attached is None else self._stream.peer_id))
-        except BaseException:
-            session.waiting_room.forget(num_bytes)
-            raise
-
-    def replay(self, message: Message) -> None:
-        """REPLAY: queue it at its session."""
-        header = parse(ReplayHeader, message.header, None)
-        session, num_bytes = self._owned_session(header.session), bytes_of(header, message)
-        session.take_room(num_bytes)
-        session.enqueue(Replay(header, num_bytes))
-
-    async def link(self, message: Message) -> tuple[ResultHeader, Outgoing]:
-        """LINK: the session's outputs go somewhere else from now on."""
-        header = parse(LinkHeader, message.header, None)
-        session = self._owned_session(header.session)
-        session.epoch = max(session.epoch, header.epoch)
-        await session.link_to(self._links, header.successor)
-        return ResultHeader(id=header.id, position=session.passed_on), {}
-
-    async def attach(self, message: Message) -> tuple[ResultHeader, Outgoing]:
-        """ATTACH: steps of the session will come on this stream."""
-        header = parse(AttachHeader, message.header, None)
-        session = self._access.served().sessions.attachable(header.session, header.token)
-        self._attached = {key: attached for key, attached in self._attached.items() if attached() is not None}
-        self._attached[header.session] = weakref.ref(session)
-        self._stream.expect(self._access.large_messages_of(self._stream.peer_id, attached=True))
-        return ResultHeader(id=header.id), {}
-
-    def close(self) -> None:
-        """End the sessions that this stream has opened."""
-        for session in self._owned.values():
-            session.close()
-
-    def _owned_session(self, session_id: str) -> Session:
-        """The session, which only the stream that opened it may use (and its attached predecessor).
-
-        Raises:
-            SessionLostError: it isn't this stream's; nobody is told whether it is another one's.
-        """
-        if session_id not in self._owned:
-            raise SessionLostError(NO_SUCH_SESSION)
-        return self._owned[session_id]
-
-
-class Dispatcher:
-    """The requests of one stream."""
-
-    def __init__(self, stream: FrameStream, access: Access, links: Links, compression: str) -> None:
-        self._stream, self._access, self._links, self._compression = stream, access, links, compression
-        self._sessions = SessionMessages(access, links, stream)
-        self._num_requests = 0
-
-    async def serve(self) -> None:
-        """Return when the stream has ended."""
-        self._stream.start_keepalive()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    await self._dispatch(await self._stream.receive(), tasks)
-        except* SwarmError as ended:  # the stream has: its tasks are cancelled, its sessions end
-            # Python 3.11's TaskGroup leaves its error in a circle with its own frame, and so with everything that this
-            # stream had open: KV caches would wait for the garbage collector, which comes late where much lives long.
-            traceback.clear_frames(ended.__traceback__)
-        finally:
-            self._sessions.close()
-
-    async def _dispatch(self, message: Message, tasks: asyncio.TaskGroup) -> None:
-        try:
-            with memory_errors_translated():
-                await self._take(message, tasks)
-        except SwarmError as error:
-            if self._stream.closed:
-                raise
-            await self._refuse(message, error)
-
-    async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
-        stream = self._stream
-        if message.type in OF_BLOCKS:
-            await self._access.wake(stream.peer_id)
-        match message.type:
-            case MessageType.STEP:
-                await self._sessions.step(message)
-            case MessageType.OPEN:
-                session = self._sessions.open(message)
-                tasks.create_task(session.work(), name=f"session {session.id}")
-                await self._answer(ResultHeader(id=message.header["id"]), {})
-            case MessageType.REPLAY:
-                self._sessions.replay(message)
-            case MessageType.LINK:
-                await self._start(tasks, message, self._sessions.link)
-            case MessageType.ATTACH:
-                await self._start(tasks, message, self._sessions.attach)
-            case MessageType.FORWARD | MessageType.BACKWARD:
-                serving = self._access.served_to(stream.peer_id)
-                await self._start(tasks, message, partial(run_batch, serving, self._links, self._compression, stream))
-            case MessageType.ADAPTER:
-                serving = self._access.served_to(stream.peer_id)
-                await self._start(tasks, message, partial(_take_adapter, serving, stream.peer_id))
-            case MessageType.PUSH:
-                self._access.served().pushes.arrived(message, stream.peer_id)
-            case _:
-                raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
-
-    async def _start(
-        self, tasks: asyncio.TaskGroup, message: Message, run: Callable[[Message], Awaitable[Reply]]
-    ) -> None:
-        """Answer the request in a task of its own, so that the stream goes on meanwhile."""
-        if self._num_requests >= MAX_REQUESTS_PER_STREAM:
-            raise ServerOverloadedError(f"one stream may have {MAX_REQUESTS_PER_STREAM} requests under way")
-        peer_id, payload, limits = self._stream.peer_id, len(message.payload), self._access.limits
-        num_bytes = payload + decompressed_bytes(message.header.get("tensors"), payload)
-        await limits.take(peer_id, num_bytes)
-        self._num_requests += 1
-
-        def ended(_: object) -> None:  # also if the task was cancelled before it began
-            self._num_requests -= 1
-            limits.give_back(peer_id, num_bytes)
-
-        tasks.create_task(self._run(message, run), name=message.type.name).add_done_callback(ended)
-
-    async def _run(self, message: Message, run: Callable[[Message], Awaitable[Reply]]) -> None:
-        try:
-            with memory_errors_translated():
-                header, tensors = await run(message)
-                await self._answer(header, tensors)
-        except SwarmError as error:
-            if self._stream.closed:
-                raise
-            await self._refuse(message, error)
-
-    async def _answer(self, header: ResultHeader, tensors: Outgoing) -> None:
-        descriptors, chunks = encode_tensors(tensors)
-        await self._stream.send(MessageType.RESULT, header.model_dump() | {"tensors": descriptors}, chunks)
-
-    async def _refuse(self, message: Message, error: SwarmError) -> None:
-        request, session = message.header.get("id"), message.header.get("session")
-        ids: dict[str, object] = {"id": request if isinstance(request, int) else None}
-        if isinstance(session, str) and len(session) == SESSION_ID_LENGTH:
-            ids["session"] = session
-        if isinstance(error, PeerError) and error.peer_id is not None:
-            ids["peer_id"] = error.peer_id
-        await send_error(self._stream, error, **ids)
-
-
-async def _take_adapter(serving: Serving, peer_id: str, message: Message) -> Reply:
-    """ADAPTER: keep it for later requests of that peer."""
-    header = parse(AdapterHeader, message.header, None)
-    block, parts = header.patches[0].block, serving.parts.parts
-    part = next((part for part in parts if block in part.blocks.span), parts[-1])  # which refuses what it lacks
-    serving.adapters.put(peer_id, header.handle, part.inputs.read_adapter(header, message))
-    return ResultHeader(id=header.id), {}
-
-
 class StreamHandler:
-    """Serves streams; one object for the whole server."""
+    """Serves streams that peers open; one object for the whole server, called by `p2p/peer`."""
 
     def __init__(
         self,
@@ -257,11 +70,9 @@ class StreamHandler:
         compression: str = "none",
         greeted: Callable[[HelloHeader, str], None] = lambda *_: None,
     ) -> None:
-        """`greeted` is told what each client has said, and its peer id."""
-        self.access, self._greeted = access, greeted
-        self._links = links
-        self._fingerprint = fingerprint
-        self._compression = compression
+        """`greeted` is called with each client's greeting and peer id."""
+        self.access, self.links, self.compression = access, links, compression
+        self._fingerprint, self._greeted = fingerprint, greeted
         self._intake = Intake()
 
     async def __call__(self, stream: FrameStream) -> None:
@@ -278,7 +89,7 @@ class StreamHandler:
             access.limits.standing.note(peer_id, greeting.contribution)
             self._greeted(greeting, peer_id)
             stream.expect(access.large_messages_of(peer_id))
-            await Dispatcher(stream, access, self._links, self._compression).serve()
+            await Connection(stream, access, self.links, self.compression).serve()
         except SwarmError as error:
             logger.debug("stream of %s ended: %s", peer_id, error)
         finally:
@@ -290,3 +101,180 @@ class StreamHandler:
                 f"this server holds another checkpoint (fingerprint {self._fingerprint[:12]}) than yours "
                 f"({hello.fingerprint[:12]})"
             )
+
+
+class Connection:
+    """The messages of one stream, and the sessions that it may use: those it has opened or is attached to."""
+
+    def __init__(self, stream: FrameStream, access: Access, links: Links, compression: str) -> None:
+        self._stream, self._access, self._links, self._compression = stream, access, links, compression
+        self._num_requests = 0
+        self._owned: dict[str, Session] = {}
+        self._attached: dict[str, weakref.ref[Session]] = {}
+        """Weak: the stream of a previous server may idle for days, and must not keep the caches of closed sessions."""
+
+    async def serve(self) -> None:
+        """Return when the stream has ended."""
+        self._stream.start_keepalive()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._dispatch(await self._stream.receive(), tasks)
+        except* SwarmError as ended:  # the stream has: its tasks are cancelled, its sessions end
+            # Python 3.11's TaskGroup leaves its error in a circle with its own frame, and so with everything that this
+            # stream had open: KV caches would wait for the garbage collector, which runs late if much lives long.
+            traceback.clear_frames(ended.__traceback__)
+        finally:
+            for session in self._owned.values():
+                session.close()
+
+    async def _dispatch(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        try:
+            with memory_errors_translated():
+                await self._take(message, tasks)
+        except SwarmError as error:
+            if self._stream.closed:
+                raise
+            await self._refuse(message, error)
+
+    async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        peer_id = self._stream.peer_id
+        if message.type in OF_BLOCKS:
+            await self._access.wake(peer_id)
+        match message.type:
+            case MessageType.STEP:
+                await self._take_step(message)
+            case MessageType.OPEN:
+                session = self._open_session(message)
+                tasks.create_task(session.work(), name=f"session {session.id}")
+                await self._answer(ResultHeader(id=message.header["id"]), {})
+            case MessageType.REPLAY:
+                self._take_replay(message)
+            case MessageType.LINK:
+                await self._start(tasks, message, self._link_session)
+            case MessageType.ATTACH:
+                await self._start(tasks, message, self._attach_to_session)
+            case MessageType.FORWARD | MessageType.BACKWARD:
+                serving = self._access.served_to(peer_id)
+                answer = partial(answer_request, serving, self._links, self._compression, self._stream)
+                await self._start(tasks, message, answer)
+            case MessageType.ADAPTER:
+                await self._start(tasks, message, self._take_adapter)
+            case MessageType.PUSH:
+                self._access.served().pushes.arrived(message, peer_id)
+            case _:
+                raise RemoteProtocolError(f"a server doesn't take {message.type.name} messages")
+
+    # ------------------------------------------------------------------ sessions
+
+    def _open_session(self, message: Message) -> Session:
+        """OPEN: a new session, which this stream owns."""
+        header = parse(OpenHeader, message.header, None)
+        serving = self._access.served_to(self._stream.peer_id)
+        if not serving.stack_of(header.start, header.end).blocks.keeps_cache:
+            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+        adapter = serving.adapter_of(header, self._stream.peer_id)
+        session = self._owned[header.session] = serving.sessions.open(header, self._stream, adapter)
+        return session
+
+    async def _take_step(self, message: Message) -> None:
+        """STEP: check its tensors, and queue it at its session."""
+        header = parse(StepHeader, message.header, None)
+        attached = self._attached.get(header.session)
+        session = self._owned_session(header.session) if attached is None else attached()
+        if session is None or session.closed:
+            return  # its client is gone; the previous server doesn't know yet
+        num_bytes = bytes_of(header, message)
+        session.take_room(num_bytes)
+        try:
+            checks = self._access.served().inputs
+            inputs, _ = await off_loop(partial(checks.read, header, message), message)
+            session.enqueue(Step(header, num_bytes, inputs, None if attached is None else self._stream.peer_id))
+        except BaseException:
+            session.waiting_room.forget(num_bytes)
+            raise
+
+    def _take_replay(self, message: Message) -> None:
+        """REPLAY: queue it at its session."""
+        header = parse(ReplayHeader, message.header, None)
+        session, num_bytes = self._owned_session(header.session), bytes_of(header, message)
+        session.take_room(num_bytes)
+        session.enqueue(Replay(header, num_bytes))
+
+    async def _link_session(self, message: Message) -> Reply:
+        """LINK: send the session's outputs to another server from now on."""
+        header = parse(LinkHeader, message.header, None)
+        session = self._owned_session(header.session)
+        session.epoch = max(session.epoch, header.epoch)
+        await session.link_to(self._links, header.successor)
+        return ResultHeader(id=header.id, position=session.passed_on), {}
+
+    async def _attach_to_session(self, message: Message) -> Reply:
+        """ATTACH: steps of the session will come on this stream."""
+        header = parse(AttachHeader, message.header, None)
+        session = self._access.served().sessions.attachable(header.session, header.token)
+        self._attached = {key: attached for key, attached in self._attached.items() if attached() is not None}
+        self._attached[header.session] = weakref.ref(session)
+        self._stream.expect(self._access.large_messages_of(self._stream.peer_id, attached=True))
+        return ResultHeader(id=header.id), {}
+
+    def _owned_session(self, session_id: str) -> Session:
+        """Return the session, which only the stream that opened it (and the attached previous server) may use.
+
+        Raises:
+            SessionLostError: it isn't this stream's; the error is the same if another stream has such a session.
+        """
+        if session_id not in self._owned:
+            raise SessionLostError(NO_SUCH_SESSION)
+        return self._owned[session_id]
+
+    # ------------------------------------------------------------------ requests, answered in tasks of their own
+
+    async def _start(
+        self, tasks: asyncio.TaskGroup, message: Message, answer: Callable[[Message], Awaitable[Reply]]
+    ) -> None:
+        """Answer the request in a task of its own, so that the stream goes on meanwhile."""
+        if self._num_requests >= MAX_REQUESTS_PER_STREAM:
+            raise ServerOverloadedError(f"one stream may have {MAX_REQUESTS_PER_STREAM} requests under way")
+        peer_id, payload, limits = self._stream.peer_id, len(message.payload), self._access.limits
+        num_bytes = payload + decompressed_bytes(message.header.get("tensors"), payload)
+        await limits.take(peer_id, num_bytes)
+        self._num_requests += 1
+
+        def ended(_: object) -> None:  # also if the task was cancelled before it began
+            self._num_requests -= 1
+            limits.give_back(peer_id, num_bytes)
+
+        tasks.create_task(self._answer_with(answer, message), name=message.type.name).add_done_callback(ended)
+
+    async def _answer_with(self, answer: Callable[[Message], Awaitable[Reply]], message: Message) -> None:
+        try:
+            with memory_errors_translated():
+                header, tensors = await answer(message)
+                await self._answer(header, tensors)
+        except SwarmError as error:
+            if self._stream.closed:
+                raise
+            await self._refuse(message, error)
+
+    async def _take_adapter(self, message: Message) -> Reply:
+        """ADAPTER: keep it for later requests of this peer."""
+        serving = self._access.served_to(self._stream.peer_id)
+        header = parse(AdapterHeader, message.header, None)
+        block, stacks = header.patches[0].block, serving.stacks
+        stack = next((stack for stack in stacks if block in stack.blocks.span), stacks[-1])  # it refuses other blocks
+        serving.uploaded.put(self._stream.peer_id, header.handle, stack.inputs.read_adapter(header, message))
+        return ResultHeader(id=header.id), {}
+
+    async def _answer(self, header: ResultHeader, tensors: Outgoing) -> None:
+        descriptors, chunks = encode_tensors(tensors)
+        await self._stream.send(MessageType.RESULT, header.model_dump() | {"tensors": descriptors}, chunks)
+
+    async def _refuse(self, message: Message, error: SwarmError) -> None:
+        request, session = message.header.get("id"), message.header.get("session")
+        ids: dict[str, object] = {"id": request if isinstance(request, int) else None}
+        if isinstance(session, str) and len(session) == SESSION_ID_LENGTH:
+            ids["session"] = session
+        if isinstance(error, PeerError) and error.peer_id is not None:
+            ids["peer_id"] = error.peer_id
+        await send_error(self._stream, error, **ids)

@@ -1,110 +1,132 @@
 """The blocks that a server serves now, with everything that clients have on them, and which clients may use them.
 
-`Serving` is made when blocks are loaded, and gone when they go. `Access` outlives it: all streams of a server share
-it, and find there what is served at the moment. Both know no messages.
+`Serving` is made when blocks are loaded, and gone when they go. `Access` outlives it: all streams of a server share it,
+and only it keeps the `Serving`. Both know no messages.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from swarmllm.data_structures import BlockTraits, ServedBlocks, Span, StackTraits
+from swarmllm.data_structures import BlockTraits, ServedBlocks, ServerInfo, Span, StackTraits
 from swarmllm.errors import BlocksNotServedError, RemoteProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.server.adapters import AdapterStore, ServedAdapters
-from swarmllm.server.device.device_thread import Executor
-from swarmllm.server.device.forward_backward import KeptBatches
+from swarmllm.server.device.device import CacheRoom
+from swarmllm.server.device.device_thread import DeviceThread
+from swarmllm.server.device.forward_backward import KeptForwards
+from swarmllm.server.device.throughput import Throughput
 from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.pushes import Pushes
+from swarmllm.server.sessions.kv_cache import CacheBudget
+from swarmllm.server.sessions.prefix_cache import PrefixCache
 from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.input_checks import InputChecks
 
 logger = logging.getLogger(__name__)
 
-OF_SERVERS = frozenset((MessageType.PUSH,))
-"""Types of messages that may be large from anybody: who pushes what for which client shows only when it has come."""
-OF_PREDECESSORS = OF_SERVERS | {MessageType.STEP}
-"""Those that may be large from peers who have shown the token of a session."""
-OF_CLIENTS = OF_PREDECESSORS | {MessageType.FORWARD, MessageType.BACKWARD, MessageType.ADAPTER}
-"""Those that may be large from peers whom this server is there for."""
+LARGE_FROM_ALL = frozenset((MessageType.PUSH,))
+"""Types of messages that may be large from any peer: only its token tells which client asked for a PUSH."""
+LARGE_WHEN_ATTACHED = LARGE_FROM_ALL | {MessageType.STEP}
+"""Types of messages that may be large from peers that have shown the token of a session."""
+LARGE_FROM_CLIENTS = LARGE_WHEN_ATTACHED | {MessageType.FORWARD, MessageType.BACKWARD, MessageType.ADAPTER}
+"""Types of messages that may be large from clients that this server serves."""
 
 
 @dataclass(frozen=True, eq=False)
-class StackPart:
-    """Blocks of one stack."""
+class StackBlocks:
+    """The server's blocks of one stack of the model, and the checks of their inputs."""
 
     blocks: BlockSpan
     inputs: InputChecks
 
 
-@dataclass(frozen=True, eq=False)
-class StackParts:
-    """All parts, in the order of their blocks."""
+class Serving:
+    """One span of blocks, and the sessions, kept forwards, pushed tensors and adapters of clients on it.
 
-    parts: tuple[StackPart, ...]
+    Mostly the blocks are of one stack. They are of two if they begin in a model's encoder and end in its decoder.
+    Requests are for blocks of one stack, as only the client has the tensors between the two. Sessions are on the blocks
+    of the last stack.
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        stacks: Sequence[StackBlocks],
+        device_thread: DeviceThread,
+        room: CacheRoom,
+        *,
+        limits: PeerLimits,
+        settings: ServerLimits,
+        offered: ServedAdapters,
+        throughput: Throughput,
+    ) -> None:
+        """Serve the blocks of `stacks`; `packer` runs those of the last one, and `throughput` was measured on it."""
+        self.stacks, self.device_thread, self.limits, self.throughput = tuple(stacks), device_thread, limits, throughput
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.sessions = SessionTable(
+            packer,
+            self.inputs.hidden_bytes,
+            device_thread,
+            CacheBudget(room.sessions),
+            PrefixCache(room.pages) if room.pages else None,
+            compression=settings.compression,
+            limits=limits,
+            max_sessions=settings.max_sessions,
+        )
+        self.offered, self.uploaded = offered, AdapterStore(room.adapters)
+        self.kept_forwards = KeptForwards(self.max_batch_tokens)
+        self.pushes = Pushes(limits)
+        self.leaves = False
+        """True when no new requests are taken any more."""
+        device_thread.on_out_of_memory = self.sessions.make_room
+
+    @property
+    def blocks(self) -> BlockSpan:
+        """The blocks of the last stack, on which sessions are."""
+        return self.stacks[-1].blocks
+
+    @property
+    def inputs(self) -> InputChecks:
+        """The checks of steps' inputs."""
+        return self.stacks[-1].inputs
 
     @property
     def span(self) -> Span:
         """All blocks."""
-        return Span(self.parts[0].blocks.span.start, self.parts[-1].blocks.span.end)
+        return Span(self.stacks[0].blocks.span.start, self.blocks.span.end)
 
     @property
     def digests(self) -> str:
-        """What of the checkpoint each block was made of."""
-        return "".join(part.blocks.digests for part in self.parts)
+        """Digests of all blocks' weights in the checkpoint."""
+        return "".join(stack.blocks.digests for stack in self.stacks)
 
     @property
     def traits(self) -> BlockTraits:
-        """What is announced of the blocks."""
-        first, last = self.parts[0].blocks, self.parts[-1].blocks
+        """Traits of all blocks, for announcements."""
+        first, last = self.stacks[0].blocks, self.blocks
         if not first.is_of_encoder:
             return last.traits
         encoder = StackTraits(**first.traits.model_dump(exclude={"encoder"}))
-        cuts = tuple(cut for part in self.parts for cut in part.blocks.traits.forbidden_cuts)
+        cuts = tuple(cut for stack in self.stacks for cut in stack.blocks.traits.forbidden_cuts)
         main = BlockTraits() if last is first else last.traits
         return main.model_copy(update={"encoder": encoder, "forbidden_cuts": cuts})
 
-    def of(self, start: int, end: int) -> StackPart:
-        """The part that holds these blocks.
-
-        Raises:
-            BlocksNotServedError: none does.
-        """
-        for part in self.parts:
-            if start < end and Span(start, end) in part.blocks.span:
-                return part
-        raise BlocksNotServedError(f"this server holds blocks {self.span}, not {start}:{end} within one stack")
-
-
-@dataclass(eq=False, kw_only=True)
-class Serving:
-    """One span of blocks, and what clients have on it."""
-
-    parts: StackParts
-    executor: Executor
-    sessions: SessionTable
-    limits: PeerLimits
-    max_batch_tokens: int
-    served_adapters: ServedAdapters
-    adapters: AdapterStore = field(default_factory=AdapterStore)
-    """What clients have sent."""
-    batches: KeptBatches = field(init=False)
-    pushes: Pushes = field(init=False)
-    leaves: bool = field(init=False, default=False)
-    """Whether nothing new is taken any more."""
-
-    def __post_init__(self) -> None:
-        self.batches = KeptBatches(self.max_batch_tokens)
-        self.pushes = Pushes(self.limits)
-        self.executor.thread.on_out_of_memory = self.sessions.make_room
+    @property
+    def cache_tokens_left(self) -> int:
+        """Positions of sessions on all these blocks for which there is memory."""
+        bytes_per_token = self.blocks.cache_sizes.bytes_per_token + self.inputs.hidden_bytes
+        return self.sessions.budget.left_bytes // bytes_per_token
 
     def check_stays(self) -> None:
-        """Refuse what is new when this server is about to leave these blocks.
+        """Refuse new requests if this server is about to leave these blocks.
 
         Raises:
             BlocksNotServedError: it is.
@@ -112,110 +134,98 @@ class Serving:
         if self.leaves:
             raise BlocksNotServedError("this server is leaving these blocks; take another route")
 
-    def check_span(self, start: int, end: int) -> Span:
-        """The span asked for, which this server holds.
+    def stack_of(self, start: int, end: int) -> StackBlocks:
+        """Return the stack with these blocks, which a request names.
 
         Raises:
-            BlocksNotServedError: it doesn't.
+            BlocksNotServedError: this server doesn't hold them, or the model can't be cut there.
         """
-        for cut in {start, end} & set(self.parts.of(start, end).blocks.traits.forbidden_cuts):
-            raise BlocksNotServedError(f"a route can't be cut at block {cut} of this model")
-        return Span(start, end)
+        for stack in self.stacks:
+            if start < end and Span(start, end) in stack.blocks.span:
+                for cut in {start, end} & set(stack.blocks.traits.forbidden_cuts):
+                    raise BlocksNotServedError(f"a route can't be cut at block {cut} of this model")
+                return stack
+        raise BlocksNotServedError(f"this server holds blocks {self.span}, not {start}:{end} within one stack")
 
     def adapter_of(self, header: OpenHeader | BatchHeader, peer_id: str) -> BlockAdapter | None:
-        """The adapter that a request of that peer names: one that it has sent, or one that this server offers.
+        """Return the adapter that a request of this peer names: one that it has sent, or one that this server offers.
 
         Raises:
             BlocksNotServedError: it isn't here.
         """
         if header.served_adapter is None:
-            return self.adapters.get(peer_id, header.adapter)
+            return self.uploaded.get(peer_id, header.adapter)
         if header.adapter is not None:
             raise RemoteProtocolError("a request runs with an adapter of its own or with one of the server's, not both")
-        return self.served_adapters.get(header.served_adapter)
+        return self.offered.get(header.served_adapter)
 
     async def retire(self, timeout_s: float) -> None:
-        """Take nothing new, hand the sessions over, and forget the rest when everything that runs has ended."""
+        """Take no new requests, hand the sessions over, wait for running calls, and drop everything else."""
         self.leaves = True
         self.pushes.clear()
         await self.sessions.hand_over(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.executor.wait_until_idle()
+                await self.device_thread.wait_until_idle()
         except TimeoutError:
-            logger.warning("left %d calls unfinished after %.0f s", self.executor.num_calls, timeout_s)
-        self.batches.clear()
-        self.executor.thread.on_out_of_memory = None  # nor its pages of prompts
+            logger.warning("left %d calls unfinished after %.0f s", self.device_thread.num_calls, timeout_s)
+        self.kept_forwards.clear()
+        self.device_thread.on_out_of_memory = None  # it would keep the pages of prompts
 
 
 @dataclass(eq=False)
 class Sleep:
-    """While blocks that nobody uses aren't in memory."""
+    """The time in which blocks that no client uses aren't in memory."""
 
     greeting: dict[str, object]
-    """What is said meanwhile: they are there for whoever asks."""
+    """Said to clients meanwhile: the blocks can be used."""
+    record: ServerInfo
+    """Announced meanwhile."""
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)
 class Access:
-    """What is served at the moment, who may use it, and how much of it."""
+    """Access to the blocks served at the moment: which clients may use them, and how much."""
 
     allowed_clients: Collection[str] | None
-    """Peer ids; None: this server is there for everybody."""
+    """Peer ids of clients that may use this server; None: all."""
     limits: PeerLimits = field(default_factory=PeerLimits)
     loading: Span | None = None
     """Blocks that this server is about to serve."""
     serving: Serving | None = None
+    """The only lasting reference: blocks leave the memory when it is None."""
     sleep: Sleep | None = None
     used_at: float = field(default_factory=time.monotonic)
-    """When something was last asked for that takes blocks."""
+    """Time of the last request for blocks."""
 
     def is_allowed(self, peer_id: str) -> bool:
-        """Whether this server is there for that client; other servers may pass on what such a client has asked for."""
+        """True if this client may use the server. Other servers may pass on tensors that it has asked for."""
         return self.allowed_clients is None or peer_id in self.allowed_clients
 
     def large_messages_of(self, peer_id: str, *, attached: bool = False) -> frozenset[MessageType]:
         """Types of messages that may be large from that peer; `attached`: it has shown the token of a session."""
         if self.is_allowed(peer_id):
-            return OF_CLIENTS
-        return OF_PREDECESSORS if attached else OF_SERVERS
+            return LARGE_FROM_CLIENTS
+        return LARGE_WHEN_ATTACHED if attached else LARGE_FROM_ALL
 
     def served(self) -> Serving:
-        """What is served now, for what goes on.
+        """Return what is served now, for sessions and requests that have begun.
 
         Raises:
-            BlocksNotServedError: nothing at the moment.
+            BlocksNotServedError: no blocks are served at the moment.
         """
         self.used_at = time.monotonic()
         if self.serving is None:
             raise BlocksNotServedError("this server serves no blocks at the moment")
         return self.serving
 
-    async def wake(self, peer_id: str) -> None:
-        """Return at once, or if the blocks are loaded again, because of this client or another, when they are."""
-        if self.sleep is not None and self.is_allowed(peer_id):
-            self.sleep.wanted.set()
-        if self.sleep is not None and self.sleep.wanted.is_set():
-            await self.sleep.over.wait()
-
-    def fall_asleep(self) -> Sleep:
-        """From now on, whoever comes waits until somebody calls `end_sleep`."""
-        self.sleep = Sleep({**self.greeting(), "asleep": True})
-        return self.sleep
-
-    def end_sleep(self) -> None:
-        """Blocks are served again, or will never be."""
-        if self.sleep is not None:
-            self.sleep.over.set()
-            self.sleep = None
-
     def served_to(self, peer_id: str) -> Serving:
-        """What is served now, for something new that this client asks for.
+        """Return what is served now, for a new request of this client.
 
         Raises:
-            BlocksNotServedError: nothing new is taken, or nothing from this client.
+            BlocksNotServedError: no new requests are taken, or none from this client.
         """
         if not self.is_allowed(peer_id):
             raise BlocksNotServedError(
@@ -226,6 +236,23 @@ class Access:
         serving.check_stays()
         return serving
 
+    async def wake(self, peer_id: str) -> None:
+        """Wait until sleeping blocks are loaded again, if this client or another asks for them; else return at once."""
+        if self.sleep is not None and self.is_allowed(peer_id):
+            self.sleep.wanted.set()
+        if self.sleep is not None and self.sleep.wanted.is_set():
+            await self.sleep.over.wait()
+
+    def fall_asleep(self, record: ServerInfo) -> None:
+        """Make new requests wait until `end_sleep` is called; `record` is announced meanwhile."""
+        self.sleep = Sleep({**self.greeting(), "asleep": True}, record)
+
+    def end_sleep(self) -> None:
+        """Let the waiting requests go on: blocks are served again, or will never be."""
+        if self.sleep is not None:
+            self.sleep.over.set()
+            self.sleep = None
+
     async def retire(self, timeout_s: float) -> None:
         """End what is served, and let its blocks go."""
         if self.serving is not None:
@@ -233,12 +260,12 @@ class Access:
             self.serving = None
 
     def greeting(self) -> dict[str, object]:
-        """What this server says of itself to whoever greets it: `ServedBlocks`, or nothing if it serves none."""
+        """Describe the blocks to a peer that greets this server: `ServedBlocks`, or nothing if there are none."""
         if self.sleep is not None:
             return self.sleep.greeting
         if self.serving is not None:
-            parts = self.serving.parts
-            return ServedBlocks(start=parts.span.start, end=parts.span.end, traits=parts.traits).model_dump()
+            span, traits = self.serving.span, self.serving.traits
+            return ServedBlocks(start=span.start, end=span.end, traits=traits).model_dump()
         if self.loading is not None:
             return ServedBlocks(start=self.loading.start, end=self.loading.end, traits=None).model_dump()
         return {}
