@@ -65,7 +65,7 @@ class BatchRunner:
         self.requests = BatchRequests(view)
         self.pushed = PushedBatches(view, self.requests)
         hops = HopBatches(self.requests, traits)
-        self.spot_checks = SpotChecks(view, traits, hops.run)
+        self.spot_checks = SpotChecks(view, traits, hops.run_hop)
         self._micro_batches = MicroBatches(view, hops, self.pushed, self.spot_checks)
 
     def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
@@ -238,7 +238,7 @@ class RemoteCall(torch.autograd.Function):
 
 
 def _scales_losses() -> bool:
-    """Whether a gradient scaler may let losses overflow, as under float16 autocast; it skips those steps itself."""
+    """True if a gradient scaler may let losses overflow, as under float16 autocast; it skips those steps itself."""
     return any(
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         for device in ("cuda", "cpu")
@@ -329,7 +329,7 @@ class MicroBatches:
     async def _forward_chain(self, run: _Forward, chain: list[RouteHop]) -> None:
         """Servers that pass on to each other; if one can't, the rest is left to be relayed."""
         parts = [Part(hop, run.inputs) for hop in chain]
-        outcome = await self._pushed.run(MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed)
+        outcome = await self._pushed.run_pushed(MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed)
         for hop, answer in zip(chain, outcome.answers, strict=False):
             self._hops.show(answer, hop, run.inputs)
             if run.without_pushed and answer.header.pushed and hop is not chain[-1]:
@@ -371,7 +371,7 @@ class MicroBatches:
         parts = [
             Part(RouteHop(stage.kept[0], stage.span), stage.inputs, stage.kept[1]) for stage in chain if stage.kept
         ]
-        outcome = await self._pushed.run(MessageType.BACKWARD, parts, grad_outputs, without_pushed=True)
+        outcome = await self._pushed.run_pushed(MessageType.BACKWARD, parts, grad_outputs, without_pushed=True)
         num_done = len(outcome.answers)
         try:
             if outcome.error is not None:

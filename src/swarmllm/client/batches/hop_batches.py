@@ -195,7 +195,7 @@ class HopBatches:
     def __init__(self, requests: BatchRequests, traits: BlockTraits) -> None:
         self._requests, self._traits = requests, traits
 
-    async def run(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
+    async def run_hop(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
         """The hop's outputs.
 
         Raises:
@@ -397,7 +397,7 @@ class PushedBatches:
             length += 1
         return length
 
-    async def run(
+    async def run_pushed(
         self,
         kind: MessageType,
         parts: Sequence[Part],

@@ -146,7 +146,7 @@ class Layout:
         return whole
 
     def reads_padding(self, grad_outputs: Tensor) -> bool:
-        """Whether outputs of padding, which weren't computed, have a gradient."""
+        """True if outputs of padding, which weren't computed, have a gradient."""
         if self.is_whole:
             return False
         positions = torch.arange(self._size[1])

@@ -40,7 +40,7 @@ class SpotChecks:
         self._random = random.SystemRandom()  # servers must not be able to predict which step is checked
 
     def due(self) -> bool:
-        """Whether to check the next step or hop."""
+        """True if the next step or hop is to be checked."""
         return self._random.random() < self._view.config.verify_fraction
 
     async def check_hop(self, hop: RouteHop, inputs: BlockInputs, outputs: Tensor) -> None:
@@ -59,7 +59,7 @@ class SpotChecks:
         if third is not None and self._agree(second[0], third[0], inputs, *second[1], *third[1]):
             raise self._caught([hop.server])
         others = second[1] if third is None else [*second[1], *third[1]]
-        raise self._doubted([hop.server, *others], "two servers differ, and no third one says who is right")
+        raise self._doubted([hop.server, *others], "two servers differ, and no third one shows which is right")
 
     async def check_session(self, route: Sequence[RouteHop], inputs: BlockInputs, outputs: Tensor) -> None:
         """Compare a session's last `outputs` with a forward of all its `inputs`, which end at the same position.
@@ -114,7 +114,7 @@ class SpotChecks:
         return inputs.hidden_states, [part.server for part in route]
 
     def _agree(self, first: Tensor, second: Tensor, inputs: BlockInputs, *servers: ServerInfo) -> bool:
-        """Whether they agree at each position that isn't padding; both end with the last position of `inputs`."""
+        """True if they agree at each position that isn't padding; both end with the last position of `inputs`."""
         config, axis = self._view.config, self._traits.batch_axis
         tolerance = min(config.verify_tolerance, max(map(honest_error, servers)))
         if config.compression != "none":

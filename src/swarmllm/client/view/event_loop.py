@@ -64,7 +64,7 @@ class EventLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs and accepts work."""
+        """True if the thread runs and accepts work."""
         return self._thread.is_alive() and not self._closed
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
@@ -98,7 +98,7 @@ class EventLoop:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this process made the loop. In a forked one, a thread that doesn't exist there may hold the lock."""
+        """True if this process made the loop. In a forked one, a thread that doesn't exist there may hold the lock."""
         return os.getpid() == self._pid
 
     def _is_closed(self) -> SessionClosedError:

@@ -1,4 +1,4 @@
-"""The servers of one checkpoint: who they are, how far, and which of them a client may use.
+"""The servers of one checkpoint: their blocks, how far they are, and which of them a client may use.
 
 Used by `SwarmView`, `routes` and spot checks; runs in the client's event loop. `LookUps` is this client's node of the
 DHT. Anybody can invent announcements: `p2p/verified_peers` says which servers have been met. `Distances` pings servers
@@ -6,7 +6,7 @@ as long as the client is in use, over streams that are open anyway and over new 
 
 `check_claims` compares each greeting with the traits that this client has found itself:
 
-    trait                      whose word counts
+    trait                      the value that counts
     batch_axis, block_output   the client's: a server that claims another value is left out
     takes_source, encoder      the same
     extra_inputs               the client's: a server that asks for more is left out, one that asks for less is used
@@ -453,7 +453,7 @@ class AgreedWeights:
         self._told: list[str] = []
 
     def is_open(self, snapshot: SwarmSnapshot) -> bool:
-        """Whether the servers' weights differ, and none has been chosen."""
+        """True if the servers' weights differ, and none has been chosen."""
         self._read(snapshot)
         return not self._all_agree and not self._kept
 
@@ -531,7 +531,7 @@ def honest_error(server: ServerInfo) -> float:
 
 
 def is_checkable(server: ServerInfo, config: ClientConfig) -> bool:
-    """Whether an honest server of this kind is always within the client's tolerance.
+    """True if an honest server of this kind is always within the client's tolerance.
 
     A server's announcement decides whether it is used, never how large its errors may be: otherwise liars would
     announce the coarsest quantization.

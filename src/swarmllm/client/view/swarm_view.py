@@ -107,7 +107,7 @@ class SwarmView:
 
     @property
     def encoder_blocks(self) -> Span | None:
-        """The blocks of the encoder; None for a model without one beside its decoder."""
+        """The blocks of the encoder; None for a model of one stack."""
         return Span(0, self.look_ups.encoder_blocks) if self.look_ups.encoder_blocks else None
 
     # ------------------------------------------------------------------ for users: synchronous
@@ -351,7 +351,7 @@ class SwarmView:
         await asyncio.sleep(delay_s)
 
     def _asks_others(self, error: SwarmError, said_by: str, retries: Retries, span: Span) -> bool:
-        """Whether to ask other servers as well, after one has said that a request is impossible.
+        """True if other servers should be asked as well, after one has said that a request is impossible.
 
         Its word alone proves nothing. It is blamed until others have said the same.
         """

@@ -264,7 +264,7 @@ def cache_of_call(
 
 
 def _wants_cache(shell: Any, config: PreTrainedConfig, use_cache: bool | None) -> bool:
-    """Whether transformers would run this forward with a cache."""
+    """True if transformers would run this forward with a cache."""
     if use_cache is None:
         is_off = shell.training and config.model_type in NO_CACHE_IN_TRAINING
         use_cache = getattr(config, "use_cache", False) and not is_off

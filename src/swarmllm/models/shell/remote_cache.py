@@ -38,7 +38,7 @@ class CacheSession(Protocol):
 
     @property
     def is_generating(self) -> bool:
-        """Whether a `generate()` is going on in this session, which the user has opened."""
+        """True if a `generate()` is going on in this session, which the user has opened."""
         ...
 
     def select_batch(self, indices: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class RemoteCache(PhantomCache):
         self.adapter: BlockAdapter | None = None
         """The adapter of the last forward that read it from the model."""
         self.begun_in_training: bool | None = None
-        """Whether the model was in train mode then; None: there was no such forward yet."""
+        """True if the model was in train mode then; None: there was no such forward yet."""
         self.source_mask: Tensor | None = None
         """The mask of the encoder outputs, since the session's first forward."""
         self._rows = batch_size
@@ -105,7 +105,7 @@ class RemoteCache(PhantomCache):
         return self
 
     def keeps_adapter(self, training: bool) -> bool:
-        """Whether a later step may use the last adapter. Reading it from the model again, to compare, costs time.
+        """True if a later step may use the last adapter. Reading it from the model again, to compare, costs time.
 
         A prefix of peft is given to the first forward alone.
         """
@@ -130,7 +130,7 @@ class RemoteCache(PhantomCache):
 
     @property
     def forgets_early(self) -> bool:
-        """Whether some blocks drop what rollbacks need, unless the session records its past from the beginning."""
+        """True if some blocks drop what rollbacks need, unless the session records its past from the beginning."""
         return any(
             getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)
             for layer in self.layers

@@ -314,7 +314,7 @@ def adopt_head(model: PreTrainedModel) -> None:
 
 
 def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
-    """Whether a forward of the model with these arguments reads positions that the mask `[batch, seq]` hides.
+    """True if a forward of the model with these arguments reads positions that the mask `[batch, seq]` hides.
 
     None: it doesn't, but it has no loss either, and its caller may read them in the outputs.
     """
@@ -497,7 +497,7 @@ def _set_offsets(part: Any, value: Any) -> None:
 def _is_usual(
     stack: PreTrainedModel, mask: Any, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
 ) -> bool:
-    """Whether the text model would make this mask itself of the mask that the whole model was given."""
+    """True if the text model would make this mask itself of the mask that the whole model was given."""
     embeds = kwargs.get("inputs_embeds")
     if embeds is None:
         embeds = given[..., None].to(stack.dtype)
