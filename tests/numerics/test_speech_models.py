@@ -79,5 +79,5 @@ def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: d
 
 def test_without_sound_it_says_how_to_give_it(pair: tuple[PreTrainedModel, ...]) -> None:
     _, client = pair
-    with pytest.raises(ConfigurationError, match=f"give the model its sound as {client.main_input_name}"):
+    with pytest.raises(ConfigurationError, match=f"give the model its audio as {client.main_input_name}"):
         client.get_encoder()(torch.zeros(1, 0, 8))
