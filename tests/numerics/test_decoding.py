@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
-from swarmllm.decoding.mirostat import Mirostat
-from swarmllm.decoding.truncation import TopNSigma
+from swarmllm.decoding.methods import FrustratinglySimple, Mirostat, TopNSigma
 from swarmllm.errors import ConfigurationError
 from swarmllm.speculation.drafters import NGramDrafter
 from swarmllm.speculation.planner import Plan

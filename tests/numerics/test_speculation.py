@@ -121,7 +121,7 @@ class Speculating:
     ) -> Any:
         self.session = model_kwargs["past_key_values"].session
         speculation = Speculation(self, "past_key_values", self.session, self.drafter(), self.planner)
-        return speculation.run(
+        return speculation.write_text(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
 
@@ -380,7 +380,9 @@ def test_samples_follow_the_distribution(drafter: type) -> None:
             speculation = Speculation(MarkovChain(table), "past_key_values", session, drafter(), planner)
             cache = RemoteCache(MarkovChain.config, session, 1)
             prompt = torch.tensor([[first % VOCABULARY]])
-            text = speculation.run(prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache})[0]
+            text = speculation.write_text(
+                prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache}
+            )[0]
             assert len(text) == num_tokens + 1
             seen.index_put_((text[:-1], text[1:]), torch.tensor(1.0), accumulate=True)
             right += sum(accepted.right for accepted in planner._accepted.values())
