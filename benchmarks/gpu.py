@@ -23,8 +23,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
 SIZES = {"cuda": (4096, 11008, 32), "cpu": (64, 128, 4)}
@@ -66,7 +65,7 @@ def step_s(packer: Packer, device: str, num_sessions: int, context: int) -> floa
     times = []
     for _ in range(WARM_UP + STEPS):
         calls = [SessionCall(hidden_states(device, 1), blocks.span, cache) for cache in caches]
-        times.append(seconds(lambda calls=calls: packer.run(calls), waiting(device)))
+        times.append(seconds(lambda calls=calls: packer.run_calls(calls), waiting(device)))
     return median(times[WARM_UP:])
 
 

@@ -1,4 +1,4 @@
-"""One session's decode step in half precision after a long past: transformers' own attention, and `shared_keys`.
+"""One session's decode step in half precision after a long past: transformers' attention, and `attention.attend_few`.
 
     python benchmarks/long_context.py [--shape 2048x4] [--contexts 128 512 2000] [--quant_type int8] [--steps 15]
 
@@ -20,7 +20,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 PROMPT_PIECE = 500
 

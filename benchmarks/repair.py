@@ -22,7 +22,7 @@ from swarmllm import AutoDistributedModel, LocalSwarm
 
 def repair_s(session: Any, hidden: torch.Tensor, num_lost: int) -> float:
     """Seconds of a decode step that finds the last `num_lost` servers' sessions gone."""
-    for hop in session._legs.chains[0]._hops[-num_lost:]:
+    for hop in session.chains[0]._hops[-num_lost:]:
         hop.lost = True
     started = time.perf_counter()
     session.step(hidden)

@@ -21,10 +21,9 @@ from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 CONTEXT = 64
 """Positions in each session's cache."""
@@ -45,7 +44,7 @@ def save_model(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Runs:
-    """What is measured of one span."""
+    """The measurements of one span."""
 
     def __init__(self, blocks: BlockSpan, prompt: int) -> None:
         self._packer = Packer(blocks, right_ways(blocks))
@@ -63,7 +62,7 @@ class Runs:
 
     def sessions(self) -> None:
         """A step of eight."""
-        self._packer.run([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
+        self._packer.run_calls([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
         for cache in self._caches:
             cache.rollback(CONTEXT)
 
@@ -73,7 +72,7 @@ class Runs:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """How long it takes once."""
+    """Time one call."""
     began_at = time.perf_counter()
     run()
     return time.perf_counter() - began_at

@@ -50,7 +50,7 @@ class ChaosSwarm:
         self._layout = layout
         self._stack = ExitStack()
         self._servers: list[LocalServer] = []
-        """Of the layout's spans, in order."""
+        """The servers, in the order of the layout's spans."""
         self._failures: dict[str, Path] = {}
         self._frozen: list[psutil.Process] = []
         self._doomed: list[LocalServer] = []
@@ -196,7 +196,7 @@ class Guest:
     def leave(self, choice: random.Random) -> None:
         """Begin the step, and leave in its midst: the session, the model, or as a crash would."""
         self._thread.start()
-        wait(lambda: self._session._legs.chains[0]._in_flight or not self._thread.is_alive(), "step")
+        wait(lambda: self._session.chains[0]._in_flight or not self._thread.is_alive(), "step")
         time.sleep(choice.uniform(0, 0.2))
         match choice.randrange(3):
             case 0:
@@ -224,7 +224,7 @@ def daemon_of(pid: int) -> psutil.Process:
 
 
 def last_lines(server: LocalServer, num_lines: int = 3) -> str:
-    """Of its log."""
+    """The last lines of its log."""
     return " | ".join(server.log_path.read_text(errors="replace").strip().splitlines()[-num_lines:])
 
 

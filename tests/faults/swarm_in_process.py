@@ -44,7 +44,7 @@ OnSend = Callable[["Server", MessageType, dict[str, Any], Any], tuple[MessageTyp
 
 
 class Blocks:
-    """Those of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
+    """The blocks of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = open_checkpoint(str(directory))
@@ -141,7 +141,7 @@ class InProcessSwarm:
         self.on_message: Callable[[Server, Message], object] = lambda server, message: None
         """Called when a server takes a message, before it does anything with it."""
         self.on_send: OnSend = lambda server, kind, header, chunks: (kind, header, chunks)
-        """What a server really says when it wants to say this."""
+        """Called when a server sends a message; it sends what this returns."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._config = ClientConfig(**config)
         self.servers: list[Server] = []
@@ -210,7 +210,7 @@ class InProcessSwarm:
         return RouteHop(self.servers[server].info, Span(start, end))
 
     def first_route(self, route: Sequence[RouteHop]) -> None:
-        """What the client finds when it looks for the first time; later it finds what is best."""
+        """Have the client find this route first, and the best route later."""
         found = self.view.routes.find
 
         async def find_route(*_: Any) -> list[RouteHop]:
@@ -302,7 +302,7 @@ class _Directory:
 
 
 class Reference:
-    """What a session's steps give where all blocks are in one place."""
+    """The outputs of a session's steps where all blocks are in one place."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self._blocks = blocks

@@ -1,4 +1,4 @@
-"""What one server says of another: nobody is avoided for it, and who says it again and again is at fault himself.
+"""Accusations of one server by another: nobody is avoided for them, and repeated ones are the accuser's own fault.
 
 In process, with the real client.
 """
@@ -73,13 +73,13 @@ def test_who_is_accused_and_gone_is_blamed(blocks: Blocks) -> None:
         swarm.first_route([swarm.hop(*hop) for hop in FIRST])
         with swarm.session(max_length=64) as session:
             session.step(torch.randn(1, 5, blocks.all.embedding_dim))
-            hops, victim = session._legs.chains[0]._hops, swarm.servers[1]
+            hops, victim = session.chains[0]._hops, swarm.servers[1]
 
             async def look() -> None:
                 accuser, accused = hops[0], hops[1]
                 accusation = PeerUnreachableError("it has hung up", victim.peer_id)
                 accusation.accused_by = accuser.peer_id
-                async with session._legs.chains[0]._busy:  # a step is under way, and about to be repaired
+                async with session.chains[0]._busy:  # a step is under way, and about to be repaired
                     assert hops.judged(accuser, accusation) is accusation
                     victim.die()
                     while accused.connection.error is None:  # noqa: ASYNC110 - no event tells

@@ -36,7 +36,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 class Greetings:
-    """What some servers say of their blocks instead of the truth, and what every server was sent."""
+    """False claims of some servers about their blocks, and a record of all that servers were sent."""
 
     def __init__(self, swarm: InProcessSwarm, lies: dict[int, dict[str, Any]]) -> None:
         self._lies = {swarm.servers[number].peer_id: lie for number, lie in lies.items()}

@@ -1,4 +1,4 @@
-"""What fails while nothing is under way: no server answers the steps of an epoch that has failed, so none may be sent.
+"""Failures while nothing is under way: no server answers steps of a chain version that has failed, so none may be sent.
 
 In process. Where that goes wrong, the client waits for as long as a step may take, and then blames somebody.
 """
@@ -85,7 +85,7 @@ def test_a_server_that_dies_while_others_are_linked(
         position = await link(hop, successor, epoch)
         if hop.span.start == 0 and not died.is_set():
             died.set()
-            chain = session._legs.chains[0]
+            chain = session.chains[0]
             while chain._in_flight._failure is None:
                 last_server(swarm, chain._hops).die()
                 await asyncio.sleep(0.01)  # until its predecessor or its own stream has told
@@ -103,7 +103,7 @@ def test_a_server_that_is_lost_while_its_predecessor_dials_it(
     connect, never = swarm.connect, asyncio.Event()
 
     async def connect_first(caller: str, called: str) -> Any:
-        chain = session._legs.chains[0]
+        chain = session.chains[0]
         if caller != CLIENT and not swarm.view.counts and called == chain._hops[-1].peer_id:
             last_server(swarm, chain._hops).die()
             await never.wait()

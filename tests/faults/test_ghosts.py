@@ -38,7 +38,7 @@ async def new_traits(swarm: InProcessSwarm) -> BlockTraits:
 
 
 def test_ghost_traits(blocks: Blocks) -> None:
-    """What a record says of the blocks changes nothing: only servers of the route do, when they are greeted."""
+    """A record's claims about blocks change nothing. Only servers of the route count, when they are greeted."""
     with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
         honest = swarm.traits
         swarm.ghosts = [ghost(number, traits=LIES) for number in range(3)]

@@ -165,7 +165,7 @@ class Replayer(RecordValidator):
 
 
 async def test_replayed_record() -> None:
-    """What a peer said earlier, with its own signature, replaces neither what it said later nor that it has left."""
+    """An old record of a peer, with its own signature, replaces neither a newer record nor its withdrawal."""
     key, model = servers_key(FINGERPRINT), ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=2)
     async with await Peer.create() as first:
         victim = await Peer.create(initial_peers=first.join_maddrs)

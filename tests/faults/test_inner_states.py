@@ -1,4 +1,4 @@
-"""What passes between blocks, as servers show it: whatever the layout, whoever dies, lies or is too old to tell."""
+"""Hidden states between blocks, as servers show them: with any layout, deaths, lies, and servers that are too old."""
 
 from dataclasses import replace
 from random import Random

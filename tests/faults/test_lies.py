@@ -1,4 +1,4 @@
-"""What spot checks find, and whom they are sure about. In process; `test_spot_checks` has real servers."""
+"""Lies that spot checks find, and which server they are sure about. In process; `test_spot_checks` has real servers."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from swarmllm.swarm import retry
 
 Lie = Callable[[Tensor], Tensor]
 FASTEST, FAST, SLOW = ({"decode_ms_per_block": ms} for ms in (0.1, 1.0, 2.0))
-"""Of several servers of the same blocks, the fastest one is used, the others are asked for comparison."""
+"""The fastest of several servers of the same blocks is used; the others are asked for comparison."""
 CHECKED = {"verify_fraction": 1.0, "min_gain_to_move": 1, "max_parallel_routes": 1}
 
 
@@ -88,7 +88,7 @@ def test_plausible_lie_per_position(blocks: Blocks, work: Callable[[InProcessSwa
 
 @WORK
 def test_no_announcement_makes_a_lie_pass(blocks: Blocks, work: Callable[[InProcessSwarm], None]) -> None:
-    """Who announces the coarsest weights, or some that nobody knows, isn't used where checks are asked for."""
+    """Servers that announce the coarsest or unknown weights aren't used where checks are asked for."""
     for coarse in ({"quant_type": "nf4"}, {"quant_type": "int1"}, {"quant_type": "none", "dtype": "float4"}):
         announced = [FASTEST, FAST, SLOW]
         with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced, **CHECKED) as swarm:

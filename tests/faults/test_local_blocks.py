@@ -19,9 +19,9 @@ from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarmllm.client.activation_noise import ActivationNoise
 from swarmllm.client.local_blocks import LocalBlocks, LocalSpan
 from swarmllm.client.remote_blocks import RemoteBlocks
+from swarmllm.client.session.chain import ActivationNoise
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -65,7 +65,7 @@ class Here:
         return LocalBlocks([LocalSpan(self.of(Span(*ends))) for ends in ranges])
 
     def whole(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What all blocks make of a batch."""
+        """The outputs of all blocks for a batch."""
         blocks = self.of(Span(0, self.blocks.num_blocks))
         return blocks.forward(inputs_of(hidden, mask), blocks.span, blocks.new_cache())
 
@@ -229,6 +229,14 @@ class Recorded(ActivationNoise):
         return noisy
 
 
+def recorded(session: InferenceSession) -> Recorded:
+    """The noise of all chains of the session, from now on."""
+    noise = Recorded(0.3)
+    for chain in session.chains:
+        chain.noise = noise
+    return noise
+
+
 @pytest.mark.parametrize("ranges", [[], [(0, 1)], [(2, 3)]], ids=str)
 def test_noise_is_added_once(kinds: dict[str, Here], ranges: list[tuple[int, int]]) -> None:
     """Servers that take another one's place, and copies of a session, are given what was given before."""
@@ -244,7 +252,7 @@ def test_noise_is_added_once(kinds: dict[str, Here], ranges: list[tuple[int, int
         return hidden
 
     def step(session: InferenceSession, count: int) -> None:
-        noise = session._legs._noise = Recorded(0.3)
+        noise = recorded(session)
         hidden = torch.randn(1, count, HIDDEN, generator=torch.Generator().manual_seed(count))
         whole.append(hidden)
         output = session.run_step(inputs_of(hidden, None))
@@ -263,8 +271,8 @@ def test_noise_is_added_once(kinds: dict[str, Here], ranges: list[tuple[int, int
         step(session, 2)
         assert session.num_repairs >= len(seen)
         with session.fork() as twin:
-            noise = twin._legs._noise = Recorded(0.3)
-            twin.run(inputs_of(torch.ones(1, 3, HIDDEN), None))
+            noise = recorded(twin)
+            twin.run_step(inputs_of(torch.ones(1, 3, HIDDEN), None))
             assert len(noise.given) == len(seen), "what follows; the past of each part is that of the session"
 
 
@@ -300,13 +308,13 @@ def mixed(llama: Path, swarm: Faulty) -> Iterator[Any]:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_death_within_a_step(mixed: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, num_tokens: int) -> None:
-    """Of a server behind the client's own blocks and before others; decoding, and within a prompt."""
+    """The server behind the client's own blocks and before others dies, while decoding and within a prompt."""
     ids = prompt(1, 30 + num_tokens)
     expected = generate_seeded(local, ids, max_new_tokens=12)
     with mixed.inference_session(max_length=128) as session:
         session.step(mixed.embed(ids[:, :30]))
         session.history = ids[:, :30]
-        doom(swarm.on_route(session.route, "middle"), lambda: session._legs.chains[0]._in_flight)
+        doom(swarm.on_route(session.route, "middle"), lambda: session.chains[0]._in_flight)
         assert generate_seeded(mixed, ids, max_new_tokens=12).tolist() == expected.tolist()
         assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
     doom.fulfil()

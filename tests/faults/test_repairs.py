@@ -412,7 +412,7 @@ def test_a_stream_that_breaks_during_a_repair_costs_no_second_one(
         reference = Reference(blocks.all)
         given = hidden_states(1, 5)
         torch.testing.assert_close(session.step(given), reference.step(given))
-        chain = session._legs.chains[0]
+        chain = session.chains[0]
         first, second = chain._hops
         chain._hops._doubts[first, second] = 1
         chain._in_flight.is_linked = False

@@ -76,7 +76,7 @@ def generate(model: Any) -> list[list[int]]:
 
 
 def logits(model: Any) -> Tensor:
-    """Of a batch, as in training: without a cache, and with gradients."""
+    """Logits of a batch, as in training: without a cache, and with gradients."""
     embeds = model.get_input_embeddings()(prompt(batch=4, length=8)).detach().requires_grad_()
     values: Tensor = model(inputs_embeds=embeds, use_cache=False).logits
     return values.detach()

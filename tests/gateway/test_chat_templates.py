@@ -1,6 +1,5 @@
 """Chat templates: the text is transformers', and what computes without end or takes all memory ends alone."""
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,8 @@ from web_gateway import RunningGateway, running_gateway
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -107,12 +108,10 @@ def test_a_closed_one_leaves_nothing() -> None:
 @pytest.fixture(scope="module")
 def hostile(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A gateway of a checkpoint whose template never ends."""
-    with running_gateway(swarm.initial_peers, served_name=("embedded",)) as gateway:
+    with running_gateway(swarm.initial_peers, served_name=("embedded",), chat_template=ENDLESS) as gateway:
         model = gateway.gateway.models.first
         model.templates.close()
         model.templates = ChatTemplates(limit_s=0.3)
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = ENDLESS
         yield gateway
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from tests.numerics.sessions_together import load
 
-from swarmllm.models.span import page_access
-from swarmllm.models.span.packed_forward import PackedForward
-from swarmllm.models.span.page_access import Placed
-from swarmllm.models.span.page_pool import PageTable
+from swarmllm.models.span import page_pool
+from swarmllm.models.span.page_pool import PageTable, Placed
+from swarmllm.models.span.paged_attention import PagedAttention
 
 LENGTHS, NEW = (0, 5, 63, 64, 300), (20, 1, 3, 40, 1)
 """Positions of each session before, and new ones: short calls and tiles, within pages and across their borders."""
@@ -48,12 +47,12 @@ def compare_attention(device: str, dtype: torch.dtype, shape: tuple[int, ...], p
     new_values = normal(1, len(pairs), heads, value_dim).transpose(1, 2)
     exact = [tensor.double().cpu() for tensor in (keys, values)]
     on_cpu = Placed.of(pairs, torch.device("cpu"), num_short, tuple(long_calls))
-    page_access.write_in_torch(*exact, tables.cpu(), on_cpu, new_keys.double().cpu(), new_values.double().cpu())
-    page_access.write_pages(keys, values, tables, placed, new_keys, new_values)
+    page_pool.write_in_torch(*exact, tables.cpu(), on_cpu, new_keys.double().cpu(), new_values.double().cpu())
+    page_pool.write_pages(keys, values, tables, placed, new_keys, new_values)
     for got, expected in zip((keys, values), exact, strict=True):
         assert torch.equal(got.double().cpu(), expected), "what is written"
-    expected = page_access.attend_in_torch(query.double().cpu(), *exact, tables.cpu(), on_cpu, 0.2, window)
-    got = page_access.attend_pages(query, keys, values, tables, placed, 0.2, window)
+    expected = page_pool.attend_in_torch(query.double().cpu(), *exact, tables.cpu(), on_cpu, 0.2, window)
+    got = page_pool.attend_pages(query, keys, values, tables, placed, 0.2, window)
     return float((got.double().cpu() - expected).abs().max())
 
 
@@ -72,8 +71,8 @@ def check_fused() -> None:
         with tempfile.TemporaryDirectory() as directory:
             blocks = load(model_type, Path(directory))
             blocks.pool = blocks.new_pool(16)
-            forward = PackedForward(blocks)
-            step = fused_step.find_fused(forward)
+            paged = PagedAttention(blocks)
+            step = fused_step.find_fused(paged)
             assert (step is not None) == fits, model_type
             if step is None:
                 continue
@@ -83,7 +82,7 @@ def check_fused() -> None:
                 hidden = torch.randn(1, size, 64)
                 pairs = [(table.rows[0], start + idx) for idx in range(size)]
                 placed = Placed.of(pairs, torch.device("cpu"))
-                expected = forward.step(hidden, placed, placed.positions[None]).clone()
+                expected = paged.step(hidden, placed, placed.positions[None]).clone()
                 got = step(hidden, placed, placed.positions[None])
                 difference = float((got - expected).norm() / expected.norm())
                 print(model_type, size, difference)
@@ -91,5 +90,5 @@ def check_fused() -> None:
 
 
 if __name__ == "__main__":
-    page_access._interprets = True
+    page_pool._interprets = True
     {"attention": check_attention, "fused": check_fused}[sys.argv[1]]()

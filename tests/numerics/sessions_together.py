@@ -15,8 +15,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packed_forward import Packing, SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
 RELATIVE = 1e-5
@@ -66,7 +65,7 @@ class Sessions:
                 inputs = self.inputs(idx, length)
                 wanted.append(self.blocks.forward(inputs, self.span, self.alone[idx]))
                 calls.append(SessionCall(inputs, self.span, self.packed[idx]))
-        return max(map(relative_error, self.packer.run(calls), wanted))
+        return max(map(relative_error, self.packer.run_calls(calls), wanted))
 
     def inputs(self, idx: int, length: int) -> BlockInputs:
         """The next inputs of one session."""

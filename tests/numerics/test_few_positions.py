@@ -16,7 +16,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer
 from swarmllm.models.span.packing_probe import right_ways
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 from swarmllm.server.device.throughput import measure_throughput
 
 POSITIONS = (1, 2, 8, 16, 64, 128)

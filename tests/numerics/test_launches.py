@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics.test_paged import paged
+from tests.numerics.test_paged import paged as paged_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import swarmllm.models.span
-from swarmllm.models.span import page_access
+from swarmllm.models.span import page_pool
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs
-from swarmllm.models.span.packed_forward import PackedForward
 from swarmllm.models.span.page_pool import PAGE_TOKENS, PageTable
+from swarmllm.models.span.paged_attention import PagedAttention
 
 SESSIONS = (1, 8, 32)
 UNCOUNTED = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh")
@@ -97,38 +97,38 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             monkeypatch.setitem(sys.modules, spec.name, module)
             monkeypatch.setattr(swarmllm.models.span, name, module, raising=False)
             spec.loader.exec_module(module)
-    monkeypatch.setattr(page_access, "_interprets", True)
+    monkeypatch.setattr(page_pool, "_interprets", True)
     return launches
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     """Without data."""
-    blocks = paged("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16)
+    blocks = paged_blocks("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16)
     blocks.stack.to("meta")
     blocks.device = torch.device("meta")
     blocks.pool = blocks.new_pool(64)
     return blocks
 
 
-def own_code(forward: PackedForward) -> RunBlock:
+def own_code(paged: PagedAttention) -> RunBlock:
     return lambda _, call: call()
 
 
-def fused(forward: PackedForward) -> RunBlock:
+def fused(paged: PagedAttention) -> RunBlock:
     from swarmllm.models.span import fused_step
 
-    blocks = {idx: fused_step._fused(forward.blocks, idx) for idx in forward.blocks.span}
+    blocks = {idx: fused_step._fused(paged.blocks, idx) for idx in paged.blocks.span}
     for one in blocks.values():
         one.join()
         assert one.is_joined
-    run_block: RunBlock = fused_step.FusedStep(forward, blocks).run_block
+    run_block: RunBlock = fused_step.FusedStep(paged, blocks).run_block
     return run_block
 
 
-def run_step(forward: PackedForward, run_block: RunBlock, launches: Launches, num_sessions: int) -> list[list[str]]:
-    """What each block launches, and last what the rest of the step does, for sessions of unlike lengths."""
-    blocks = forward.blocks
+def run_step(paged: PagedAttention, run_block: RunBlock, launches: Launches, num_sessions: int) -> list[list[str]]:
+    """Launches of each block, and last of the rest of the step, for sessions of unlike lengths."""
+    blocks = paged.blocks
     assert blocks.pool is not None
     inputs = StaticInputs(64, blocks.dtype, blocks.device, num_sessions)
     tables = [PageTable(blocks.pool) for _ in range(num_sessions)]
@@ -146,7 +146,7 @@ def run_step(forward: PackedForward, run_block: RunBlock, launches: Launches, nu
 
     rest: list[str] = []
     with launches, launches.noted(rest):
-        forward.step(*inputs.of(num_sessions), recorder=noted)
+        paged.step(*inputs.of(num_sessions), recorder=noted)
     for name in itertools.chain(*of_blocks):
         rest.remove(name)
     return [*of_blocks, rest]
@@ -154,8 +154,8 @@ def run_step(forward: PackedForward, run_block: RunBlock, launches: Launches, nu
 
 @pytest.mark.parametrize("num_sessions", SESSIONS)
 def test_of_the_model_s_own_code(num_sessions: int, llama: BlockSpan, launches: Launches) -> None:
-    forward = PackedForward(llama)
-    *of_blocks, rest = run_step(forward, own_code(forward), launches, num_sessions)
+    paged = PagedAttention(llama)
+    *of_blocks, rest = run_step(paged, own_code(paged), launches, num_sessions)
     assert len(of_blocks) == len(llama.span)
     for names in of_blocks:
         assert len(names) <= OWN_CODE, names
@@ -165,8 +165,8 @@ def test_of_the_model_s_own_code(num_sessions: int, llama: BlockSpan, launches: 
 
 @pytest.mark.parametrize("num_sessions", SESSIONS)
 def test_of_fused_blocks(num_sessions: int, llama: BlockSpan, launches: Launches) -> None:
-    forward = PackedForward(llama)
-    *of_blocks, rest = run_step(forward, fused(forward), launches, num_sessions)
+    paged = PagedAttention(llama)
+    *of_blocks, rest = run_step(paged, fused(paged), launches, num_sessions)
     assert len(of_blocks) == len(llama.span)
     for names in of_blocks:
         assert len(names) <= FUSED[num_sessions], names
@@ -179,18 +179,18 @@ def test_one_more_is_found(llama: BlockSpan, launches: Launches, monkeypatch: py
 
     gate = fused_kernels.gate
     monkeypatch.setattr(fused_kernels, "gate", lambda *given: gate(*given).contiguous() + 0)
-    forward = PackedForward(llama)
-    for names in run_step(forward, fused(forward), launches, 8)[:-1]:
+    paged = PagedAttention(llama)
+    for names in run_step(paged, fused(paged), launches, 8)[:-1]:
         assert len(names) == FUSED[8] + 1
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.cpu, bool])
 def test_reads_on_the_host_fail(read: Callable[[Tensor], Any], llama: BlockSpan, launches: Launches) -> None:
-    forward = PackedForward(llama)
+    paged = PagedAttention(llama)
 
     def reading(block_idx: int, call: Any) -> Any:
         read(call.args[0].sum())
         return call()
 
     with pytest.raises(RuntimeError):
-        run_step(forward, reading, launches, 1)
+        run_step(paged, reading, launches, 1)

@@ -11,7 +11,7 @@ from swarmllm.models.quantization.packed import OUTLIER_THRESHOLD, Int8, LlmInt8
 
 
 def inputs(num_inputs: int, columns: int, *, outliers: bool) -> Tensor:
-    """Those with outliers have them in other columns each."""
+    """Inputs with outliers have them in different columns."""
     found = torch.randn(num_inputs, columns, generator=torch.Generator().manual_seed(num_inputs)).clamp_(-5, 5)
     if outliers:
         found[torch.arange(num_inputs), torch.arange(num_inputs) % columns] = 60.0

@@ -25,8 +25,7 @@ from swarmllm.models.span import offload
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.server.device.device import num_blocks_that_fit, num_to_offload
 from swarmllm.server.device.forward_backward import Graph
@@ -176,7 +175,7 @@ def test_sessions_that_run_together(resident: BlockSpan, offloaded: BlockSpan) -
                 SessionCall(some_inputs(10 * row + length, 1, length + row * (length > 1)), blocks.span, cache)
                 for row, cache in enumerate(caches)
             ]
-            answers.append(packer.run(calls))
+            answers.append(packer.run_calls(calls))
     half = len(answers) // 2
     for expected, found in zip(answers[:half], answers[half:], strict=True):
         for one, other in zip(expected, found, strict=True):
@@ -257,7 +256,7 @@ def test_other_devices_are_refused(directory: Path) -> None:
 @given(num_blocks=st.integers(2, 200), data=st.data())
 def test_they_are_spread(num_blocks: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(2, num_blocks))
-    chosen = spread(num_blocks, number)
+    chosen = spread(Span(0, num_blocks), number)
     assert len({*chosen}) == number
     assert chosen[0] >= 0
     assert chosen[-1] == num_blocks - 1

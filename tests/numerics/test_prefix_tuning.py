@@ -20,7 +20,7 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.architecture import Task
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.packed_forward import Packing
+from swarmllm.models.span.packing import Packing
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft has some to say about blocks it leaves out
 

@@ -7,7 +7,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarmllm.errors import CorruptWeightsError
-from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats import format_of
 from swarmllm.models.published_formats.stored_format import Parts
 from swarmllm.models.quantization.packed import Packed
 
@@ -16,7 +16,7 @@ F8 = torch.float8_e4m3fn
 
 def read(settings: dict[str, object], parts: Parts) -> Tensor:
     """The dequantized weight, which is also what stays packed."""
-    form = stored_format({"quantization_config": settings})
+    form = format_of({"quantization_config": settings})
     assert form is not None
     weight = form.dequantize(parts)
     packed = form.keep(parts, torch.float32)
@@ -78,7 +78,7 @@ def test_fp8_by_rows(settings: dict[str, object]) -> None:
 
 
 def test_scales_that_fit_no_weight() -> None:
-    form = stored_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}})
+    form = format_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}})
     assert form is not None
     for shape in ((64, 4), (4, 4, 16), (2, 2), (16, 16)):
         with pytest.raises(CorruptWeightsError, match="a weight of 256×256 has scales of the shape"):

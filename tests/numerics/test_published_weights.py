@@ -15,7 +15,7 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError, UnsupportedModelError
-from swarmllm.models.published_formats.choice import stored_format
+from swarmllm.models.published_formats import format_of
 from swarmllm.models.published_formats.stored_format import LogicalView
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.loading import check_matrix
@@ -52,14 +52,14 @@ def test_every_frozen_weight_is_tested() -> None:
 
 def dequantized(name: str) -> Tensor:
     about, parts = read(name)
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     return form.dequantize(parts).to(getattr(torch, about["dtype"]))
 
 
 def kept(name: str, dtype: torch.dtype) -> Packed:
     about, parts = read(name)
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     packed = form.keep(parts, dtype)
     assert packed is not None
@@ -78,7 +78,7 @@ def test_a_weight_is_what_its_package_makes_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
 def test_a_weight_that_stays_packed_is_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     about, parts = read(name)
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     packed = form.keep(parts, dtype)
     assert packed is not None
@@ -96,7 +96,7 @@ def test_a_weight_that_stays_packed_is_the_same(name: str, dtype: torch.dtype, m
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if not bits])
 def test_what_can_not_stay_packed(name: str) -> None:
     about, parts = read(name)
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     assert form.keep(parts, torch.bfloat16) is None
 
@@ -144,7 +144,7 @@ def test_kernels_of_another_version_are_left_alone(
 
 
 def test_tensors_beside_weights_are_no_weights() -> None:
-    form = stored_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    form = format_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     assert form is not None
     stored = ["a.weight", "a.weight_scale_inv", "norm.weight", "b.bias", "k.weight_scale"]
     view = LogicalView(form, stored)
@@ -156,7 +156,7 @@ def test_tensors_beside_weights_are_no_weights() -> None:
 
 def test_damaged_parts_are_one_sentence() -> None:
     about, parts = read("awq")
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     view = LogicalView(form, [f"w{part}" for part in parts])
     stored = {f"w{part}": tensor for part, tensor in parts.items()} | {"w.scales": parts[".scales"][:, :5]}
@@ -167,7 +167,7 @@ def test_damaged_parts_are_one_sentence() -> None:
 
 def test_a_weight_of_a_class_that_is_not_known() -> None:
     about, parts = read("ao_int4")
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     for note in (b"", b'{"_type": "MXTensor", "_data": {}}'):
         described = torch.tensor(list(note), dtype=torch.uint8)
@@ -180,7 +180,7 @@ def test_a_weight_of_a_class_that_is_not_known() -> None:
 
 def test_what_is_not_kept_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     about, parts = read("hqq_axis_0")
-    form = stored_format({"quantization_config": about["settings"]})
+    form = format_of({"quantization_config": about["settings"]})
     assert form is not None
     stored = {f"{name}{part}": tensor for name in "ab" for part, tensor in parts.items()}
     for lazy in LogicalView(form, stored).tensors(["a.weight", "b.weight"], stored, torch.bfloat16).values():
@@ -223,7 +223,7 @@ def _ct(form: str, bits: int) -> dict[str, Any]:
 )
 def test_unknown_formats_are_refused_with_a_way_out(settings: dict[str, Any]) -> None:
     if not settings:
-        assert stored_format({"quantization_config": settings}) is None
+        assert format_of({"quantization_config": settings}) is None
         return
     with pytest.raises(UnsupportedModelError, match="use another one of the model"):
-        stored_format({"quantization_config": settings})
+        format_of({"quantization_config": settings})

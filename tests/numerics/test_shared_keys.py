@@ -14,10 +14,10 @@ from swarmllm import embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, kernels
-from swarmllm.models.span import shared_keys
+from swarmllm.models.span import attention
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.trials import random_inputs
 
 STEPS = (7, 1, 20, 1, 3, 1, 16, 17, 1)
 
@@ -54,8 +54,8 @@ def test_outputs_are_as_exact(
     seen[..., 0] = True  # somebody to attend to
     added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
     mask = {"none": None, "bool": seen, "float": added}[kind]
-    assert shared_keys.applies(query, mask, {}) or key_heads * group == 1
-    output = shared_keys.attend(query, keys, values, mask, 0.3)
+    assert attention.is_for_few(query, mask, {}) or key_heads * group == 1
+    output = attention.attend_few(query, keys, values, mask, 0.3)
     wanted = functional.scaled_dot_product_attention(
         query.double(),
         keys.double().repeat_interleave(group, 1),
@@ -72,12 +72,12 @@ def test_outputs_are_as_exact(
     [({"scaling": 0.1}, True), ({"softcap": 30.0}, False), ({"position_bias": 1}, False), ({"dropout": 0.1}, False)],
 )
 def test_models_with_rules_of_their_own_keep_them(options: dict[str, float], takes: bool) -> None:
-    assert shared_keys.applies(torch.zeros(1, 4, 1, 8), None, options) == takes
+    assert attention.is_for_few(torch.zeros(1, 4, 1, 8), None, options) == takes
 
 
 def test_several_positions_without_a_mask_are_causal_and_not_taken() -> None:
-    assert not shared_keys.applies(torch.zeros(1, 4, 2, 8), None, {})
-    assert not shared_keys.applies(torch.zeros(1, 4, 17, 8), torch.ones(1, 1, 17, 30), {})
+    assert not attention.is_for_few(torch.zeros(1, 4, 2, 8), None, {})
+    assert not attention.is_for_few(torch.zeros(1, 4, 17, 8), torch.ones(1, 1, 17, 30), {})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gpt2", "gemma2"])
@@ -86,13 +86,13 @@ def test_a_session_in_half_precision(model_type: str, tmp_path: Path, monkeypatc
     blocks = load(tmp_path, torch.bfloat16)
     inputs = [random_inputs(blocks, length, batch_size=2) for length in STEPS]
     shared: list[int] = []
-    attend = shared_keys.attend
+    attend = attention.attend_few
 
     def counted(query: Tensor, *more: Tensor) -> Tensor:
         shared.append(query.shape[2])
         return attend(query, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_keys, "attend", counted)
+    monkeypatch.setattr(attention, "attend_few", counted)
     outputs = {}
     for blocks.shares_keys in (False, True):
         cache = blocks.new_cache()
@@ -112,7 +112,7 @@ def test_where_servers_promise_to_be_exact_nothing_changes(
     blocks = load(embedded_model_path(), dtype, quant_type)
     assert blocks.shares_keys == (dtype != torch.float32 and quant_type != "none")
     calls = []
-    monkeypatch.setattr(shared_keys, "attend", lambda *_: calls.append(1) or 1 / 0)
+    monkeypatch.setattr(attention, "attend_few", lambda *_: calls.append(1) or 1 / 0)
     cache = blocks.new_cache()
     try:
         for length in (5, 1):
@@ -129,4 +129,4 @@ def test_a_failure_leaves_nothing_switched_on(tmp_path: Path) -> None:
     cache = blocks.new_cache()
     with pytest.raises(RuntimeError):
         blocks.forward(random_inputs(blocks, 3).with_hidden(torch.zeros(1, 3, 5)), cache=cache)
-    assert not shared_keys._asked.yes
+    assert not attention._asked.yes

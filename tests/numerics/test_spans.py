@@ -1,4 +1,4 @@
-"""What a span promises besides exactness: cuts, traits, memory of its own, gradients, refusals."""
+"""Promises of a span besides exactness: cuts, traits, memory of its own, gradients, refusals."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from swarmllm.errors import ConfigurationError, UnsupportedModelError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes
-from swarmllm.models.span.block_kinds import kind_of
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.trials import kind_of
 
 
 def _span(model_type: str, directory: Path, span: Span, dtype: torch.dtype | None = None) -> BlockSpan:

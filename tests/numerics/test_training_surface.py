@@ -1,4 +1,4 @@
-"""What transformers and peft let a user do to a model in training: each gives the local numbers, or is one sentence.
+"""Changes that transformers and peft allow to a model in training: each gives the local numbers, or one sentence.
 
 One row for an option or an operation. None is accepted and ignored.
 """

@@ -1,4 +1,4 @@
-"""What is changed without touching a block is one sentence at the next forward; set back, all is as it was."""
+"""Changes of a model without touching a block are one sentence at the next forward; undone, all is as before."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -165,7 +165,7 @@ CASTS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_casts_are_harmless(model_type: str, tmp_path: Path) -> None:
-    """What they round of the rotary embeddings here, nobody computes with."""
+    """Their rounding of the rotary embeddings here changes nothing: nobody computes with them."""
     local = save_tiny(model_type, tmp_path)
     for parameter in local.parameters():
         parameter.data = parameter.data.mul(64).round().div(64)  # no cast rounds them

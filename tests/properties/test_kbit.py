@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(kernels.library() is None, reason="swarmllm w
 
 @st.composite
 def weights(draw: st.DrawFn, experts: bool = True) -> Tensor:
-    """Of any spread around any middle, some stored transposed; some groups are all one number."""
+    """Weights of any spread around any middle, some stored transposed; some groups are all one number."""
     sizes = [draw(st.integers(1, 3))] if experts and draw(st.booleans()) else []
     rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 18)) * GROUP
     generator = torch.Generator().manual_seed(draw(seeds))

@@ -121,7 +121,7 @@ def test_servers_are_free_when_the_cache_is_gone(model: Any, use_cache: bool | N
     try:
         with torch.no_grad():
             text, cache = loop(model, prompt(), 3, use_cache=use_cache)
-        streams = [hop.connection._stream for hop in cache.session._legs.chains[0]._hops]
+        streams = [hop.connection._stream for hop in cache.session.chains[0]._hops]
         assert len(streams) == 2
         assert not any(stream.closed for stream in streams)
         if end == "closed":

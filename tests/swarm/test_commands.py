@@ -38,7 +38,7 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def servers(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What two servers said when they were ready: settings from a file, and flags on top of it."""
+    """The lines of two servers that are ready: settings from a file, and flags on top of it."""
     directory = tmp_path_factory.mktemp("servers")
     settings = directory / "server.toml"
     settings.write_text(

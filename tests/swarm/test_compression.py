@@ -31,7 +31,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def sent_bytes(model: Any, ids: Tensor) -> int:
-    """What a forward batch sends."""
+    """The bytes that a forward batch sends."""
     before = traffic.sent_bytes
     with torch.no_grad():
         model(ids, use_cache=False)

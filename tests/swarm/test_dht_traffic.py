@@ -1,4 +1,4 @@
-"""What nodes of the DHT send each other: records to who reads, and only nodes to who announces."""
+"""Traffic between nodes of the DHT: records to readers, and only nodes to servers that announce."""
 
 from typing import Any
 

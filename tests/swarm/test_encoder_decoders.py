@@ -21,7 +21,7 @@ from swarmllm.network.p2p import verified_peers
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Who comes first at a server that hasn't enough for all: those who serve as well, and those whom its owner names."""
+"""Order of clients at a server without room for all: clients that serve as well and those its owner names are first."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ def identity(tmp_path: Path) -> Path:
 
 
 def gets_a_place(model: Any, stack: ExitStack | None = None) -> bool:
-    """Whether a session can be opened; with a `stack` it stays open."""
+    """True if a session can be opened; with a `stack` it stays open."""
     with ExitStack() as attempt, torch.no_grad():
         session = attempt.enter_context(model.inference_session(max_length=32))
         try:
@@ -124,7 +124,7 @@ def test_everybody_gets_the_same_tokens_and_gradients_as_alone(
 
 
 def gradient_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of the loss, by the embeddings."""
+    """Gradients of the loss, by the embeddings."""
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=embeds, labels=ids).loss.backward()
     assert embeds.grad is not None

@@ -16,6 +16,8 @@ from swarmllm.client.distributed_model import AutoDistributedModelForFeatureExtr
 from swarmllm.data_structures import BlockTraits
 from swarmllm.network.wire.stream import traffic
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 LENGTHS = (7, 40, 3, 12, 25, 9, 1, 18)
 WIDTH = 40
 
@@ -26,7 +28,7 @@ def mask_of(side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor) -> Tensor:
-    """Those of the texts, but for each first token, which a padded batch predicts from padding."""
+    """Labels of the texts, except each first token, which a padded batch predicts from padding."""
     return ids.where((mask != 0) & (mask.roll(1, 1) != 0), -100)
 
 
@@ -181,7 +183,6 @@ def two_routes(llama: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-@pytest.mark.rotates(3)
 def test_over_two_routes_of_which_one_dies_before_the_backward(
     llama: Path, two_routes: LocalSwarm, model: Any, local: PreTrainedModel
 ) -> None:

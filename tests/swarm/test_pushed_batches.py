@@ -177,7 +177,7 @@ def test_a_push_that_never_comes(
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:
-        """What never comes is waited for a moment, and on busy machines everything else as long as it takes."""
+        """A push that never comes is waited for briefly; everything else as long as it takes on a busy machine."""
         config, source = self._view.config, link.neighbours.source
         if source is not None and source.token == WRONG_SECRET:
             self._view.config = replace(config, step_timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""Whether others can dial a peer, and what it does if not: real peers on 127.0.0.1, where libp2p itself can't tell."""
+"""Reachability of a peer, and what it does without: real peers on 127.0.0.1, where libp2p itself can't tell."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.relay.messages import AUTONAT, encode, framed, read_message
 from swarmllm.network.relay.service import Caller, RelayRules
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3, whole_file=True)]
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 

@@ -23,7 +23,7 @@ from swarmllm.network.relay.messages import Status, number, reserve
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.network.wire.protocol import MessageType
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3, whole_file=True)]
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 

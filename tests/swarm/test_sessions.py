@@ -133,13 +133,13 @@ def test_a_chat_continues_on_its_session(model: Any, local: PreTrainedModel) -> 
 def test_only_what_is_new_is_computed(model: Any) -> None:
     fed: list[int] = []
     with model.inference_session(max_length=200) as session:
-        run = session.run
+        run = session.run_step
 
         def counting(inputs: Any, part: Any = None) -> Any:
             fed.append(inputs.seq_len)
             return run(inputs, part)
 
-        session.run = counting
+        session.run_step = counting
         first = generate_seeded(model, prompt(), max_new_tokens=5)
         generate_seeded(model, torch.cat([first, prompt(1, 4)], dim=1), max_new_tokens=2)
 

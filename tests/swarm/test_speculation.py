@@ -26,6 +26,8 @@ from swarmllm.speculation.drafters import MTP_KIND
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NUM_TOKENS = 24
 
 
@@ -122,7 +124,7 @@ def test_a_conversation_goes_on_in_its_session(ahead: Any, by_head: Any, local: 
             longer = torch.cat([first, prompt(1, 4, seed=2)], dim=1)
             assert_same_tokens(model, local, longer, max_new_tokens=NUM_TOKENS)
             assert session.num_repairs == 0
-            wait_until(lambda session=session: not session._legs.chains[0]._in_flight, "the end of what was under way")
+            wait_until(lambda session=session: not session.chains[0]._in_flight, "the end of what was under way")
 
 
 def test_a_far_swarm_has_the_head_guess_by_itself(with_head: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:

@@ -6,7 +6,6 @@ speculative_generation  where `generate()` begins to guess, and the checkpoint's
 local_fallback          a model that finishes texts here when the swarm fails
 remote_blocks           the stand-in for the block list; slices of it are modules of their own
 local_blocks            blocks of the model that run here
-activation_noise        optional noise on hidden states that leave this machine
 saving                  the client's part of a model, on disk
 text_generation         a model with its tokenizer, conversations: for commands and the gateway
 session/                one text: a chain of servers with KV caches, which repairs itself

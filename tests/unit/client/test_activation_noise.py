@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarmllm import ClientConfig
-from swarmllm.client.activation_noise import ActivationNoise, noise_for
+from swarmllm.client.session.chain import ActivationNoise, noise_for
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BlockInputs

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.batches.batch_runner import RemoteCall
-from swarmllm.client.session.legs import Legs, RemoteLeg
+from swarmllm.client.session.chain import ActivationNoise, Chain
 from swarmllm.client.text_generation import Conversation
 from swarmllm.data_structures import Span
 from swarmllm.gateway.settings import GatewayConfig
@@ -58,26 +59,26 @@ class Loop:
         return asyncio.run(work)
 
 
-class Chain:
-    """Servers: they notice on what devices the tensors are that they are sent, and answer in host memory."""
+class Servers(Chain):
+    """They note the devices of the tensors that they are sent, and answer in host memory."""
 
     def __init__(self) -> None:
-        self.text = type("Text", (), {"position": 0})()
-        self.span = Span(0, 1)
+        self.view = SimpleNamespace(loop=Loop())  # type: ignore[assignment]
+        self.noise = ActivationNoise(0.0)
         self.devices: list[set[str]] = []
 
-    async def step(self, inputs: BlockInputs) -> Tensor:
+    async def _step(self, inputs: BlockInputs) -> Tensor:
         self.devices.append({tensor.device.type for tensor in inputs.tensors().values()})
         return torch.zeros(inputs.hidden_states.shape)
 
-    async def send(self, inputs: BlockInputs, position: int) -> None:
-        await self.step(inputs)
+    async def _send(self, inputs: BlockInputs, position: int) -> None:
+        await self._step(inputs)
 
-    async def receive(self) -> Tensor:
+    async def _receive(self) -> Tensor:
         return torch.zeros(1, 2, 3)
 
     def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, Any]:
-        return asyncio.run(self.step(inputs)), None
+        return asyncio.run(self._step(inputs)), None
 
     def backward(self, stages: Any, grad_outputs: Tensor) -> dict[str, Tensor]:
         self.devices.append({grad_outputs.device.type})
@@ -104,21 +105,20 @@ def on_device(**more: Any) -> BlockInputs:
 
 
 def test_a_step_leaves_the_device_with_one_wait_and_returns_to_it(fetched: list[int]) -> None:
-    chain = Chain()
-    output = RemoteLeg(Loop(), chain).run(on_device())  # type: ignore[arg-type]
+    chain = Servers()
+    output = chain.run_step(on_device())
     assert (output.device.type, chain.devices, fetched) == ("meta", [{"cpu"}], [2])
 
 
 def test_a_guessed_step_too(fetched: list[int]) -> None:
-    chain = Chain()
-    legs = Legs([RemoteLeg(Loop(), chain)], lambda inputs: inputs)  # type: ignore[arg-type, list-item]
-    legs.send(on_device(), 0)
-    assert (legs.receive().device.type, chain.devices, fetched) == ("meta", [{"cpu"}], [2])
+    chain = Servers()
+    chain.send(on_device(), 0)
+    assert (chain.receive().device.type, chain.devices, fetched) == ("meta", [{"cpu"}], [2])
 
 
 def test_a_batch_and_its_gradients_too(fetched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[RemoteCall.__module__], "_scales_losses", lambda: True)  # reads no gradient
-    chain, inputs = Chain(), on_device(requires_grad=True)
+    chain, inputs = Servers(), on_device(requires_grad=True)
     hidden = inputs.hidden_states
     output = RemoteCall.apply(chain, inputs, Span(0, 1), True, hidden, *[None] * len(BESIDE))  # type: ignore[no-untyped-call]
     assert (output.device.type, chain.devices, fetched) == ("meta", [{"cpu"}], [2])

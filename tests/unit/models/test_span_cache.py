@@ -10,8 +10,7 @@ from transformers import Gemma2Config, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from swarmllm.data_structures import Span
-from swarmllm.models.span.cache_layer import CHUNK_TOKENS, BufferedCacheLayer
-from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.span_cache import CHUNK_TOKENS, BufferedCacheLayer, RollbackUnsupportedError, SpanCache
 
 WINDOW = 4
 Sizes = dict[str, int]

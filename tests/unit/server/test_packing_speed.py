@@ -1,8 +1,8 @@
-"""Which way of packing is chosen by what measurements, and which are never tried."""
+"""The fastest way of packing is chosen by measurement; some ways are never tried."""
 
 import pytest
 
-from swarmllm.models.span.packed_forward import Packing
+from swarmllm.models.span.packing import Packing
 from swarmllm.server.device.throughput import PACKING_ROUNDS, choose_packing
 
 RAGGED, PADDED, ONE_BY_ONE = Packing.RAGGED, Packing.PADDED, Packing.ONE_BY_ONE

@@ -1,10 +1,10 @@
-"""One text in the swarm: a chain of servers that hold its KV caches.
+"""Sessions: one text each, on a chain of servers that hold its KV caches.
 
-inference_session  the session as users hold it; what they hand to it, checked
-legs               its way through all blocks, of which some may be here
-session_text       what the text's servers have seen, and room for more
-chain              steps through all servers, ahead of their results; repairs where one fails
-in_flight          steps under way, and which answers can belong to them
+inference_session  the session as users hold it; checks of what they hand to it
+chain              steps through all servers of a chain; repairs and moves of it; noise
+in_flight          requests to a chain that wait for an answer; checks of the answers
 open_route         the servers of a chain, in the order of their blocks
-hop                one of these servers
+hop                one of these servers, and the messages to it
+session_text       what the servers of a text have seen, and how long it may get
+legs               several chains, and blocks of the client itself, in place of one chain
 """

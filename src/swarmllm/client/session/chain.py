@@ -1,31 +1,35 @@
-"""A chain of servers that hold one session's KV caches, in the client's event loop: each step goes through all of them.
+"""A chain of servers that holds the KV caches of one text: each step goes through all of them.
 
-Used by `session/inference_session`, its synchronous face. `session_text` knows what the servers have seen, `open_route`
-the servers, and `in_flight` what they have been asked.
+`InferenceSession` and `session/legs` call `run_step`, `send`, `receive` … from their threads; the rest runs in the
+client's event loop. `session_text` knows what the servers have seen, `open_route` which servers they are, `in_flight`
+which requests wait for an answer.
 
-Before each step, `Repairs` makes the servers ready:
+Steps can be sent before the results of earlier ones are known, as speculation does (`speculation/sampling_loop`).
+Rolling back costs no message: a step that starts before the end of another one makes the servers forget everything
+behind its start.
 
-1. Hops whose stream broke, or who lost the session, are replaced: a new route for exactly their blocks, new sessions.
-2. Every hop is linked to its successor anew, under a new epoch: what is still in flight from before is dropped.
-3. The new hops' caches are rebuilt by replaying inputs: the hop before them has kept what it sent; if the first hop is
-   new, the client has. The others keep their caches.
-4. The steps that were not answered are sent again; a hop that had run one already rolls its cache back to its start.
+    event                                     what happens
+    send, at the end of what is under way     the step follows it
+    send, at a lower position                 everything under way is stale; the step starts from there
+    receive                                   the result of the oldest step under way, after a repair if need be
+    a repair, or a move to a better route     what is under way is sent again, under the new epoch; stale steps are not
+    a stale step fails                        the servers drop all steps of that epoch, so the chain is repaired
 
-A move to a better route goes the same way from 2. on, except that the new sessions are opened before the old ones end.
+Before each step, `_make_ready` repairs what is broken:
 
-Speculation sends steps before the results of earlier ones are known (`speculation/sampling_loop`). Rolling back costs
-no message: a step that starts lower than another one ends makes the servers forget what lies behind its start.
+1. Hops with a broken stream or a lost session are replaced: a new route for exactly their blocks, new sessions.
+2. Every hop is linked to its successor anew, under a new epoch. Steps of earlier epochs are dropped.
+3. The caches of new hops are rebuilt by replaying inputs. The hop before them has kept what it sent; if the first hop
+   is new, the client has. Other hops keep their caches.
+4. Steps without an answer are sent again. A hop that ran one before rolls its cache back to the start of the step.
 
-    event                                   what happens
-    send, at the end of what is under way   the step follows it
-    send, lower                             everything under way is stale; the step starts anew from there
-    receive                                 the result of the oldest step under way, after a repair if need be
-    a repair, or a move to a better route   what is under way is sent again, under the new epoch; what is stale is not
-    a stale step fails                      the server drops all steps of that epoch, so the chain is repaired
+A move to a better route is the same from 2. on, but opens the new sessions before it closes the old ones.
 """
 
 import asyncio
 import logging
+import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,13 +39,13 @@ from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.session.hop import Hop, SessionSettings
-from swarmllm.client.session.in_flight import InFlight, PendingStep
+from swarmllm.client.session.in_flight import InFlight, PendingStep, plausible_outputs
 from swarmllm.client.session.open_route import OpenRoute
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import RouteHop, Span
+from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import (
     CacheFullError,
     ConfigurationError,
@@ -58,182 +62,166 @@ from swarmllm.swarm.route_costs import RouteCosts
 
 logger = logging.getLogger(__name__)
 
-
 MIN_TOKENS_LEFT = 64
-"""Tokens that a move to a better route may count on. Assumed: the end of an answer of some sentences."""
+"""Tokens that still come at least, when a move to a better route is weighed. Assumed: the end of an answer of some
+sentences."""
 CHUNK_S = 0.25
 """Longest time of a prompt's chunk on one server, unless it has no more than `prefill_chunk_tokens`. Assumed: over slow
-links, which the announced throughput knows of, short chunks fill a pipeline of servers better."""
-
+links, which the announced throughput includes, short chunks keep a pipeline of servers busier."""
 TOO_SMALL_S = 1e4
-"""Servers without room for the session are avoided as if it were for so long: longer than any ban."""
+"""Servers without room for the session are avoided as if banned for so many seconds: more than any ban has."""
 
 
-class Repairs:
-    """Makes a chain's servers ready for the next step."""
+class ActivationNoise:
+    """Normal noise on the hidden states that leave this machine (`ClientConfig.activation_noise`).
 
-    def __init__(self, view: SwarmView, text: SessionText, hops: OpenRoute, in_flight: InFlight) -> None:
-        self._view, self._text, self._hops, self._in_flight = view, text, hops, in_flight
-        self.num_repairs = 0
-        self.num_moves = 0
-        self.on_route: Callable[[list[RouteHop], float], None] | None = None
-        """Told, in the event loop, of the route when it has been opened or repaired, and how many seconds that took."""
-        self._news = 0
-        """The view's news when we last asked it for a better route."""
+    Its standard deviation at each position is `scale` times the root mean square of the hidden states there. It is
+    added once to all that a server is given: repairs replay the same noisy values. docs/security.md says in figures
+    what it is good for. (HearthNet, section 5.9, names it as a mitigation to be researched.)
+    """
 
-    async def make_ready(self) -> bool:
-        """Repair what is broken, or take a clearly better route, between two steps; whether anything was changed.
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._lock = threading.Lock()
+        # Not torch's generator: users seed that one for sampling, and others must not guess the noise.
+        self._generator = torch.Generator().manual_seed(secrets.randbits(63))
 
-        Raises:
-            SwarmError: that failed; another try may succeed.
-        """
-        if not self._in_flight.is_linked or not self._hops.usable:
-            await self._repair()
-            return True
-        return await self._move_if_better()
+    def __call__(self, inputs: BlockInputs) -> BlockInputs:
+        """The inputs with noise on their hidden states; gradients flow as without it."""
+        if not self._scale:
+            return inputs
+        hidden = inputs.hidden_states
+        with self._lock:
+            noise = torch.randn(hidden.shape, generator=self._generator)
+        size = hidden.detach().float().square().mean(dim=-1, keepdim=True).sqrt()
+        return inputs.with_hidden(hidden + (noise.to(hidden.device) * size * self._scale).to(hidden.dtype))
 
-    async def _repair(self) -> None:
-        """Make the chain complete, linked, and its caches filled up to the text's position."""
-        began_at = asyncio.get_running_loop().time()
-        if self._hops:
-            self.num_repairs += 1
-            self._view.counts["repairs"] += 1
-        await self._hops.look_after_accused(self._view.config.connect_timeout_s)
-        self._in_flight.begin_epoch()  # after the look, which may find that a stream has broken
-        await self._hops.complete(self._settings, self._in_flight.epoch, self._costs())
-        await self._rejoin(began_at)
 
-    async def _move_if_better(self) -> bool:
-        news = self._view.look_ups.news
-        if news == self._news or not self._text.position:
-            return False
-        self._news = news
-        # Nobody knows how much will be generated; on average, a stream that has run for some time is half over.
-        tokens_left = min(self._text.room.max_length - self._text.position, max(MIN_TOKENS_LEFT, self._text.position))
-        target = self._view.routes.better(self._hops.route, self._costs(), tokens_left)
-        return target is not None and await self._move(target)
+def noise_for(config: ClientConfig, traits: BlockTraits) -> ActivationNoise:
+    """The noise that the client's settings ask for.
 
-    async def _move(self, route: Sequence[RouteHop]) -> bool:
-        """Whether the route could be taken; only then the old one is left and the new caches are filled.
-
-        Raises:
-            SwarmError: the old route is left, but the new one must be repaired.
-        """
-        began_at = asyncio.get_running_loop().time()
-        if not await self._hops.exchange(route, self._settings, self._in_flight.epoch + 1):
-            return False
-        self._in_flight.begin_epoch()
-        self._in_flight.is_linked = False
-        self.num_moves += 1
-        self._view.counts["moves"] += 1
-        await self._rejoin(began_at)
-        return True
-
-    async def _rejoin(self, began_at: float) -> None:
-        """Link the hops, and fill the caches of the new ones."""
-        await self._hops.link(self._in_flight.epoch)
-        if self._text.position:
-            for before, run in list(self._hops.new_runs()):
-                await self._replay(before, run)
-        for hop in self._hops:
-            hop.new = False
-        self._in_flight.is_linked = True
-        if self.on_route is not None:
-            self.on_route(self._hops.route, asyncio.get_running_loop().time() - began_at)
-
-    async def _replay(self, before: Hop | None, run: Sequence[Hop]) -> None:
-        """Fill the caches of `run` with what once passed the boundary before it."""
-        text, in_flight = self._text, self._in_flight
-        logger.info("replaying %d tokens to rebuild %s", text.position, ", ".join(str(hop) for hop in run))
-        *earlier, (position, inputs) = text.past()
-        step = in_flight.add(inputs, position, run[-1], earlier)
-        try:
-            if before is None:
-                for position, inputs in text.replay(chunk_tokens([hop.route_hop for hop in run], self._view.config)):
-                    await run[0].send_step(
-                        step.request, in_flight.state, position, inputs, replay_hops=len(run), exactly=True
-                    )
-            else:
-                await before.send_replay(step.request, in_flight.state, text.position, len(run))
-            await in_flight.answered(step)
-        finally:
-            in_flight.remove(step)
-
-    @property
-    def _settings(self) -> SessionSettings:
-        text = self._text
-        return SessionSettings(
-            self._in_flight.on_answer,
-            text.batch_size,
-            text.room.max_length,
-            text.record_past,
-            text.adapter,
-            text.source_length,
+    Raises:
+        ConfigurationError: the blocks are given the text itself besides hidden states.
+    """
+    if config.activation_noise and traits.extra_inputs:
+        raise ConfigurationError(
+            f"the blocks of this model are given {' and '.join(traits.extra_inputs)} as well, which activation_noise "
+            "doesn't hide: leave it out"
         )
-
-    def _costs(self) -> RouteCosts:
-        text = self._text
-        costs = self._view.routes.costs(
-            context_tokens=text.position,
-            batch_size=text.batch_size,
-            cache_tokens=text.batch_size * text.room.max_length,
-            inner_states=text.shows,
-        )
-        return replace(costs, avoided_s=dict.fromkeys(text.room.too_small, TOO_SMALL_S))
-
-
-def chunk_tokens(route: Sequence[RouteHop], config: ClientConfig) -> int:
-    """Tokens of one step of a prompt: more than the setting where a device needs more to be busy with computing."""
-    worth_asking_for = max(hop.server.batch_tokens for hop in route)
-    in_time = int(CHUNK_S * min(hop.server.throughput for hop in route))
-    return max(config.prefill_chunk_tokens, min(worth_asking_for, in_time, config.max_batch_tokens))
+    return ActivationNoise(config.activation_noise)
 
 
 class Chain:
-    """The asynchronous core of a session."""
+    """Neighbouring blocks on servers, with the KV caches of one text."""
 
-    def __init__(self, view: SwarmView, text: SessionText, spot_checks: SpotChecks, span: Span) -> None:
-        self.view, self.text, self.spot_checks = view, text, spot_checks
+    def __init__(
+        self, view: SwarmView, text: SessionText, spot_checks: SpotChecks, span: Span, noise: ActivationNoise
+    ) -> None:
+        self.view, self.text, self.spot_checks, self.span, self.noise = view, text, spot_checks, span, noise
         self.timings: Timings = ()
         """Times of the last step, per server: first block, µs in its queue, µs of computing."""
         self.on_failure: Callable[[SwarmError], None] | None = None
-        """Told, in the event loop, of every failure that is going to be repaired or raised."""
-        self.span = span
+        """Called in the event loop with each failure, before it is repaired or raised."""
+        self.on_route: Callable[[list[RouteHop], float], None] | None = None
+        """Called in the event loop with each route when it is opened or repaired, and the seconds that took."""
+        self.num_repairs = 0
         self._busy = asyncio.Lock()
-        self._hops = OpenRoute(view, self.span)
+        self._hops = OpenRoute(view, span)
         self._in_flight = InFlight(view, text, self._hops, self._busy)
-        self.repairs = Repairs(view, text, self._hops, self._in_flight)
+        self._ahead: deque[PendingStep] = deque()
+        """Steps of `send` under way, the oldest first."""
         self._closed = False
         self._stepping: asyncio.Task[object] | None = None
+        self._news = 0
+        """The view's news at the last look for a better route."""
+        self._device = torch.device("cpu")
+        """The device of the last inputs; results go there."""
 
     @property
     def route(self) -> list[RouteHop]:
+        """The servers in use; empty before the first step."""
         return self._hops.route
 
-    async def step(self, inputs: BlockInputs) -> Tensor:
-        """Run the chain's blocks on `inputs`, which follow the text's position; returns hidden states of that shape.
+    # ------------------------------------------------------------------ called from other threads
+
+    def run_step(self, inputs: BlockInputs, *, has_noise: bool = False) -> Tensor:
+        """Run the blocks on `inputs`, which follow the text's position; returns hidden states of that shape.
+
+        `has_noise`: these very values were sent to a server before.
 
         Raises:
             SessionLengthExceededError: the session is too short for them; nothing has changed.
             ConfigurationError: they don't fit what the session has seen; nothing has changed.
             SessionClosedError: it has been closed.
-            SwarmError: the chain could not be repaired within the retries; the session stays usable as it was before.
+            SwarmError: repairs failed, within the retries; the session stays usable as it was before.
         """
+        return self._on_device(self.view.loop.run(self._step(self._to_send(inputs, has_noise))), inputs)
+
+    def send(self, inputs: BlockInputs, position: int) -> None:
+        """Send a step that starts at `position`, and don't wait for its result.
+
+        Raises:
+            SessionLengthExceededError: the session is too short for it.
+            ConfigurationError: it doesn't follow what the session has seen, or what is under way.
+            SessionClosedError: the session has been closed.
+        """
+        self.view.loop.run(self._send(self._to_send(inputs), position))
+
+    def receive(self) -> Tensor:
+        """The result of the oldest step under way: hidden states of the shape of its inputs.
+
+        Raises:
+            SwarmError: as `run_step`; nothing is under way then.
+        """
+        return self.view.loop.run(self._receive()).to(self._device, non_blocking=True)
+
+    def abandon(self) -> None:
+        """Drop the results of all steps under way."""
+        self.view.loop.run(self._abandon())
+
+    def past(self) -> list[tuple[int, BlockInputs]]:
+        """(position, inputs) of all that the blocks have seen, in as few calls as possible."""
+        return self.view.loop.run(self._past())
+
+    def remember(self, inputs: BlockInputs, *, has_noise: bool = False) -> None:
+        """Note that the blocks have seen `inputs` elsewhere. Servers compute them when the text goes on."""
+        self.text.remember(self._to_send(inputs, has_noise))
+
+    @property
+    def position(self) -> int:
+        """Positions that the blocks have seen."""
+        return self.text.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.text.position = min(self.text.position, value)
+
+    def _to_send(self, inputs: BlockInputs, has_noise: bool = False) -> BlockInputs:
+        self._device = inputs.hidden_states.device
+        return (inputs if has_noise else self.noise(inputs)).on_host()
+
+    def _on_device(self, hidden: Tensor, inputs: BlockInputs) -> Tensor:
+        if inputs.inner is not None:
+            inputs.inner.move(self._device)
+        return hidden.to(self._device, non_blocking=True)
+
+    # ------------------------------------------------------------------ steps
+
+    async def _step(self, inputs: BlockInputs) -> Tensor:
         async with self._busy:
             self._admit(self.text.position, inputs)
             self._stepping = asyncio.current_task()
             try:
-                return await self._run(inputs)
+                return await self._run_chunks(inputs)
             finally:
                 self._stepping = None
 
-    async def past(self) -> list[tuple[int, BlockInputs]]:
-        """(position, inputs) of all that the blocks have seen, in as few calls as it can be computed with."""
+    async def _past(self) -> list[tuple[int, BlockInputs]]:
         async with self._busy:
             return self.text.past()
 
     async def close(self) -> None:
-        """Free the session on all servers: they do it when the streams end. A step under way is cancelled."""
+        """Free the session on all servers, which do so when the streams end. A step under way is cancelled."""
         self._closed = True
         if self._stepping is not None:
             self._stepping.cancel()
@@ -241,7 +229,7 @@ class Chain:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Leave all servers. A further step would open the chain anew and replay what the client has kept."""
+        """Leave all servers. Another step would open the chain anew and replay what the client has kept."""
         self._hops.close()
         self._in_flight.is_linked = False
         self._in_flight.forget_abandoned()
@@ -255,7 +243,7 @@ class Chain:
         if not self.text.admit(position, inputs):
             self._hang_up()
 
-    async def _run(self, inputs: BlockInputs) -> Tensor:
+    async def _run_chunks(self, inputs: BlockInputs) -> Tensor:
         self.text.shows = inputs.inner is not None
         chunks: list[BlockInputs] = []
         outputs: list[Tensor] = []
@@ -264,9 +252,9 @@ class Chain:
             try:
                 if inputs.inner is not None:
                     self._hops.leave_out_old(inputs.inner)
-                await self.repairs.make_ready()
-                chunks = chunks or self._chunks(inputs)  # by the servers of the first route
-                await self._send_steps(chunks[len(outputs) :], outputs)
+                await self._make_ready()
+                chunks = chunks or self._chunks(inputs)  # their size depends on the first route
+                await self._send_chunks(chunks[len(outputs) :], outputs)
                 if len(outputs) == len(chunks) and self.spot_checks.due():
                     await self._verify(outputs)
             except SwarmError as error:
@@ -283,14 +271,14 @@ class Chain:
             return [inputs]
         return list(self.text.chunks(inputs, min(num_tokens, tokens_at_once(inner, inputs, self.span))))
 
-    async def _send_steps(self, chunks: Sequence[BlockInputs], outputs: list[Tensor]) -> None:
-        """Send all chunks at once, then take in their results in order."""
+    async def _send_chunks(self, chunks: Sequence[BlockInputs], outputs: list[Tensor]) -> None:
+        """Send all chunks at once, then add their results to `outputs` in order."""
         steps: list[PendingStep] = []
         position = self.text.position
         try:
             for chunk in chunks:
                 steps.append(self._in_flight.add(chunk, position))
-                await self._in_flight.send(steps[-1])
+                await self._send_step(steps[-1])
                 position += chunk.seq_len
             for step in steps:
                 output = await self._take_in(step)
@@ -299,9 +287,31 @@ class Chain:
             for step in steps:
                 self._in_flight.remove(step)
 
+    async def _send_step(self, step: PendingStep) -> None:
+        """Send the step to the first server, unless it has failed already.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        if not step.done.done():
+            inner = step.inputs.inner
+            if inner is not None:
+                step.to_show = {hop for hop in self._hops if inner.wants(hop.span)}
+            step.inputs = await self._hops[0].send_step(step.request, self._in_flight.state, step.position, step.inputs)
+
     async def _take_in(self, step: PendingStep) -> Tensor:
-        """Wait for the result of the next step, and note that all blocks have seen its positions."""
-        output, self.timings = await self._in_flight.outputs(step)
+        """Wait for the result of the next step, and note that all blocks have seen its positions.
+
+        Raises:
+            SwarmError: it has failed, or the result can't be right.
+        """
+        answer = await self._in_flight.answered(step)
+        try:
+            output = plausible_outputs(answer, step.inputs, self.text.traits)
+        except PeerError:
+            self._hops.lose(answer.peer_id)
+            raise
+        self.timings = answer.header.timings
         self.text.append(step.position, step.inputs)
         self.text.selection = None
         self._hops.step_went_well()
@@ -325,44 +335,34 @@ class Chain:
         try:
             await self.view.wait_after(error, retries, self.span)
         except SwarmError:
-            self._hang_up()  # whoever keeps the exception keeps this session: servers need not
+            self._hang_up()  # a caller that keeps the exception keeps this session; servers need not
             raise
         if error.said_by is not None:
             self._hops.lose(error.said_by)
 
     async def _verify(self, outputs: list[Tensor]) -> None:
-        """Spot check of the last step; what was wrong is taken back, to be run again."""
+        """Check the last step on other servers. If it was wrong, take it back, so that it runs again.
+
+        Raises:
+            CorruptActivationsError: it was wrong.
+        """
         (_, inputs), *others = self.text.past()
-        if others:  # no single forward call computes what steps with contrary masks have computed
+        if others:  # steps with contrary masks can't be computed again as one forward
             return
         try:
             await self.spot_checks.check_session(self.route, inputs, outputs[-1])
         except CorruptActivationsError:
             is_tainted = False
-            for hop in self._hops:  # whoever comes behind one that is wrong has computed on it since who knows when
+            for hop in self._hops:  # all hops behind a wrong one have computed on its outputs
                 is_tainted = is_tainted or hop.lost or hop.peer_id in self.view.blamed
                 hop.lost = is_tainted
             self.text.position -= sum(output.shape[self.text.traits.batch_axis + 1] for output in outputs)
             outputs.clear()
             raise
 
+    # ------------------------------------------------------------------ steps ahead
 
-class PipelinedChain(Chain):
-    """`send()` and `receive()` beside `step()`, which may be used when nothing is under way."""
-
-    def __init__(self, view: SwarmView, text: SessionText, spot_checks: SpotChecks, span: Span) -> None:
-        super().__init__(view, text, spot_checks, span)
-        self._ahead: deque[PendingStep] = deque()
-        """Steps under way whose results are wanted, the oldest first."""
-
-    async def send(self, inputs: BlockInputs, position: int) -> None:
-        """Send a step that starts at `position`, and don't wait for its result.
-
-        Raises:
-            SessionLengthExceededError: the session is too short for it.
-            ConfigurationError: it doesn't follow what the session has seen, or what is under way.
-            SessionClosedError: the session has been closed.
-        """
+    async def _send(self, inputs: BlockInputs, position: int) -> None:
         async with self._busy:
             self._admit(position, inputs)
             end = self.text.position
@@ -370,7 +370,7 @@ class PipelinedChain(Chain):
                 last = self._ahead[-1]
                 end = last.position + last.inputs.seq_len
             if position < end:
-                self._drop()
+                self._drop_ahead()
                 self.text.position = min(self.text.position, position)
             elif position > end:
                 raise ConfigurationError(f"a step can't start at position {position}: {end} is known")
@@ -378,25 +378,20 @@ class PipelinedChain(Chain):
             self._ahead.append(step)
             if self._in_flight.is_linked and self._hops.usable:
                 try:
-                    await self._in_flight.send(step)
+                    await self._send_step(step)
                 except PeerError:
                     self._in_flight.is_linked = False  # receive() repairs, and sends it again
 
-    async def receive(self) -> Tensor:
-        """The result of the oldest step under way: hidden states of the shape of its inputs.
-
-        Raises:
-            SwarmError: as `step()`; nothing is under way then.
-        """
+    async def _receive(self) -> Tensor:
         async with self._busy:
             self._check_open()
             if not self._ahead:
                 raise ConfigurationError("receive() needs a step that has been sent")
             self._stepping = asyncio.current_task()
             try:
-                output = await self._receive()
+                output = await self._oldest_result()
             except BaseException:
-                self._drop()
+                self._drop_ahead()
                 raise
             finally:
                 self._stepping = None
@@ -405,16 +400,12 @@ class PipelinedChain(Chain):
             self._in_flight.forget_abandoned(before=step.request)
             return output
 
-    async def abandon(self) -> None:
-        """Give up the results of what is under way."""
-        self._drop()
-
-    async def _receive(self) -> Tensor:
+    async def _oldest_result(self) -> Tensor:
         retries = self.view.retries()
         while True:
             try:
-                if await self.repairs.make_ready():
-                    await self._send_again()
+                if await self._make_ready():
+                    await self._send_ahead_again()
                 output = await self._take_in(self._ahead[0])
                 if self.spot_checks.due():
                     await self._verify([output])
@@ -422,17 +413,127 @@ class PipelinedChain(Chain):
             except SwarmError as error:
                 await self._get_over(error, retries)
 
-    async def _send_again(self) -> None:
-        """After a repair: all servers have forgotten what was under way."""
+    async def _send_ahead_again(self) -> None:
+        """After a repair, when all servers have dropped the steps under way."""
         steps, self._ahead = self._ahead, deque()
         for step in steps:
             self._in_flight.remove(step)
             self._ahead.append(self._in_flight.add(step.inputs, step.position))
         for step in self._ahead:
-            await self._in_flight.send(step)
+            await self._send_step(step)
 
-    def _drop(self) -> None:
-        """Abandon what is under way."""
+    async def _abandon(self) -> None:
+        self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
         for step in self._ahead:
             self._in_flight.abandon(step)
         self._ahead.clear()
+
+    # ------------------------------------------------------------------ repairs and moves
+
+    async def _make_ready(self) -> bool:
+        """Repair what is broken, or move to a clearly better route; returns whether it did either.
+
+        Raises:
+            SwarmError: that failed; another try may succeed.
+        """
+        if not self._in_flight.is_linked or not self._hops.usable:
+            await self._repair()
+            return True
+        return await self._move_if_better()
+
+    async def _repair(self) -> None:
+        """Make the chain complete and linked, with caches filled up to the text's position."""
+        began_at = asyncio.get_running_loop().time()
+        if self._hops:
+            self.num_repairs += 1
+            self.view.counts["repairs"] += 1
+        await self._hops.look_after_accused(self.view.config.connect_timeout_s)
+        self._in_flight.begin_epoch()  # after the look, which may find that a stream has broken
+        await self._hops.complete(self._settings, self._in_flight.epoch, self._costs())
+        await self._rejoin(began_at)
+
+    async def _move_if_better(self) -> bool:
+        news = self.view.look_ups.news
+        if news == self._news or not self.text.position:
+            return False
+        self._news = news
+        # Nobody knows how much text will come. On average, a text that has run for some time is half over.
+        tokens_left = min(self.text.room.max_length - self.text.position, max(MIN_TOKENS_LEFT, self.text.position))
+        target = self.view.routes.better(self._hops.route, self._costs(), tokens_left)
+        return target is not None and await self._move(target)
+
+    async def _move(self, route: Sequence[RouteHop]) -> bool:
+        """Take the route if all its servers can be opened, else stay; returns whether it was taken.
+
+        Raises:
+            SwarmError: the old route has been left, and the new one needs a repair.
+        """
+        began_at = asyncio.get_running_loop().time()
+        if not await self._hops.exchange(route, self._settings, self._in_flight.epoch + 1):
+            return False
+        self._in_flight.begin_epoch()
+        self._in_flight.is_linked = False
+        self.view.counts["moves"] += 1
+        await self._rejoin(began_at)
+        return True
+
+    async def _rejoin(self, began_at: float) -> None:
+        """Link the hops, and fill the caches of new ones."""
+        await self._hops.link(self._in_flight.epoch)
+        if self.text.position:
+            for before, run in list(self._hops.new_runs()):
+                await self._replay(before, run)
+        for hop in self._hops:
+            hop.new = False
+        self._in_flight.is_linked = True
+        if self.on_route is not None:
+            self.on_route(self._hops.route, asyncio.get_running_loop().time() - began_at)
+
+    async def _replay(self, before: Hop | None, run: Sequence[Hop]) -> None:
+        """Fill the caches of the hops of `run` with what passed the boundary before them."""
+        text, in_flight = self.text, self._in_flight
+        logger.info("replaying %d tokens to rebuild %s", text.position, ", ".join(str(hop) for hop in run))
+        *earlier, (position, inputs) = text.past()
+        step = in_flight.add(inputs, position, run[-1], earlier)
+        try:
+            if before is None:
+                for position, inputs in text.replay(chunk_tokens([hop.route_hop for hop in run], self.view.config)):
+                    await run[0].send_step(
+                        step.request, in_flight.state, position, inputs, replay_hops=len(run), exactly=True
+                    )
+            else:
+                await before.send_replay(step.request, in_flight.state, text.position, len(run))
+            await in_flight.answered(step)
+        finally:
+            in_flight.remove(step)
+
+    @property
+    def _settings(self) -> SessionSettings:
+        text = self.text
+        return SessionSettings(
+            self._in_flight.on_answer,
+            text.batch_size,
+            text.room.max_length,
+            text.record_past,
+            text.adapter,
+            text.source_length,
+        )
+
+    def _costs(self) -> RouteCosts:
+        text = self.text
+        costs = self.view.routes.costs(
+            context_tokens=text.position,
+            batch_size=text.batch_size,
+            cache_tokens=text.batch_size * text.room.max_length,
+            inner_states=text.shows,
+        )
+        return replace(costs, avoided_s=dict.fromkeys(text.room.too_small, TOO_SMALL_S))
+
+
+def chunk_tokens(route: Sequence[RouteHop], config: ClientConfig) -> int:
+    """Tokens of one step of a prompt: more than the setting if a device needs more for computing at full speed."""
+    worth_asking_for = max(hop.server.batch_tokens for hop in route)
+    in_time = int(CHUNK_S * min(hop.server.throughput for hop in route))
+    return max(config.prefill_chunk_tokens, min(worth_asking_for, in_time, config.max_batch_tokens))

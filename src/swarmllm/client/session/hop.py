@@ -1,6 +1,6 @@
-"""One server of a chain and our session there: the requests that a chain makes of it.
+"""One server of a chain, and the messages that a chain sends to its session there.
 
-Used by the parts of `session/chain`, which decide what is asked for and what to do when it fails.
+Used by `chain`, `open_route` and `in_flight`, which decide what to ask for and what to do when it fails.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from swarmllm.network.wire.protocol import MessageType
 
 @dataclass(frozen=True)
 class ChainState:
-    """A chain as all its requests describe it: how often it was repaired, and its batch's rows chosen."""
+    """The state of a chain that each request names: its epoch, and the selection of rows of its batch."""
 
     epoch: int
     num_choices: int = 0
@@ -29,7 +29,7 @@ class ChainState:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a chain's sessions are opened with, the same on every server."""
+    """Settings of a chain's sessions, the same on every server."""
 
     on_answer: OnAnswer
     batch_size: int
@@ -41,7 +41,7 @@ class SessionSettings:
 
 @dataclass(eq=False)
 class Hop:
-    """A session on one server; its cache is `new`, that is empty, until a repair has filled it."""
+    """A session on one server. While it is `new`, its cache is empty and a repair has to fill it."""
 
     route_hop: RouteHop
     connection: Connection
@@ -50,13 +50,13 @@ class Hop:
     timeout_s: float
     new: bool = True
     lost: bool = False
-    """The server answers, but this session is of no use there any more."""
+    """The server may answer, but this session is not used any more."""
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Steps go in the order in which they were given, also where a long one is packed in a thread meanwhile."""
+    """Keeps steps in order while a thread compresses a long one."""
 
     @classmethod
     async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, epoch: int) -> Self:
-        """Connect, and lease KV cache for the session.
+        """Connect, and open a session with a lease of KV cache.
 
         Raises:
             SwarmError: the server can't be reached or refuses.
@@ -90,7 +90,7 @@ class Hop:
             compression=view.config.compression,
             **adapter,
         )
-        # Blocks that nobody has used for long are loaded first.
+        # A server loads blocks first that were not used for long.
         timeout_s = view.config.step_timeout_s if self.connection.asleep else self.timeout_s
         await self.connection.request(MessageType.OPEN, header, timeout_s=timeout_s)
 
@@ -107,10 +107,10 @@ class Hop:
         return not self.lost and self.connection.error is None
 
     async def link(self, successor: "Hop | None", epoch: int) -> int:
-        """Have outputs sent to `successor`, or (None) to us; returns the position up to which it has sent outputs.
+        """Have outputs sent to `successor`, or (None) to this client; returns up to which position it has sent some.
 
         Raises:
-            SwarmError: it can't reach the successor (who is then the error's peer), or doesn't answer.
+            SwarmError: it can't reach the successor (the error's peer is the successor then), or doesn't answer.
         """
         target = None
         if successor is not None:
@@ -119,7 +119,7 @@ class Hop:
                 peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
             )
         header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
-        # The server dials its successor meanwhile, within a timeout of its own.
+        # Meanwhile the server dials its successor, with a timeout of its own.
         timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
         others = [] if successor is None else [successor.connection]
         answer = await self.connection.request(
@@ -141,14 +141,14 @@ class Hop:
         replay_hops: int = 0,
         exactly: bool = False,
     ) -> BlockInputs:
-        """Send a step, whose answer comes from the end of the chain; returns the inputs as the server sees them.
+        """Send a step, which the last hop of the chain answers; returns the inputs as this server decodes them.
 
-        `exactly`: nothing may be rounded, because somebody has seen these hidden states already.
+        `exactly`: don't compress, because another server has computed on these very values.
 
         Raises:
             PeerError: the connection is broken.
         """
-        if position:  # servers have the source since the begin
+        if position:  # servers got the encoder outputs with the first step
             inputs = inputs.without_source()
         tensors = inputs.tensors()
         if ones_mask := inputs.has_ones_mask(position):
@@ -173,7 +173,7 @@ class Hop:
         return inputs.with_tensors(as_received(outgoing))
 
     async def send_replay(self, request: int, state: ChainState, length: int, replay_hops: int) -> None:
-        """Have the kept outputs for positions [0, length) sent again, through the next `replay_hops` servers.
+        """Have the outputs that the server kept for positions [0, length) sent through the next `replay_hops` servers.
 
         Raises:
             PeerError: the connection is broken.

@@ -1,9 +1,11 @@
-"""A session as users hold it: synchronous, closed when left or forgotten.
+"""A session as users hold it: synchronous, closed when its `with` block ends or it is garbage-collected.
 
 with model.inference_session(max_length=2048) as session:
     hidden = session.step(model.embed(ids))      # [batch, seq, hidden], after the last block
     session.position = 5                         # forget everything from position 5 on
     model.generate(ids)                          # continues on this session
+
+`block_inputs` checks what users hand to a session or to `remote_blocks`, before a mistake costs a round trip.
 """
 
 import operator
@@ -17,11 +19,10 @@ from typing import Self
 
 from torch import Tensor
 
-from swarmllm.client.activation_noise import noise_for
 from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.local_blocks import NONE_HERE, LocalBlocks
-from swarmllm.client.session.chain import Chain, PipelinedChain
-from swarmllm.client.session.legs import Leg, Legs, LocalLeg, RemoteLeg
+from swarmllm.client.session.chain import Chain, noise_for
+from swarmllm.client.session.legs import Leg, Legs, LocalLeg, copy_past
 from swarmllm.client.session.session_text import SessionText, TextRoom
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
@@ -33,16 +34,17 @@ from swarmllm.network.wire.messages import MAX_BATCH, MAX_POSITION, Timings
 DEFAULT_MAX_LENGTH = 2048
 
 _entered: ContextVar[tuple["InferenceSession", ...]] = ContextVar("swarmllm_sessions", default=())
-"""Sessions entered by `with` in this thread or task, of all models, the innermost last."""
+"""Sessions of all models whose `with` block this thread or task is in, the innermost last. `generate()` finds its
+session here, because it has no argument for it."""
 
 
 def entered_session(view: SwarmView) -> "InferenceSession | None":
-    """The innermost session of that model whose `with` block this thread or task is in."""
+    """The innermost session of that model whose `with` block this thread or task is in; None if there is none."""
     return next((session for session in reversed(_entered.get()) if session.belongs_to(view)), None)
 
 
 class InferenceSession:
-    """KV caches for one batch on all servers of a route; implements `models.remote_cache.CacheSession`."""
+    """KV caches of one batch on all servers of a route; implements `CacheSession` of `models/shell/remote_cache`."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class InferenceSession:
         local: LocalBlocks = NONE_HERE,
         span: Span | None = None,
     ) -> None:
-        """`span`: the blocks that texts run through, if not all."""
+        """`span`: the blocks of the session; default: all."""
         guessed = grows and max_length is None
         max_length = DEFAULT_MAX_LENGTH if max_length is None else operator.index(max_length)
         batch_size = operator.index(batch_size)
@@ -67,18 +69,19 @@ class InferenceSession:
         """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
         self.step_s = 0.0
         """Seconds that the last step took."""
-        legs: list[Leg] = []
+        self._view, self._traits, self._spot_checks, self._local = view, traits, spot_checks, local
         self._span = span or Span(0, view.num_blocks)
+        noise = noise_for(view.config, traits)
+        self._legs: list[Leg] = []
         for part, here in local.parts(self._span):
             text = SessionText(traits, TextRoom(max_length, grows, guessed))
-            if here is None:
-                legs.append(RemoteLeg(view.loop, PipelinedChain(view, text, spot_checks, part)))
-            else:
-                legs.append(LocalLeg(here, text))
-        self._legs, self._local = Legs(legs, noise_for(view.config, traits)), local
+            leg = Chain(view, text, spot_checks, part, noise) if here is None else LocalLeg(here, text)
+            self._legs.append(leg)
+        only, *others = self._legs
+        self._way: Chain | Legs = only if isinstance(only, Chain) and not others else Legs(self._legs)
         self._generating = threading.Lock()
-        # The connections' readers keep the chain alive, but not this face of it: forgetting a session ends it.
-        self._close = weakref.finalize(self, _close_chains, view.loop, self._legs.chains)
+        # The readers of connections keep chains alive, but not the session: a forgotten session is closed.
+        self._close = weakref.finalize(self, _close_chains, view.loop, self._legs)
         self._close.atexit = False
 
     def step(
@@ -102,8 +105,8 @@ class InferenceSession:
             SwarmError: the blocks can't be reached any more; see the class.
         """
         inputs = block_inputs(
-            self._text.traits,
-            self._chain.view.hidden_size,
+            self._traits,
+            self._view.hidden_size,
             hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -117,17 +120,17 @@ class InferenceSession:
         return self.run_step(inputs)
 
     def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
-        """Run all blocks, or a part of them after the others, on inputs that are already together."""
+        """Run all blocks on `inputs`, or only those of `part`; the blocks behind these follow in a later call."""
         self._check_open()
         began_at = time.perf_counter()
-        output = self._legs.run(inputs, part)
+        output = self._way.run_step(inputs) if part is None else self._as_legs().run_step(inputs, part)
         self.step_s = time.perf_counter() - began_at
         return output
 
     def send(self, inputs: BlockInputs, position: int) -> None:
         """Send a step and don't wait for its result; at a lower position than before it replaces what is under way."""
         self._check_open()
-        self._legs.send(inputs, position)
+        self._way.send(inputs, position)
 
     def receive(self) -> Tensor:
         """Wait for the result of the oldest step under way.
@@ -136,43 +139,58 @@ class InferenceSession:
             SwarmError: as `step()`; nothing is under way then.
         """
         self._check_open()
-        return self._legs.receive()
+        return self._way.receive()
 
     def abandon(self) -> None:
-        """Give up the results of what is under way."""
+        """Drop the results of all steps under way."""
         if self._close.alive:
-            self._legs.abandon()
+            self._way.abandon()
 
     def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
-        """The blocks, or a part of them, have seen `inputs` elsewhere: servers compute them again when it goes on."""
-        self._legs.remember(inputs, part)
+        """Note that all blocks, or those of `part`, have seen `inputs` elsewhere.
+
+        Servers compute them when the session goes on.
+        """
+        if part is None:
+            self._way.remember(inputs)
+        else:
+            self._as_legs().remember(inputs, part)
 
     def fork(self) -> "InferenceSession":
         """Another session with the same past, which servers compute again when it is continued."""
         self._check_open()
-        text = self._text
+        room = self._text.room
         twin = InferenceSession(
-            self._chain.view,
-            text.traits,
-            self._chain.spot_checks,
-            max_length=text.room.max_length,
+            self._view,
+            self._traits,
+            self._spot_checks,
+            max_length=room.max_length,
             batch_size=self.batch_size,
-            grows=text.room.grows,
+            grows=room.grows,
             local=self._local,
             span=self._span,
         )
-        twin._legs.follow(self._legs)
+        if isinstance(self._way, Legs):
+            twin._as_legs().follow(self._way)
+        else:
+            copy_past(self._way, twin._legs[0], self.position)
         return twin
+
+    def _as_legs(self) -> Legs:
+        """The blocks in pieces, so that some of them can run without the others."""
+        if not isinstance(self._way, Legs):
+            self._way = Legs(self._legs)
+        return self._way
+
+    @property
+    def chains(self) -> list[Chain]:
+        """The chains of servers: one, unless this client has blocks itself or hooks cut the model."""
+        return _chains_of(self._legs)
 
     @property
     def _text(self) -> SessionText:
-        """That of the first leg."""
-        return self._legs.texts[0]
-
-    @property
-    def _chain(self) -> PipelinedChain:
-        """The first one."""
-        return self._legs.chains[0]
+        """The text of the first leg; those of others differ in their inputs and in little else."""
+        return self._legs[0].text
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -181,12 +199,12 @@ class InferenceSession:
     @property
     def max_length(self) -> int:
         """Positions that the servers keep room for."""
-        return min(text.room.max_length for text in self._legs.texts)
+        return min(leg.text.room.max_length for leg in self._legs)
 
     @property
     def position(self) -> int:
         """Positions that all blocks have seen. Set it lower to forget the ones behind."""
-        return self._legs.position
+        return self._way.position
 
     @position.setter
     def position(self, value: int) -> None:
@@ -195,7 +213,7 @@ class InferenceSession:
             raise ConfigurationError(
                 f"position can only be set back, from {self.position} to 0 or more, not to {value}"
             )
-        self._legs.position = value
+        self._way.position = value
 
     def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
         """Roll back to where the history and `input_ids` `[batch, seq]` part, for `generate()` to go on from there.
@@ -215,41 +233,47 @@ class InferenceSession:
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Make the batch consist of these rows of it, in this order, from the next step on; rows may repeat."""
-        self._legs.select_batch(indices)
+        if isinstance(self._way, Legs):
+            self._way.catch_up()
+        for leg in self._legs:
+            leg.text.select_batch(indices)
 
     def record_past(self) -> None:
-        """Rollbacks will happen: caches that forget early shall keep more. Call it before the first step."""
-        for text in self._legs.texts:
-            text.record_past = True
+        """Keep what rollbacks need, also in caches that forget early. Call it before the first step."""
+        for leg in self._legs:
+            leg.text.record_past = True
 
     @property
     def records_past(self) -> bool:
-        """Whether every rollback is possible, also where caches forget early."""
+        """True if every rollback is possible, also where caches forget early."""
         return self._text.record_past
 
     @property
     def route(self) -> list[RouteHop]:
         """The servers in use and the blocks that each runs; empty before the first step."""
-        return self._legs.route
+        return _route_of(self._legs)
 
     @property
     def timings(self) -> Timings:
         """Times of the last step, per server: first block, microseconds in its queue, microseconds of computing."""
-        return self._legs.timings
+        return tuple(time for chain in self.chains for time in chain.timings)
 
     @property
     def num_repairs(self) -> int:
         """Number of repairs of chains of servers."""
-        return sum(chain.repairs.num_repairs for chain in self._legs.chains)
+        return sum(chain.num_repairs for chain in self.chains)
 
     def watch(
         self, *, on_failure: Callable[[SwarmError], None], on_route: Callable[[list[RouteHop], float], None]
     ) -> None:
-        """Tell of failures, and of each route when it has been opened or repaired, and the seconds that took.
+        """Call `on_failure` at each failure, `on_route` when a route was opened or repaired, with the seconds it took.
 
         Both are called in the client's event loop, which waits for them.
         """
-        self._legs.watch(on_failure, on_route)
+        legs = self._legs  # without a reference to the session, which could not be forgotten then
+        for chain in self.chains:
+            chain.on_failure = on_failure
+            chain.on_route = lambda _, took_s: on_route(_route_of(legs), took_s)
 
     def close(self) -> None:
         """Free the caches on all servers; harmless when done twice."""
@@ -273,12 +297,12 @@ class InferenceSession:
 
     @property
     def is_generating(self) -> bool:
-        """Whether a `generate()` goes on in this session."""
+        """True if a `generate()` goes on in this session."""
         return self._generating.locked()
 
     def belongs_to(self, view: SwarmView) -> bool:
-        """Whether it is a session of that model."""
-        return self._chain.view is view
+        """True if it is a session of that model."""
+        return self._view is view
 
     def __enter__(self) -> Self:
         _entered.set((*_entered.get(), self))
@@ -296,8 +320,16 @@ def _check_size(max_length: int, batch_size: int) -> None:
         )
 
 
-def _close_chains(loop: EventLoop, chains: Sequence[Chain]) -> None:
-    for chain in chains:
+def _chains_of(legs: Sequence[Leg]) -> list[Chain]:
+    return [leg for leg in legs if isinstance(leg, Chain)]
+
+
+def _route_of(legs: Sequence[Leg]) -> list[RouteHop]:
+    return [hop for chain in _chains_of(legs) for hop in chain.route]
+
+
+def _close_chains(loop: EventLoop, legs: Sequence[Leg]) -> None:
+    for chain in _chains_of(legs):
         loop.call_soon(chain.close())
 
 

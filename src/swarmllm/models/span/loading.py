@@ -1,10 +1,11 @@
-"""Blocks of a checkpoint: read, with no other large tensor. Called by the server, in its device thread."""
+"""Loading of blocks from a checkpoint, and of no other large tensor. The server calls it in its device thread."""
 
 import logging
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stage(doing: str) -> Iterator[None]:
-    """Log a line when it begins, for whoever waits, and one when it has ended, with its time."""
+    """Log a line when a stage of the start begins, and one with its time when it has ended."""
     logger.info("%s …", doing)
     began_at = time.monotonic()
     yield
@@ -48,7 +49,7 @@ def stage(doing: str) -> Iterator[None]:
 
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
-    """The checkpoint's tensors that `load_block_span` reads."""
+    """The names of the checkpoint's tensors that `load_block_span` reads."""
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
     return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
@@ -67,35 +68,29 @@ def load_block_span(
     probes_dir: Path | None = None,
     group: Group | None = None,
 ) -> BlockSpan:
-    """Read the blocks of `span`, all of one stack, and nothing else of weight; dtype None = as the config says.
+    """Read the blocks of `span`, which are all of one stack, and no other large tensor; dtype None: the config's.
 
-    `num_offloaded` of them stay out of the device's memory while others compute (`offload`): on a processor, in a file
-    in `offload_dir`, or where temporary files are. In `probes_dir` is kept what probes find, for the next time. Of all
-    matrices, each process of `group` gets some rows.
+    `num_offloaded` of them are in the device's memory only while they compute (`offload`). A processor's are kept in a
+    file in `offload_dir`, by default among temporary files. Results of probes are kept in `probes_dir` for the next
+    start. Each process of `group` gets some rows of all matrices.
 
     Raises:
-        ConfigurationError: the model has no such blocks, it can't quantize them that way, or there is no room for those
-            that are to be offloaded.
-        UnsupportedModelError: it can't be split, or not there.
-        WeightsError: its files are missing, damaged or of another model.
+        ConfigurationError: the model has no such blocks, can't quantize them that way, or there is no room to offload.
+        UnsupportedModelError: the model can't be split, or not there.
+        WeightsError: files are missing, damaged or of another model.
         GroupLostError: a process of the group has gone.
     """
     _require_blocks(checkpoint, span, num_offloaded)
-    # cuDNN's attention plans anew for each new length of the keys. Measured (H200, torch 2.11): 9 ms a block, where the
-    # block takes 0.2 ms; the others plan nothing. All blocks come from here, those of clients and of MTP heads, too.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     read = _reader(checkpoint, dtype or checkpoint.stored_dtype(), torch.device(device), quantization)
 
     def load(unused: Collection[str]) -> BlockSpan:
         known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization, unused)
         offloaded = None
         with separate_weights(), BlockDigests() as digests:
-            # One after the other where they may be more than fit into memory at once.
-            parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)
+            parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)  # all may not fit
             if num_offloaded:
                 offloaded = OffloadedBlocks(torch.device(device), offload_dir or Path(tempfile.gettempdir()))
-                chosen = {span.start + place for place in spread(len(span), num_offloaded)}
-                model = _joined(parts, span, lambda idx, block: offloaded.take(idx, block) if idx in chosen else None)
+                model = _joined(parts, span, partial(_offload, offloaded, spread(span, num_offloaded)))
             elif group is not None:
                 model = _joined((_shared(part, group) for part in parts), span)
             else:
@@ -115,7 +110,10 @@ def load_block_span(
 def _reader(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
 ) -> Callable[..., PreTrainedModel]:
-    """What reads some blocks of the checkpoint, as they are to be kept."""
+    """A function that reads some blocks of the checkpoint in the form in which they are kept."""
+    # cuDNN's attention plans anew for each new length of the keys. Measured (H200, torch 2.11): 9 ms a block, where the
+    # block takes 0.2 ms; the others plan nothing. All blocks are read here, also those of clients and of MTP heads.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     options: dict[str, Any] = {}
     if quantization != FULL_PRECISION or checkpoint.comes_packed:
         options["quantization_config"] = LoadingConfig(quantization, device, checkpoint.comes_packed)
@@ -133,7 +131,7 @@ def _reader(
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
-    """The blocks with what probes find, or have found before."""
+    """The blocks with the results of probes, new or from an earlier start."""
     if known is None or not known.restore(blocks):
         with stage(f"looking at what blocks {blocks.span} need and can do"):
             probe(blocks)
@@ -159,6 +157,11 @@ def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> N
         )
 
 
+def _offload(offloaded: OffloadedBlocks, chosen: Collection[int], block_idx: int, block: nn.Module) -> None:
+    if block_idx in chosen:
+        offloaded.take(block_idx, block)
+
+
 def _shared(part: PreTrainedModel, group: Group) -> PreTrainedModel:
     share(part, group)
     return part
@@ -167,7 +170,7 @@ def _shared(part: PreTrainedModel, group: Group) -> PreTrainedModel:
 def _joined(
     parts: Iterable[PreTrainedModel], span: Span, take: Callable[[int, nn.Module], None] = lambda *_: None
 ) -> PreTrainedModel:
-    """One model of models with a block each, which `take` sees as they come."""
+    """One model made of models with one block each; `take` is called with each block."""
     whole: PreTrainedModel | None = None
     for block_idx, part in zip(span, parts, strict=True):
         slots = find_blocks(part).blocks

@@ -1,52 +1,285 @@
-"""Calls of several sessions, run together: which of them can be, and that each gets its own result.
+"""Calls of several sessions that run together: which calls can, and how; each session gets its own result.
 
-`packed_forward` runs those that fit together, the others run one by one. Which ways give the right results for a span
-is found out when it is loaded (`packing_probe`). The first of them is used until somebody has measured which is fastest
-(`device/throughput`). Used by the server's device thread. Knows no queue and no clock: who runs with whom is
-decided there.
+    paged         one row of all new positions, with keys and values in pages: one attention for all (`paged_attention`)
+    ragged        the same row; attention for each session on its own cache (`packed_caches`)
+    padded        calls of equally many new positions as one batch (`packed_caches`)
+    one by one    calls that don't fit together
+
+`packing_probe` finds the ways that give the right results for a span when it is loaded. The first of them is used
+until the fastest one has been measured (`device/throughput`). Used by the server's device thread, which decides
+when a call runs; this module knows no queue and no clock.
 """
 
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swarmllm.data_structures import Span
 from swarmllm.errors import LocalProtocolError
-from swarmllm.models.boundary.block_inputs import arithmetic
+from swarmllm.models.boundary.block_inputs import BlockInputs, arithmetic
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
-from swarmllm.models.span.packed_forward import PackedForward, Packing, SessionCall
-from swarmllm.models.span.page_access import why_no_kernels
-from swarmllm.models.span.paged_attention import SHORT_TOKENS
-from swarmllm.models.span.random_inputs import random_inputs
+from swarmllm.models.span.packed_caches import PackingUnsupportedError, PaddedCache, RaggedAttention, Segment
+from swarmllm.models.span.page_pool import PagePool, Placed, why_no_kernels
+from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
+from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
 
 MAX_PADDED_TOKENS = 16
-"""New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
-Assumed."""
+"""New positions of one call that may be padded. Assumed: for more, copying the caches costs more than reading the
+weights."""
 
 OutputOrError = Tensor | Exception
-"""Hidden states, or why there are none."""
+"""Hidden states, or the error of the call."""
+
+
+class Packing(Enum):
+    """A way to run several calls; in most measurements the fastest first (docs/benchmarks.md)."""
+
+    PAGED = "paged"
+    RAGGED = "ragged"
+    PADDED = "padded"
+    ONE_BY_ONE = "one by one"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SessionCall:
+    """One session's next positions: some of its prompt, or a token."""
+
+    inputs: BlockInputs
+    span: Span
+    """Some of the hosted blocks, the same as those of `cache`."""
+    cache: SpanCache
+
+    @property
+    def end_position(self) -> int:
+        return self.cache.length + self.inputs.seq_len
+
+
+class PackedForward:
+    """Runs calls that fit together on one `BlockSpan`."""
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        self.blocks = blocks
+        self.takes_positions = "position_ids" in inspect.signature(blocks.stack.forward).parameters
+        self._padded = PaddedCache(blocks.stack.config)
+        self.graphs: DecodeGraphs | None = None
+        """Recorded steps of all hosted blocks, if they are in use."""
+
+    @cached_property
+    def _ragged(self) -> RaggedAttention:
+        return RaggedAttention(self.blocks.stack)
+
+    @cached_property
+    def paged(self) -> PagedAttention:
+        return PagedAttention(self.blocks)
+
+    def lacks_source(self, call: SessionCall) -> bool:
+        """True for the first call of a session with an encoder: it computes keys and values of the encoder's outputs,
+        alone."""
+        return self.blocks.source_dim > 0 and not call.cache.source
+
+    def run_packed(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
+        """The outputs of each call.
+
+        Raises:
+            PackingUnsupportedError: the blocks can't run this way.
+            Exception: whatever the model's code raises; the caches are in an undefined state then.
+        """
+        past = min(call.cache.position for call in calls)
+        with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
+            run = {Packing.PAGED: self._run_paged, Packing.RAGGED: self._run_ragged, Packing.PADDED: self._run_padded}
+            outputs = run[way](calls)
+            for call in calls:
+                call.cache.advance(call.inputs.seq_len)
+        return outputs
+
+    def _run_paged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+        calls_in_row = sorted(calls, key=lambda call: call.inputs.seq_len > SHORT_TOKENS)
+        pool, row = place(calls_in_row)
+        axis = self.blocks.traits.batch_axis
+        size = self._size_of_graph(calls, len(row.pairs))
+        if self.graphs is not None and size is not None:
+            position_ids = None
+            if any(call.inputs.position_ids is not None for call in calls_in_row):
+                position_ids = _in_one_row(_all_positions(calls_in_row), -2)
+            hidden = [call.inputs.hidden_states for call in calls_in_row]
+            output = self.graphs.replay(size, hidden, row.pairs, position_ids)
+        else:
+            with self.paged.running(pool, row.placed(pool.device)) as cache:
+                output = self.blocks.run_blocks(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
+        parts, start = {}, 0
+        for call in calls_in_row:
+            parts[id(call)] = _part(output, axis, start, call)
+            start += call.inputs.batch_size * call.inputs.seq_len
+        return [parts[id(call)] for call in calls]
+
+    def _size_of_graph(self, calls: Sequence[SessionCall], num_positions: int) -> int | None:
+        """The size of the recorded step that these calls fit in; None: the model's own code runs them."""
+        inputs, traits = calls[0].inputs, self.blocks.traits
+        if self.graphs is None or calls[0].span != self.blocks.span or inputs.adapter is not None:
+            return None
+        if traits.batch_axis or traits.extra_inputs or inputs.hidden_states.ndim != 3:
+            return None
+        if any(call.inputs.seq_len > SHORT_TOKENS for call in calls):
+            return None
+        if inputs.position_ids is not None and inputs.position_ids.ndim > 2:
+            return None
+        return self.graphs.size_for(num_positions)
+
+    def _run_ragged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+        segments: list[Segment] = []
+        start = 0
+        for call in calls:
+            segments.append(Segment(call.cache, call.inputs.batch_size, call.inputs.seq_len, start))
+            start += segments[-1].length
+        self._check_positions(calls, start)
+        axis = self.blocks.traits.batch_axis
+        with self._ragged.running(segments) as cache:
+            output = self.blocks.run_blocks(self._one_row(calls), calls[0].span, cache).squeeze(axis)
+        # Copies: a view would keep the whole row in memory for as long as one session needs its part.
+        return [_part(output, axis, segment.start, call).clone() for segment, call in zip(segments, calls, strict=True)]
+
+    def _one_row(self, calls: Sequence[SessionCall]) -> BlockInputs:
+        """All new positions, row after row."""
+        axis = self.blocks.traits.batch_axis
+        return replace(
+            calls[0].inputs,
+            hidden_states=_in_one_row([call.inputs.hidden_states for call in calls], axis),
+            batch_size=1,
+            seq_len=sum(call.inputs.batch_size * call.inputs.seq_len for call in calls),
+            attention_mask=None,
+            position_ids=_in_one_row(_all_positions(calls), -2).to(self.blocks.device),
+            **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
+        )
+
+    def _check_positions(self, calls: Sequence[SessionCall], total: int) -> None:
+        """Refuse a row that is too long: a decoder with an encoder looks up positions by its own count, along the
+        row."""
+        longest = self.blocks.longest_text if self.blocks.source_dim else None
+        if longest is not None and max(call.cache.length for call in calls) + total > longest:
+            raise PackingUnsupportedError("the row would be longer than the model's table of positions")
+
+    def _run_padded(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+        rows, seq_len = [call.inputs.batch_size for call in calls], calls[0].inputs.seq_len
+        axis, cache, device = self.blocks.traits.batch_axis, self._padded, self.blocks.device
+        cache.begin([call.cache for call in calls], rows)
+        try:
+            inputs = replace(
+                calls[0].inputs,
+                hidden_states=torch.cat([call.inputs.hidden_states for call in calls], dim=axis),
+                batch_size=sum(rows),
+                seq_len=seq_len,
+                attention_mask=cache.attention_mask(seq_len, device) if cache.has_attention else None,
+                position_ids=torch.cat(_all_positions(calls), -2).to(device) if self.takes_positions else None,
+                **self._extra_inputs(calls, torch.cat),
+            )
+            output = self.blocks.run_blocks(inputs, calls[0].span, cache)
+            cache.finish()
+        finally:
+            cache.begin((), [])
+        return [part.clone() for part in torch.split_with_sizes(output, rows, dim=axis)]
+
+    def _extra_inputs(self, calls: Sequence[SessionCall], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
+        needed = self.blocks.traits.extra_inputs
+        return {
+            name: join([getattr(call.inputs, name) for call in calls]) if name in needed else None
+            for name in ("input_ids", "inputs_embeds")
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """The places of all new positions of some calls, on the host."""
+
+    pairs: list[tuple[int, int]]
+    """(row of the pool's table, position) of each."""
+    num_short: int
+    long_calls: tuple[tuple[int, int], ...]
+
+    def placed(self, device: torch.device) -> Placed:
+        """The same on the device."""
+        return Placed.of(self.pairs, device, self.num_short, self.long_calls)
+
+
+def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
+    """Make room for these calls in the pages that all of them use; calls with few positions come first.
+
+    Raises:
+        PackingUnsupportedError: some have no pages there.
+        CacheFullError: there is no room.
+    """
+    pool = None if calls[0].cache.table is None else calls[0].cache.table.pool
+    pairs: list[tuple[int, int]] = []
+    long_calls: list[tuple[int, int]] = []
+    num_short = 0
+    for call in calls:
+        table, seq_len = call.cache.table, call.inputs.seq_len
+        if pool is None or table is None or table.pool is not pool:
+            raise PackingUnsupportedError("keys and values are not in one pool")
+        table.prepare(call.inputs.batch_size, call.end_position)
+        for row in table.rows:
+            if seq_len > SHORT_TOKENS:
+                long_calls.append((len(pairs), seq_len))
+            pairs += ((row, position) for position in range(call.cache.length, call.end_position))
+        if seq_len <= SHORT_TOKENS:
+            num_short = len(pairs)
+    assert pool is not None
+    return pool, PlacedRow(pairs, num_short, tuple(long_calls))
+
+
+def _part(output: Tensor, axis: int, start: int, call: SessionCall) -> Tensor:
+    """One call's outputs, cut from those of a whole row."""
+    rows, seq_len = call.inputs.batch_size, call.inputs.seq_len
+    return torch.unflatten(output.narrow(axis, start, rows * seq_len), axis, (rows, seq_len))
+
+
+def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
+    """Concatenates `[…, batch, seq, …]` of several sessions, row after row: `[…, 1, total, …]`."""
+    flat = [tensor.flatten(axis, axis + 1) for tensor in tensors]
+    axis %= flat[0].ndim + 1
+    return torch.cat(flat, dim=axis).unsqueeze(axis)
+
+
+def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
+    """The positions of each call, all of them where those are that clients have sent: perhaps on a GPU."""
+    sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
+    device = sent[0].device if sent else torch.device("cpu")
+    return [_positions(call).to(device) for call in calls]
+
+
+def _positions(call: SessionCall) -> Tensor:
+    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` if pictures have more than one axis."""
+    inputs, given = call.inputs, call.inputs.position_ids
+    if given is None:
+        given = torch.arange(call.cache.length, call.end_position)[None]
+    return given.expand(*given.shape[:-2], inputs.batch_size, inputs.seq_len)
 
 
 class Packer:
     """Runs calls of several sessions on one `BlockSpan`."""
 
     def __init__(self, blocks: BlockSpan, ways: Sequence[Packing]) -> None:
-        """`ways` are those that give the right results for these blocks, the usually best first."""
+        """`ways` give the right results for these blocks; the usually fastest comes first."""
         self.blocks = blocks
         self.ways = tuple(ways)
         self.way = self.ways[0]
-        """The one that is used."""
+        """The way in use."""
         self.forward = PackedForward(blocks)
         self._failed: set[Packing] = set()
-        """Ways with a failed step in the log."""
+        """Ways whose failure has been logged."""
 
     def use(self, way: Packing) -> None:
-        """Use what was measured to be fastest, as far as it is right for these blocks."""
+        """Use the way that was measured to be fastest, if it is right for these blocks."""
         if way in self.ways:
             self.way = way
 
@@ -54,7 +287,7 @@ class Packer:
     def record(self, sizes: Sequence[int] = SIZES, *, fused: bool = True) -> None:
         """Record decode steps of all hosted blocks, if they run on pages of a CUDA device.
 
-        With `fused`, in few kernels, if blocks are of the kind that this is known of.
+        With `fused`, a step consists of few kernels if the blocks are of a known kind.
         """
         blocks, forward = self.blocks, self.forward
         forward.graphs = None
@@ -65,18 +298,18 @@ class Packer:
         if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs:
             logger.info("decode steps aren't recorded: the blocks take more than hidden states")
             return
-        step = _fused_step(forward) if fused else None
+        step = _fused_step(forward.paged) if fused else None
         graphs = DecodeGraphs(
-            step or forward.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
+            step or forward.paged.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
         )
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
 
-    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
-        """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
+    def run_calls(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
+        """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
 
-        The cache of a call that fails is in an undefined state then, the others are untouched by it. Each cache may
-        occur once. `way` None = the one in use.
+        The cache of a call that fails is in an undefined state, the others are untouched by it. Each cache may occur
+        once. `way` None: the one in use.
         """
         way = way or self.way
         outcomes: dict[int, OutputOrError] = {}
@@ -92,7 +325,7 @@ class Packer:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
-            return list(self.forward.run(calls, way))
+            return list(self.forward.run_packed(calls, way))
         except Exception as error:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
             if way not in self._failed:
                 self._failed.add(way)
@@ -114,7 +347,7 @@ class Packer:
     # ------------------------------------------------------------------ who runs with whom
 
     def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
-        """Indices of calls, and whether they fit the way."""
+        """(indices of calls, do they fit the way) for each group."""
         groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):
@@ -126,7 +359,7 @@ class Packer:
         return list(groups.values())
 
     def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
-        """Equal for calls that fit together; None for one that has to run alone."""
+        """A key that is equal for calls that fit together; None for a call that has to run alone."""
         inputs, blocks = call.inputs, self.blocks
         if way == Packing.ONE_BY_ONE or not self._is_plain(call):
             return None
@@ -148,7 +381,7 @@ class Packer:
         return inputs.seq_len, call.cache.records_past, call.cache.length > 0, *same
 
     def _is_plain(self, call: SessionCall) -> bool:
-        """Whether nothing about the call is unusual: no padding of its own, no special positions."""
+        """True for a usual call: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self.blocks.traits
         if inputs.inner is not None:
             return False  # `BlockSpan.forward` records it
@@ -174,12 +407,12 @@ class Packer:
         )
 
 
-def _fused_step(forward: PackedForward) -> DecodeStep | None:
+def _fused_step(paged: PagedAttention) -> DecodeStep | None:
     from swarmllm.models.span.fused_step import find_fused
 
-    return find_fused(forward)
+    return find_fused(paged)
 
 
 def _num_axes(positions: Tensor | None) -> int:
-    """How many positions each token has where it may have several (`[axes, batch, seq]`); 0: where it has one."""
+    """The number of positions of each token in `[axes, batch, seq]`; 0 if a token has a single position."""
     return positions.shape[0] if positions is not None and positions.ndim > 2 else 0

@@ -1,11 +1,12 @@
 """Paged packing: several sessions in one row, attention for all of them in one call on pages of keys and values.
 
-As in `packed_attention`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
-are in the pages of a `page_pool`, and the device knows where (`page_access`): nothing of a call depends on numbers that
-only the host has, so that a step can be recorded once and repeated (`decode_graphs`).
+As in `packed_caches`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values are
+in the pages of a `page_pool`, and the device knows the places. So no call depends on numbers that only the host has,
+and a step can be recorded once and repeated (`decode_graphs`).
 
-A position's result depends on its own session alone, not on who runs with it. What the model asks of its attention
-besides a causal mask and a sliding window, such as softcaps or sinks, fails here, and the span is run in another way.
+A position's result depends on its own session alone, not on the other sessions in the row. A model that wants more of
+its attention than a causal mask and a sliding window, such as softcaps or sinks, fails here, and the span runs in
+another way.
 """
 
 import threading
@@ -19,21 +20,24 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from swarmllm.models.span import shared_keys
-from swarmllm.models.span.packed_attention import PackingUnsupportedError, RaggedCache, attention_configs
-from swarmllm.models.span.page_access import Placed, attend_pages, write_pages
-from swarmllm.models.span.page_pool import PagePool
+from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.span.attention import OTHER_RULES, attending, attention_configs
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packed_caches import PackingUnsupportedError, RaggedCache, only_way
+from swarmllm.models.span.page_pool import PagePool, Placed, attend_pages, write_pages
 
 NAME = "swarmllm_paged"
 """Name under which transformers knows the attention function below."""
 SHORT_TOKENS = 16
-"""New positions of a call up to which each attends by itself: so guesses get the results that single tokens get."""
+"""Most new positions of a call that attend one by one: so guessed tokens get the same results as single tokens."""
 FARTHEST = 1 << 18
-"""A position from which a mask is looked at: larger than any sliding window that we know of."""
+"""The position at which a mask is looked at: larger than any sliding window that we know."""
 
 
 class PagedBatch(RaggedCache):
-    """What the model takes for its cache while it runs a packed row; keys and values are in the pool."""
+    """The model's cache while it runs a packed row; keys and values are in the pool."""
 
     def __init__(self, config: PreTrainedConfig, first: int) -> None:
         """`first` is the number of the stack's first block."""
@@ -67,14 +71,16 @@ class PagedBatch(RaggedCache):
 class PagedAttention:
     """Switches a model between its own attention and the paged one."""
 
-    def __init__(self, stack: nn.Module, first: int) -> None:
-        """Look how the stack attends; `first` is the number of its first block.
+    def __init__(self, blocks: BlockSpan) -> None:
+        """Look how the stack of `blocks` attends.
 
         Raises:
             PackingUnsupportedError: its parts do so in different ways.
         """
-        self._configs, self.usual = attention_configs(stack)
-        self.cache = PagedBatch(stack.config, first)
+        self.blocks = blocks
+        self._configs = attention_configs(blocks.stack)
+        only_way(self._configs)
+        self.cache = PagedBatch(blocks.stack.config, blocks.slots.first)
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _make_rule)
 
@@ -84,14 +90,26 @@ class PagedAttention:
         cache = self.cache
         cache.pool, cache.placed = pool, placed
         _running.batch = cache
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
         try:
-            yield cache
+            with attending(self._configs, NAME):
+                yield cache
         finally:
-            for config in self._configs:
-                config._attn_implementation_internal = self.usual
             _running.batch = cache.pool = cache.placed = cache.keys = None
+
+    def step(
+        self,
+        hidden: Tensor,
+        placed: Placed,
+        position_ids: Tensor,
+        span: Span | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Run a `DecodeStep` by the model's own code; `recorder` may run blocks in another way."""
+        blocks = self.blocks
+        assert blocks.pool is not None
+        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
+        with torch.inference_mode(), self.running(blocks.pool, placed) as cache:
+            return blocks.run_blocks(inputs, span or blocks.span, cache, recorder=recorder)
 
 
 class _Running(threading.local):
@@ -104,7 +122,7 @@ _running = _Running()
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Takes the place of a mask: how far back a position sees, itself included; 0: to the beginning."""
+    """A stand-in for a mask: the number of positions back that a position sees, itself included; 0: all."""
 
     length: int
 
@@ -124,7 +142,7 @@ def _attend(
         raise PackingUnsupportedError("the model attends to other keys than its block's")
     if not isinstance(attention_mask, Window):
         raise PackingUnsupportedError("the model makes a mask of its own")
-    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in shared_keys.OTHER_RULES):
+    if any(isinstance(kwargs.get(name), Tensor) or kwargs.get(name) for name in OTHER_RULES):
         raise PackingUnsupportedError("the model's attention has rules besides its mask")
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -137,9 +155,10 @@ _windows: dict[Any, int] = {}
 
 
 def window_of(mask_function: Callable[..., Any]) -> int:
-    """How many positions back a mask shows, itself included; 0: all of them.
+    """The number of positions back that a mask shows, the position itself included; 0: all of them.
 
-    Looked at from some positions: transformers makes a function for each mask, of a few that are the same every time.
+    It is observed at some positions. transformers makes a function for each mask, but of a few kinds only, so results
+    are kept.
 
     Raises:
         PackingUnsupportedError: it shows anything else, or depends on a tensor.
@@ -151,7 +170,7 @@ def window_of(mask_function: Callable[..., Any]) -> int:
 
 
 def _content(value: Any) -> Any:
-    """Equal for functions of the same code with the same values in it."""
+    """A key that is equal for functions of the same code with the same values in it."""
     if isinstance(value, tuple):
         return tuple(map(_content, value))
     if isinstance(value, int | float | str | None):

@@ -1,40 +1,303 @@
-"""What a span finds out about its blocks when it is loaded, by running them on a few random positions.
+"""Probes: what the blocks of a span need and can do, observed by running them when they are loaded.
 
-No table of architectures: what a block returns, what else it reads, where the model can be cut, and what its cache can
-do are all observed. Each probe is a forward of the span over a handful of positions; the caller's random state stays
-untouched. Called by `span/loading`.
+There is no table of architectures. Each probe is a forward of the span over a few random positions; the caller's
+random state stays as it was. `span/loading` and `small_copy` call `probe`. It observes:
+
+    conventions   arguments and results of blocks, extra inputs, and where the model can't be cut
+    lengths       lengths of a call at which its positions are computed in another way
+    padding       sides on which padding can be left out without a change of the texts' results
+    the cache     can it continue after several positions, and forget the last ones?
+
+The cache: some recurrent models ignore their state when several positions come at once, others can't go back. So the
+same positions run at once, in pieces, and without the positions before.
+
+Lengths: some rotary embeddings choose the frequencies of all positions by the largest one. Modules without weights
+that are given positions are called again, with the same first positions and with others up to a length that varies.
+Where the result for the first positions changes is found by halving.
+
+Padding: three texts of different lengths run as one padded batch with random values for padding, and again the two
+shorter ones, cut to the longer of them. Causal attention never sees later positions. The mask must hide earlier ones,
+and the blocks must take positions as they are given. Convolutions that look ahead see padding in spite of the mask,
+and some encoders sum up stretches of a batch.
 """
 
 import inspect
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.block_slots import Observer
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.span.block_kinds import kind_of, parts_of_each_kind
 from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.cache_probe import CacheProbe
 from swarmllm.models.span.kept_state import KeptState
-from swarmllm.models.span.length_probe import ROWS, TIMES_LONGER, find_lengths
-from swarmllm.models.span.padding_probe import skippable_sides
-from swarmllm.models.span.random_inputs import SOURCE_LEN, random_inputs
-from swarmllm.models.span.span_cache import CacheSizes, SpanCache
+from swarmllm.models.span.span_cache import CacheSizes, RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.trials import (
+    LENIENT,
+    SOURCE_LEN,
+    STRICT,
+    in_float32,
+    kind_of,
+    parts_of_each_kind,
+    random_inputs,
+    rms,
+)
+
+NOTHING = 2e-6
+"""Largest error, relative to the output, that counts as none: 5e-7 was measured for a block of experts in float32."""
+
+ROWS = 5
+"""Rows of the positions; the last row is far away. Unlikely to be the size of other axes."""
+MOST_BORDERS = 16
+TIMES_LONGER = 4
+"""Lengths up to this many times the model's own are looked at: stretched frequencies begin before its end."""
+
+Side = Literal["left", "right"]
+SIDES: tuple[Side, ...] = ("left", "right")
 
 BATCH, MOST_SEQ = 3, 13
-"""Samples and positions, fewer where the model has no more; unlikely to be the sizes of other axes."""
+"""Samples and positions (fewer if the model has no more); unlikely to be the sizes of other axes."""
 MAX_ARITY = 6
 _READS_MORE = "which reads more of the block before than its hidden states"
 
 
+class CacheProbe:
+    """Blocks that can be cut off on both sides, run on the given inputs."""
+
+    def __init__(self, span: BlockSpan, part: Span, inputs: BlockInputs) -> None:
+        self.span, self.part, self.inputs = span, part, inputs
+
+    def abilities(self) -> tuple[bool, bool]:
+        """(may a prompt come in pieces, can the cache be rolled back)
+
+        Raises:
+            UnsupportedModelError: not even single steps continue what the cache holds.
+        """
+        length = self.inputs.seq_len
+        if length == 1:
+            return True, True  # the model takes no second position, so there is nothing to continue
+        if not self._try(lambda: self._continues(length - 1, LENIENT)):
+            raise UnsupportedModelError(
+                f"blocks {self.part} compute something else step by step than at once, so no cache fits them"
+            )
+        middle, given = length // 2, self.inputs
+        try:
+            with in_float32(self.span, self.part):  # short floats would hide whether a state was used
+                self.inputs = given.with_hidden(given.hidden_states.float())
+                return self._continues(middle, STRICT), self._rolls_back(middle, STRICT)
+        except Exception:  # noqa: BLE001 - model code that can't do it at all, or not in mixed precision
+            self.inputs = given
+        if self.span.new_cache(self.part).is_recurrent:
+            return False, False
+        return self._try(lambda: self._continues(middle, LENIENT)), self._try(lambda: self._rolls_back(middle, LENIENT))
+
+    def _try(self, probe: Callable[[], bool]) -> bool:
+        try:
+            return probe()
+        except Exception:  # noqa: BLE001 - model code that expects whole prompts or single steps
+            return False
+
+    def _continues(self, position: int, limit: float) -> bool:
+        """True if the positions from `position` on come out right after the others have been cached."""
+        cache = self.span.new_cache(self.part)
+        self._step(cache, 0, position)
+        return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
+
+    def _rolls_back(self, position: int, limit: float) -> bool:
+        """True if the cache can forget the positions from `position` on, and see them again."""
+        cache = self.span.new_cache(self.part, record_past=True)
+        self._step(cache, 0, self.inputs.seq_len)
+        try:
+            cache.rollback(position)
+        except RollbackUnsupportedError:
+            return False
+        return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
+
+    def _agrees(self, got: Tensor, position: int, limit: float) -> bool:
+        """True if `got` is right up to rounding, and is clearly not the result without the cached positions.
+
+        Where these change nothing (experts without attention), both differ by how products of other rows add up.
+        """
+        axis = self.span.traits.batch_axis + 1
+        at_once = self._step(self.span.new_cache(self.part), 0, self.inputs.seq_len)
+        want = at_once.narrow(axis, position, self.inputs.seq_len - position)
+        error = rms(got - want)
+        ignoring = rms(self._step(self.span.new_cache(self.part), position, self.inputs.seq_len) - want)
+        rounding = 4 * torch.finfo(got.dtype).eps * rms(want)
+        return error <= max(limit * ignoring, rounding) or max(error, ignoring) <= NOTHING * rms(want)
+
+    def _step(self, cache: SpanCache, start: int, end: int) -> Tensor:
+        inputs = self.inputs.columns(start, end, start, self.span.traits)
+        output = self.span.run_blocks(inputs, self.part, cache)
+        cache.advance(inputs.seq_len)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """The lengths that make a difference to some modules; see `BlockTraits`."""
+
+    borders: tuple[int, ...] = ()
+    own_beyond: int | None = None
+
+
+def find_lengths(stack: nn.Module, positions: Tensor, run: Callable[[], object], longest: int) -> Lengths:
+    """Find the lengths, up to `longest`, at which modules of the stack change what they compute from `positions`.
+
+    `run` is a forward with those positions, `[ROWS, seq]`. Afterwards, the modules keep the state of the longest call.
+    """
+    borders: set[int] = set()
+    own: list[int] = []
+    calls = _calls(stack, positions, run)
+    for call in calls:
+        found = call.find(longest)
+        borders.update(found.borders)
+        own += [] if found.own_beyond is None else [found.own_beyond]
+    for call in calls:
+        call.near(longest)
+    beyond = min(own, default=None)
+    return Lengths(tuple(sorted(one for one in borders if beyond is None or one < beyond)), beyond)
+
+
+class _Call:
+    """A module, and how the stack has called it."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
+        self._module, self._args, self._kwargs, self._positions = module, args, kwargs, positions
+        self._before = KeptState.everything(module)
+
+    def find(self, longest: int) -> Lengths:
+        start = self._positions.shape[1]
+        borders: list[int] = []
+        while start < longest and not self._same(start, longest):
+            low, high = start, longest
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._same(start, middle) else (low, middle)
+            if (high < longest and not self._same(high, high + 1)) or len(borders) == MOST_BORDERS:
+                return Lengths(tuple(borders), low)
+            borders.append(low)
+            start = high
+        return Lengths(tuple(borders))
+
+    def _same(self, one: int, other: int) -> bool:
+        return all(torch.equal(*pair) for pair in zip(self._alone(one), self._alone(other), strict=True))
+
+    def _alone(self, length: int) -> list[Tensor]:
+        self._before.changed(self._module).put_back()
+        return self.near(length)
+
+    def near(self, length: int) -> list[Tensor]:
+        """The module's results for the first rows, in a call of that length."""
+        far = self._positions.clone()
+        far[-1] += length - far.shape[1]
+
+        def moved(value: Any) -> Any:
+            if _is_positions(value, self._positions):
+                return far.expand_as(value)
+            # In short floats a small difference of frequencies would vanish.
+            return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args, kwargs = tree_map(moved, (self._args, self._kwargs))
+        return list(_first_rows(self._module(*args, **kwargs)))
+
+
+def _calls(stack: nn.Module, positions: Tensor, run: Callable[[], object]) -> list[_Call]:
+    """Modules without weights that get the positions in such a forward."""
+    found: list[_Call] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(_is_positions(value, positions) for value in tree_leaves((args, kwargs))):
+            found.append(_Call(module, args, kwargs, positions))
+
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in stack.modules()
+        if next(module.parameters(), None) is None and not type(module).__module__.startswith("swarmllm.")
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _is_positions(value: Any, positions: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.shape[-2:] != positions.shape:
+        return False
+    return bool((value == positions).all())
+
+
+def _first_rows(outputs: Any) -> Iterator[Tensor]:
+    """All rows but the last of each tensor that has rows."""
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor) and ROWS in tensor.shape:
+            yield tensor.narrow(list(tensor.shape).index(ROWS), 0, ROWS - 1)
+
+
+def skippable_sides(span: BlockSpan, inputs: BlockInputs) -> tuple[Side, ...]:
+    """The sides on which padding makes no difference; `inputs` are 3 random rows, as long as `probes` takes them."""
+    if inputs.seq_len < 6 or span.traits.even_length < inf:  # the latter choose frequencies by the longest row
+        return ()
+    if any("Indexer" in type(module).__name__ for module in span.slots.modules()):
+        return ()  # they attend to the best keys, and which of equally good ones depends on the width of the batch
+    parts = parts_of_each_kind(span)
+    return tuple(side for side in SIDES if all(_makes_no_difference(span, part, inputs, side) for part in parts))
+
+
+def _makes_no_difference(span: BlockSpan, part: Span, inputs: BlockInputs, side: Side) -> bool:
+    with suppress(Exception), in_float32(span, part):  # model code that takes no such mask, or no such positions
+        inputs = inputs.with_hidden(inputs.hidden_states.float())
+        return _PaddedTexts(span, part, inputs, side).are_the_same_alone()
+    return False
+
+
+class _PaddedTexts:
+    """Three texts, padded to the length of the first on one side."""
+
+    def __init__(self, span: BlockSpan, part: Span, inputs: BlockInputs, side: Side) -> None:
+        length = inputs.seq_len
+        texts = torch.tensor([length, 2 * length // 3, length // 2], device=inputs.hidden_states.device)[:, None]
+        places = torch.arange(length, device=texts.device)
+        mask = places >= length - texts if side == "left" else places < texts
+        self.inputs = replace(inputs, attention_mask=mask.long(), position_ids=None)
+        second = int(texts[1])
+        self.columns = (length - second, length) if side == "left" else (0, second)
+        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run_blocks(inputs, part)
+        self.traits = span.traits
+
+    def are_the_same_alone(self) -> bool:
+        """True if the two shorter texts come out as in the batch of three, up to rounding."""
+        (first, end), axis = self.columns, self.traits.batch_axis
+        whole = self.run(self.inputs)
+        cut = self.inputs.rows(1, 3, self.traits).cut_to(first, end, self.traits)
+        shown = cut.attention_mask != 0
+        hidden = cut.hidden_states.movedim((axis, axis + 1), (0, 1)).clone()
+        hidden[~shown] = 0.0
+        cut = cut.with_hidden(hidden.movedim((0, 1), (axis, axis + 1)))
+        want = whole.narrow(axis, 1, 2).narrow(axis + 1, first, end - first)
+        got, want = (one.movedim((axis, axis + 1), (0, 1))[shown] for one in (self.run(cut), want))
+        error = rms(got - want)
+        return error <= STRICT * self._visible(whole) or error <= 4 * torch.finfo(want.dtype).eps * rms(want)
+
+    def _visible(self, whole: Tensor) -> float:
+        """The share of a result that comes from other positions."""
+        last, axis = self.inputs.seq_len - 1, self.traits.batch_axis
+        alone = self.inputs.rows(0, 1, self.traits).columns(last, last + 1, 0, self.traits)
+        return rms(self.run(replace(alone, attention_mask=None)) - whole.narrow(axis, 0, 1).narrow(axis + 1, last, 1))
+
+
 def probe(span: BlockSpan) -> None:
-    """Run all probes; leaves what they found in `span`: its traits, and what its cache looks like.
+    """Run all probes, and put their results into `span`: its traits, its cache sizes, its kept state.
 
     Takes a forward of the span, and some of one block of each kind, over a few positions.
 
@@ -65,7 +328,7 @@ def probe(span: BlockSpan) -> None:
 
 
 class _Probe:
-    """The state of probing one span: its random inputs, and the traits found so far."""
+    """The probing of one span: its random inputs, and the traits found so far."""
 
     def __init__(self, span: BlockSpan) -> None:
         self.span = span
@@ -74,7 +337,7 @@ class _Probe:
         self.source = self._normal((BATCH, SOURCE_LEN, span.source_dim)) if span.source_dim else None
 
     def _take(self, seq: int) -> None:
-        """Probe with that many positions."""
+        """Use inputs of that many positions."""
         self.seq = seq
         self.embeds = self._normal((BATCH, seq, self.span.embedding_dim))
         self.ids = self._ids()
@@ -85,7 +348,7 @@ class _Probe:
         return self.span.traits
 
     def found(self, **traits: Any) -> None:
-        """Note a result; `BlockSpan.run` uses it from now on."""
+        """Note a result; `BlockSpan.run_blocks` uses it from now on."""
         self.span.traits = self.traits.model_copy(update=traits)
 
     def inputs(self) -> BlockInputs:
@@ -101,8 +364,8 @@ class _Probe:
     def find_conventions(self) -> None:
         """Find what blocks take and return: try until the model's own forward gets through the first hosted block.
 
-        Placeholders before that block have to return what the model's loop expects, which only a real block shows: a
-        wrong guess either fails, or arrives at the block with axes missing.
+        Placeholders before that block must return what the model's loop expects, and only a real block shows it. A
+        wrong guess either fails, or reaches the block with axes missing.
         """
         span, slots = self.span, self.span.slots
         failure: Exception | None = None
@@ -130,7 +393,7 @@ class _Probe:
         raise UnsupportedModelError(f"the model can't be cut before block {span.span.start}") from failure
 
     def _first_block_reads(self, extras: tuple[Any, ...]) -> bool:
-        """Whether it matters what else the block before the span would have returned."""
+        """True if other results of the block before the span change the first block's output."""
         slots = self.span.slots
         usual = self.span.first_block(self.inputs())[0]
         slots.extras = extras
@@ -176,7 +439,7 @@ class _Probe:
         return got is want if got is None or want is None else _same(got, want)
 
     def _run_with_ids(self, inputs: BlockInputs, part: Span) -> Tensor | None:
-        """The result when the model sees ids; None if it can't run that way."""
+        """The result if the model gets ids; None if it can't run that way."""
         usual_traits = self.traits
         self.found(extra_inputs=("input_ids",))
         try:
@@ -224,7 +487,7 @@ class _Probe:
             return False
 
     def find_lengths(self) -> None:
-        """Find the lengths of calls at which their positions are computed otherwise."""
+        """Find the lengths of calls at which their positions are computed in another way."""
         span = self.span
         if "position_ids" not in inspect.signature(span.stack.forward).parameters:
             return
@@ -242,9 +505,9 @@ class _Probe:
             self.found(length_borders=found.borders, own_length_beyond=found.own_beyond)
 
     def find_cache_abilities(self) -> None:
-        """Find whether a prompt may come in pieces, and whether the cache can forget its last positions.
+        """Find out if a prompt may come in pieces, and if the cache can forget its last positions.
 
-        Looked at one part between two possible cuts, and one of each kind: no residual of other blocks hides an error.
+        It runs one part between two possible cuts, of each kind, so that no residual of other blocks hides an error.
 
         Raises:
             UnsupportedModelError: not even single steps continue what the cache holds.
@@ -262,7 +525,7 @@ class _Probe:
         cache: SpanCache | None = None,
         observer: Observer | None = None,
     ) -> Tensor:
-        return self.span.run(inputs, part or self.span.span, cache, observer)
+        return self.span.run_blocks(inputs, part or self.span.span, cache, observer)
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.random).to(self.span.device, self.span.dtype)
@@ -289,7 +552,7 @@ def _batch_axis(hidden: Tensor, seq: int) -> int | None:
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
-    """Equal; on an accelerator, whose kernels may add up in any order, nearly so."""
+    """True if both are equal; on an accelerator, whose kernels may add up in any order, nearly equal."""
     if got.shape != want.shape:
         return False
     if got.device.type == "cpu":

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError
-from swarmllm.models.span.packed_forward import SessionCall
-from swarmllm.models.span.packing import Packer
+from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.server.device.device import Accelerator, log_lacks, lost_context, out_of_memory
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import HOUSE, Account, Budget, BurstWait, Priority, Scheduler, Work
@@ -120,7 +119,7 @@ def _forward(pieces: Sequence[Piece]) -> list[object]:
         else:
             outcomes[idx] = call
     for packer, group in calls.items():
-        results = outcome_of(partial(packer.run, [call for _, call in group]))
+        results = outcome_of(partial(packer.run_calls, [call for _, call in group]))
         for place, (idx, _) in enumerate(group):
             outcomes[idx] = results[place] if isinstance(results, list) else results
     return outcomes
@@ -158,7 +157,7 @@ def joined(step: SessionStep) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the device thread is, and how much it has done so far."""
+    """Load of the device thread, and its work so far."""
 
     queue_ms: float
     """Smoothed time that a session's step waited for its turn."""
@@ -274,7 +273,7 @@ class DeviceThread:
 
     @property
     def load(self) -> Load:
-        """How busy the thread is, as of now."""
+        """Load of the thread, as of now."""
         return self._meter.load(time.perf_counter())
 
     @property
