@@ -44,17 +44,17 @@ class _Frozen(nn.Parameter):
 
 
 class HollowBlocks(nn.ModuleList):
-    """Registers the blocks under their indices, and presents only the proxy to a forward."""
+    """Registers the blocks under their indices, and shows only the proxy to a forward."""
 
     hollow: dict[int, nn.Module]
-    """Those that are on servers."""
+    """Blocks on servers, by index."""
     here: dict[int, nn.Module]
-    """The others: what is done to them is done."""
+    """Blocks that run here, by index: real modules, which can be changed."""
 
     def __init__(
         self, blocks: nn.ModuleList, proxy: BlocksProxy, here: Mapping[int, nn.Module], first: int = 0
     ) -> None:
-        """`first` is the number that the first of these blocks has in the whole model."""
+        """`first`: the number of the first of these blocks in the whole model."""
         super().__init__()
         self.first = first
         self.__dict__["proxy"] = proxy
@@ -66,7 +66,7 @@ class HollowBlocks(nn.ModuleList):
         self.num_tensors = len(list(elsewhere.parameters()))
         embeddings = [module.weight.numel() for module in elsewhere.modules() if isinstance(module, nn.Embedding)]
         self._num_parameters = sum(parameter.numel() for parameter in elsewhere.parameters()), sum(embeddings)
-        # peft counts parameters that are elsewhere by the name under which DeepSpeed says how many they are.
+        # peft counts parameters that are elsewhere by this name, which is DeepSpeed's.
         self.on_servers = _Frozen(torch.empty(0), requires_grad=False)
         self.on_servers.ds_numel = self.num_parameters()  # type: ignore[attr-defined]
         fix_children(self, ModulePlace("the list of blocks"))
@@ -110,7 +110,7 @@ class HollowBlocks(nn.ModuleList):
         refuse_change(f"block {index}")
 
     def hooked(self) -> frozenset[int]:
-        """Where users have hooks now: at `i` before block `i` of these, at `i + 1` behind it."""
+        """The places where users have hooks now: `i` is before block `i` of these, `i + 1` behind it."""
         return frozenset(hooked_bounds(self.hollow))
 
     def blocks(self) -> list[nn.Module]:
@@ -142,10 +142,9 @@ def hollow_blocks(
     stack: Stack,
     read_block: "BlockReader | None" = None,
 ) -> HollowBlocks:
-    """The block list of a model of class `cls` with the config of `model`; costs neither memory nor reading.
+    """Make the block list for a model of class `cls` with the config of `model`, without memory and without reading.
 
-    Blocks that are `here` are what they are; the others are hollow, and read by `read_block` if their values are
-    wanted.
+    Blocks that are `here` stay real. The others are hollow; `read_block` reads them if their values are needed.
     """
     found = find_blocks(on_meta(cls, model.config), stack).blocks
     blocks = HollowBlocks(found, proxy, here, stack.span.start).train(model.training)
@@ -160,14 +159,14 @@ def hollow_blocks(
 
 
 class BlockReader:
-    """Blocks by their indices; the last one stays in memory, because its modules are asked for one after the other."""
+    """Reads blocks by index. The last one stays in memory, because its modules are read one after the other."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
         self._last: tuple[int, nn.Module] | None = None
 
     def __call__(self, block_idx: int) -> nn.Module:
-        """The block with its weights, of which files of the hub are downloaded first.
+        """The block with its weights. Files of the hub are downloaded first.
 
         Raises:
             WeightsError: its files are missing or damaged.

@@ -1,9 +1,10 @@
 """Modules whose weights are on servers: the blocks of a client's model, as users and peft find them.
 
-One rule: a change that can't reach the servers is refused by the attempt itself. Whatever a module is made of is an
-entry of a table of torch (children, tensors, hooks) or an attribute. So every change passes a `ClosedTable` or
-`HollowModule.__setattr__`, and these ask whether the servers would follow. Weights are `HollowTensor`s: a name and a
-shape without memory. Who computes with one computes with its values, read from the checkpoint; nobody can change it.
+One rule: a change that can't reach the servers is refused by the attempt itself. A module consists of attributes and of
+torch's tables of children, tensors and hooks. So every change of it passes `HollowModule.__setattr__` or a
+`ClosedTable`, and these refuse it if servers would not follow. Weights are `HollowTensor`s, with a name and a shape but
+no memory. An operator that only reads one computes with its values, read from the checkpoint. An operator that would
+change it is refused.
 
 Made by `hollow_blocks`. Knows neither adapters nor the network.
 """
@@ -78,7 +79,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def is_row_hook(hook: Any) -> bool:
-    """Whether it is peft's, which tells a layer the adapter of each row: servers are told as well."""
+    """True if it is peft's hook that tells a layer the adapter of each row: servers are told as well."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
 
 
@@ -106,7 +107,7 @@ def close_hooks(module: nn.Module, where: ModulePlace) -> None:
 
 @contextmanager
 def rows_of_one_call(model: nn.Module) -> Iterator[None]:
-    """Within, one call of the model runs. If it fails, the hooks by which peft has told the adapters of its rows go.
+    """Within, one call of the model runs. If it fails, peft's hooks for the adapters of its rows are removed.
 
     peft removes them only after calls that work, so later calls would have these adapters too.
     """
@@ -182,7 +183,7 @@ class HollowTensor(Tensor):
             return value
 
         def closed(one: Any) -> Any:
-            """What shares memory with a value can't be changed either."""
+            """A result that shares memory with a value can't be changed either."""
             source = sources.get(one.untyped_storage().data_ptr()) if isinstance(one, Tensor) else None
             return one if source is None else cls.like(one, one.dtype, source.place, lambda: one)
 
@@ -214,7 +215,7 @@ def _refusing(name: str) -> Any:
     return lambda weight, *args, **kwargs: weight.refuse(name, *args, **kwargs)
 
 
-for _name in (  # what passes by the operators: memory, copies, gradients
+for _name in (  # memory, copies and gradients are no operators
     *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "share_memory_", "__dlpack__", "__deepcopy__"),
     *("__reduce_ex__", "register_hook", "retain_grad", "backward"),
 ):

@@ -1,7 +1,8 @@
-"""What peft's layers do to a module of a hollow block, in the forms that servers know (`adapters/block_adapter`).
+"""The changes that peft's layers make to a module of a hollow block, in forms that servers know.
 
-`_READERS` has a line for each class of peft. A method in none of these forms may be computed to one here: autograd goes
-on from the tensors that travel to the parameters that they were made of. Called by `hollow_adapters`.
+`_READERS` has a line for each class of peft; `adapters/block_adapter` has the forms. A method in another form may be
+computed to one of them here: gradients go on from the tensors that travel to the parameters that they were computed
+from. Called by `hollow_adapters`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ def _peft_names(module: nn.Module) -> list[str]:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is a layer of LoRA's."""
+    """True if it is a layer of LoRA's."""
     return "tuners.lora.layer.LoraLayer" in _peft_names(module)
 
 
