@@ -99,6 +99,10 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     "copying into it": (lambda m: weight(m).copy_(torch.ones(64, 64)), WEIGHT),
     "a part of it": (lambda m: weight(m).__setitem__(0, 1), WEIGHT),
     "initializing it": (lambda m: nn.init.normal_(weight(m)), WEIGHT),
+    "a result into it": (lambda m: torch.add(torch.ones(64, 64), 1, out=weight(m)), WEIGHT),
+    "another size": (lambda m: weight(m).resize_(2), WEIGHT),
+    "a row of a view": (lambda m: weight(m).view(-1)[3:9].mul_(2), WEIGHT),
+    "its storage": (lambda m: weight(m).untyped_storage(), WEIGHT),
     "an optimizer": (lambda m: torch.optim.SGD([weight(m)], lr=0.1), WEIGHT),
     "pruning": (lambda m: prune.l1_unstructured(block(m).self_attn.q_proj, "weight", 0.5), CHANGE),  # type: ignore[no-untyped-call]
     "gradients of a weight": (lambda m: weight(m).requires_grad_(), WEIGHT),
