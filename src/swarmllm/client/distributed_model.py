@@ -257,27 +257,17 @@ class DistributedModelForCausalLM(DistributedModel):
         self,
         generation_config: Any,
         input_ids_seq_length: int | None = None,
-        encoder_input_ids: Any = None,
-        prefix_allowed_tokens_fn: Any = None,
+        *args: Any,
         logits_processor: Any = None,
-        device: Any = None,
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' processors with ours: behind the caller's own, and behind all but the last."""
-        mask = (model_kwargs or {}).get(
-            "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
-        )
+        mask = (model_kwargs or {}).get("attention_mask")
         before, behind = generation.processors_of(generation_config, input_ids_seq_length or 0, mask)
+        given = [*(logits_processor or ()), *before]
         found = super()._get_logits_processor(
-            generation_config,
-            input_ids_seq_length,
-            encoder_input_ids,
-            prefix_allowed_tokens_fn,
-            [*(logits_processor or ()), *before],
-            device,
-            model_kwargs,
-            **kwargs,
+            generation_config, input_ids_seq_length, *args, logits_processor=given, model_kwargs=model_kwargs, **kwargs
         )
         generation.insert_behind(found, behind)
         return found
