@@ -410,7 +410,7 @@ async def test_peers_met_earlier_are_said_to_stand_in_for_dead_initial_peers(
     await new_peer(initial_peers=[dead], client_mode=True, address_book=book)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(f"none of the initial peers answers: {dead} (")
-    assert f"joined instead by {addrs[0]}/p2p/{server.peer_id}" in warning
+    assert f"joined through {addrs[0]}/p2p/{server.peer_id}" in warning
     assert str(book) in warning
 
 
@@ -425,7 +425,7 @@ async def test_peers_met_earlier_are_said_to_stand_in_for_dead_initial_peers(
         ({"host_maddrs": ["/ip4/127.0.0.1/udp/0/quic"]}, "TCP"),
         ({"host_maddrs": ["/ip4/192.0.2.1/tcp/31337"]}, "can't listen"),
         ({"announce_maddrs": ["/banana/1"]}, "is wrong"),
-        ({"announce_maddrs": ["/ip4/127.0.0.1/tcp/0"]}, "port 0"),
+        ({"announce_maddrs": ["/ip4/127.0.0.1/tcp/0"]}, "port can.t be 0"),
         ({"identity_path": "/nowhere/identity"}, "can't be written"),
     ],
 )

@@ -223,7 +223,7 @@ async def test_who_answers_late_is_not_called_missing(monkeypatch: pytest.Monkey
 
 async def test_a_swarm_without_models() -> None:
     assert await look_up(Directory({})) == []
-    with pytest.raises(MissingBlocksError, match="no model at all"):
+    with pytest.raises(MissingBlocksError, match="it serves no model"):
         await look_up(Directory({}), "some/model")
 
 

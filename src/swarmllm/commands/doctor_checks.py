@@ -107,7 +107,7 @@ def _dtype_of(checkpoint: Checkpoint, config: DoctorConfig) -> torch.dtype:
     except BlockWeightsNotFoundError as error:
         # The weights are read only for a dtype that config.json lacks.
         raise ConfigurationError(
-            f"config.json of {checkpoint.name} names no dtype, and without weights nothing else tells it: "
+            f"config.json of {checkpoint.name} names no dtype, and there are no weights to read it from: "
             "add --dtype bfloat16, or whatever the model is published in"
         ) from error
 
@@ -292,7 +292,7 @@ async def check_swarm(config: DoctorConfig) -> list[Finding]:
     peers = config.initial_peers
     if not peers:
         if not config.lan_discovery:
-            return [note("no initial peers were given, so no swarm was looked at: --initial_peers names them")]
+            return [note("no initial peers were given, so no swarm was checked: name peers with --initial_peers")]
         found = await find_peers(lambda _: False)
         if not found:
             return [note("no swarm was found on the local network: --initial_peers names peers elsewhere")]

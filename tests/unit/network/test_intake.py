@@ -117,7 +117,7 @@ async def test_unfinished_and_waiting_messages_of_one_peer_count_together(half_s
     ends[2][1].write(wire[: BIG // 2])
     await until(lambda: intake.num_bytes > 2 * BIG)
     ends[3][1].write(wire)
-    with pytest.raises(RemoteProtocolError, match="more was sent at once"):
+    with pytest.raises(RemoteProtocolError, match="too much was sent at once"):
         await ends[3][0].receive()
     assert not any(stream.closed for stream, _ in ends[:3])
     ends[0][1].write(wire[-1:])

@@ -172,7 +172,7 @@ async def test_a_stop_of_this_process_is_not_blamed_on_the_peer(streams: Streams
 async def test_garbage_ends_the_stream_and_the_peer_is_told(half_stream, garbage: bytes) -> None:
     stream, (reader, writer) = await half_stream()
     writer.write(garbage)
-    with pytest.raises(RemoteProtocolError, match="begin a frame"):
+    with pytest.raises(RemoteProtocolError, match="one must begin"):
         await stream.receive()
     (message,) = FrameDecoder().feed(await reader.read())
     assert message.type is MessageType.ERROR
