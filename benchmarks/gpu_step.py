@@ -98,7 +98,7 @@ def step(packer: Packer, caches: Sequence[SpanCache], seed: int) -> list[Tensor]
 
 def run_calls(packer: Packer, calls: Sequence[SessionCall]) -> Sequence[Any]:
     """Pack as a server does, but report a failure on pages instead of trying another way."""
-    return packer.forward.run(calls, packer.way) if packer.way == Packing.PAGED else packer.run(calls)
+    return packer.forward.run_packed(calls, packer.way) if packer.way == Packing.PAGED else packer.run_calls(calls)
 
 
 def outputs_of(packer: Packer, caches: Sequence[SpanCache]) -> Tensor:

@@ -56,7 +56,7 @@ def calls_of(blocks: BlockSpan) -> list[SessionCall]:
 def step_ms(packer: Packer, calls: list[SessionCall], way: Packing) -> float:
     """Processor time of one step of all clients."""
     began = time.thread_time()
-    for outcome in packer.run(calls, way):
+    for outcome in packer.run_calls(calls, way):
         if isinstance(outcome, Exception):
             raise outcome
     took = time.thread_time() - began

@@ -62,7 +62,7 @@ class Runs:
 
     def sessions(self) -> None:
         """A step of eight."""
-        self._packer.run([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
+        self._packer.run_calls([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
         for cache in self._caches:
             cache.rollback(CONTEXT)
 
