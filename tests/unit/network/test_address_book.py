@@ -116,4 +116,4 @@ def test_a_file_that_is_too_large_or_a_disk_that_is_full(tmp_path: Path, caplog:
     book = AddressBook(tmp_path / "peers.json" / "no directory", [FOUNDER])
     book.note(OTHERS[0], [ADDR])
     book.write()
-    assert "can't be kept" in caplog.text
+    assert "can't save the known peers" in caplog.text
