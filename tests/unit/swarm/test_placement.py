@@ -1,4 +1,4 @@
-"""Where servers go: joining, moving, and who of several claimers proceeds."""
+"""Placement of servers: joining, moving, and several servers that claim the same blocks."""
 
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.swarm.placement import block_throughputs, choose_span, claim_stands, describe_choice, plan_move

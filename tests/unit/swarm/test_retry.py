@@ -166,7 +166,7 @@ def test_what_one_peer_says_of_another_makes_nobody_avoided(error: type[PeerErro
 
 
 def test_peers_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is to be avoided longest stays."""
+    """The server with the longest ban stays."""
     monkeypatch.setattr(retry, "MAX_REMEMBERED", 64)
     health, now = PeerHealth(ban_s=10), 0.0
     for _ in range(5):
