@@ -20,8 +20,8 @@ import pytest
 import torch
 from audio_model import chirp, save_audio_model
 from recordings import RATE, wav
-from tests.numerics.speaking import IDS
-from tests.numerics.tiny_hearing_models import save_tiny_model
+from tests.numerics.tiny_speech_models import save_tiny_model
+from tests.numerics.tiny_whisper import IDS
 from transformers import (
     AutoFeatureExtractor,
     AutoModelForSpeechSeq2Seq,
