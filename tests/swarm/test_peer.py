@@ -130,7 +130,7 @@ async def test_a_peer_opens_streams_to_itself(new_peer: NewPeer) -> None:
     await streams[1].ping()  # left open: `close()` of the peer ends both sides
 
 
-async def test_the_served_side_knows_who_calls_and_both_greet(server: Peer, client: Peer) -> None:
+async def test_the_served_side_knows_the_caller_and_both_greet(server: Peer, client: Peer) -> None:
     callers = []
 
     async def serve(stream: FrameStream) -> None:

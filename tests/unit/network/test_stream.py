@@ -116,7 +116,7 @@ async def test_a_silent_peer_is_given_up(half_stream) -> None:
         await stream.send(MessageType.STEP, {})
 
 
-async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
+async def test_a_silent_peer_is_given_up_sooner_while_somebody_waits(
     half_stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has answered a ping; and as usual when nobody waits any more."""
