@@ -60,7 +60,7 @@ def test_a_flood_of_ghosts_stops_no_client(blocks: Blocks) -> None:
         assert not swarm.view.counts["repairs"]
 
 
-def test_who_lives_is_found_behind_the_dead(blocks: Blocks) -> None:
+def test_a_living_server_is_found_behind_dead_ones(blocks: Blocks) -> None:
     """It was refuted itself, and has been at fault more often than they: they would have been tried before."""
     span = (0, blocks.num_blocks)
     with InProcessSwarm(blocks, [span, span], route_timeout_s=5.0) as swarm, swarm.session() as session:

@@ -106,7 +106,7 @@ def assert_session(swarm: InProcessSwarm, batch_size: int, lengths: list[int]) -
     st.booleans(),
     st.sampled_from(["none", "int8"]),
 )
-def test_the_text_goes_on_whoever_dies(
+def test_the_text_goes_on_after_any_deaths(
     blocks: Blocks,
     layout: list[tuple[int, int]],
     speeds: list[float],
@@ -225,7 +225,7 @@ def test_where_all_are_banned_each_is_tried_once(
 
 
 @pytest.mark.parametrize("is_banned", [False, True])
-def test_a_repair_takes_whom_it_knows_while_the_dht_is_silent(blocks: Blocks, is_banned: bool) -> None:
+def test_a_repair_takes_known_servers_while_the_dht_is_silent(blocks: Blocks, is_banned: bool) -> None:
     """As it is for seconds when it asks a node that is frozen, which is what the repair is about."""
     answered = asyncio.Event()
 
@@ -332,7 +332,7 @@ def test_on_real_servers(llama: Path, local: PreTrainedModel, case: str) -> None
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
+def test_opening_a_model_waits_for_blocks_that_are_being_loaded(
     blocks: Blocks, is_loaded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Longer than for those that nobody has: two terminals may have been started together."""

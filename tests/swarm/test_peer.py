@@ -17,6 +17,7 @@ import psutil
 import pytest
 from echo_peers import FINGERPRINT, MODEL, echo, greeted, info, polite_echo
 from pytest_asyncio import fixture as in_loop
+from raw_peer import dht_node
 from tests.left_tasks import no_task_left_behind
 
 from swarmllm.commands.doctor_checks import check_swarm
@@ -130,7 +131,7 @@ async def test_a_peer_opens_streams_to_itself(new_peer: NewPeer) -> None:
     await streams[1].ping()  # left open: `close()` of the peer ends both sides
 
 
-async def test_the_served_side_knows_who_calls_and_both_greet(server: Peer, client: Peer) -> None:
+async def test_the_served_side_knows_the_caller_and_both_greet(server: Peer, client: Peer) -> None:
     callers = []
 
     async def serve(stream: FrameStream) -> None:
@@ -384,7 +385,6 @@ async def test_one_good_initial_peer_is_enough_and_others_are_not_waited_for(
         dead = f"/ip4/127.0.0.1/tcp/1/p2p/{SOMEBODY}"
         frozen = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
         second = await new_peer(initial_peers=[dead, frozen, *first.join_maddrs])
-        assert second._dht is not None
         assert second._dht._tasks  # it still dials
         assert dead in caplog.text
         await BlockDirectory(second).announce(MODEL, info(second))
@@ -540,8 +540,7 @@ async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer)
     forged = genuine.model_copy(update={"throughput": 1e9})
     await BlockDirectory(victim).announce(MODEL, genuine)
 
-    assert mallory._dht is not None
-    node = mallory._dht._node
+    node = dht_node(mallory)
 
     async def attack(value: Any, ttl_s: float, subkey: str | None, signer: Identity | None) -> None:
         node.protocol.record_validator = Forger(signer)
@@ -574,9 +573,8 @@ async def test_a_node_that_lies_hides_nothing(new_peer: NewPeer) -> None:
     client = BlockDirectory(await new_peer(mallory, client_mode=True))
     announced = info(victim)
     await BlockDirectory(victim).announce(MODEL, announced)
-    assert mallory._dht is not None
-    protocol = mallory._dht._node.protocol
-    key_id = type(mallory._dht._node.node_id).generate(servers_key(FINGERPRINT))
+    protocol = dht_node(mallory).protocol
+    key_id = type(dht_node(mallory).node_id).generate(servers_key(FINGERPRINT))
     genuine = protocol.storage.get(key_id).value.get(victim.peer_id)
     protocol.storage = DHTLocalStorage()  # hivemind's, which takes what it is given
 

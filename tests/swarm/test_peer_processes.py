@@ -102,7 +102,7 @@ def ignore(*_: object) -> None:
         (signal.SIGINT, signal.SIG_IGN),
     ],
 )
-def test_whoever_handles_signals_a_daemon_ends_and_its_end_is_noticed(signum: int, handler: Any) -> None:
+def test_a_daemon_ends_and_is_noticed_with_any_signal_handler(signum: int, handler: Any) -> None:
     """uvloop learns of a child's end by SIGCHLD, until somebody else handles that: torch's DataLoader does."""
     loop = EventLoop()
     killed, closed = (loop.run(Peer.create()) for _ in range(2))

@@ -302,7 +302,7 @@ def test_what_does_not_end_keeps_nobody_from_closing(
     loop._thread.join(120)
 
 
-def test_a_forked_process_closes_nothing_whoever_held_the_lock(loop: EventLoop) -> None:
+def test_a_forked_process_closes_nothing_even_if_the_lock_was_held(loop: EventLoop) -> None:
     with loop._lock:
         holder = threading.Thread(target=fork_and_close, args=[loop])
         holder.start()

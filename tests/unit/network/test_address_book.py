@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_another_process_finds_who_was_met(tmp_path: Path) -> None:
+def test_another_process_finds_peers_that_were_met(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "peers.json"
     book = AddressBook(path, [FOUNDER])
     assert book.note(OTHERS[0], [ADDR])

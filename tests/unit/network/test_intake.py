@@ -58,7 +58,7 @@ def test_a_peer_that_has_too_much_loses_the_stream_that_grows() -> None:
     assert not other.ended
 
 
-def test_when_all_have_too_much_who_has_most_loses_most() -> None:
+def test_when_all_have_too_much_the_largest_loses_most() -> None:
     intake = Intake(max_bytes_per_peer=100, max_bytes=200)
     greedy = [Held(intake, "mallory") for _ in range(3)]
     for held, num_bytes in zip(greedy, (20, 45, 25), strict=True):
