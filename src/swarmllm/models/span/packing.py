@@ -369,7 +369,7 @@ class Packer:
             return None
         shape[axis : axis + 2] = []
         # An adapter is applied to a whole forward, so calls with different ones take turns.
-        # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
+        # One axis of positions isn't always the same as three equal ones: models may count a fourth, of the text.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
         same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:
