@@ -39,7 +39,7 @@ class BlockDigests:
     def expect(self, model: PreTrainedModel, parameters: Mapping[str, str]) -> None:
         """Note the weights that are going to be read, and their parameters in the model; once for each model.
 
-        Buffers don't count: some versions of transformers read what others compute.
+        Buffers don't count: some versions of transformers read a buffer that others compute.
         """
         blocks, first = find_blocks(model).blocks, hosted_stack(model).span.start
         prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)

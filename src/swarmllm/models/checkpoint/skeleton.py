@@ -62,7 +62,7 @@ class GivenEmbeddings(nn.Module):
     """A stand-in for the input embeddings of a server, which has none: returns the prepared embeddings of the call."""
 
     def __init__(self, embedding_dim: int, *, pads: bool = False) -> None:
-        """`pads`: the stack may embed padding that it puts behind a text; nothing of it reaches the blocks."""
+        """`pads`: the stack may embed padding that it appends to a text; nothing of it reaches the blocks."""
         super().__init__()
         self.embedding_dim, self.pads = embedding_dim, pads
         self.weight = torch.empty(0, embedding_dim)  # no parameter: only for code that initializes or measures it

@@ -251,7 +251,7 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
 
 
 def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
-    """The positions of each call, all of them where those are that clients have sent: perhaps on a GPU."""
+    """The positions of each call, on one device: where clients' own positions are, if some have sent them."""
     sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
     device = sent[0].device if sent else torch.device("cpu")
     return [_positions(call).to(device) for call in calls]
