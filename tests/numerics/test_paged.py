@@ -216,8 +216,14 @@ def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCapt
 
 
 @pytest.mark.lane("triton")
-def test_fused_kernels_that_fail_are_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
-    from swarmllm.models.span.fused_step import find_fused
+def test_fused_kernels_that_fail_are_in_the_log(
+    llama: BlockSpan, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swarmllm.models.span import fused_step
 
-    assert find_fused(PagedAttention(llama)) is None  # there is no GPU, nor the interpreter
-    assert "decode steps are run by the model's own kernels, as fused ones fail: " in caplog.text
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(fused_step, "run_fused", fail)
+    assert fused_step.find_fused(PagedAttention(llama)) is None
+    assert "decode steps are run by the model's own kernels, as fused ones fail: RuntimeError" in caplog.text

@@ -74,7 +74,7 @@ ENCODERS = frozenset(
 """Encoders whose blocks were seen to be exact (`tests/numerics/test_task_classes.py`): forward without a KV cache."""
 
 WITH_AUDIO = frozenset({"moonshine", "speech_to_text", "whisper"})
-"""Encoder-decoders with audio whose blocks were seen to be exact (`tests/numerics/test_hearing_models.py`). Nothing
+"""Encoder-decoders with audio whose blocks were seen to be exact (`tests/numerics/test_architectures.py`). Nothing
 happens between the blocks of their encoders."""
 
 EXACT_WITH: dict[str, dict[str, object]] = {"bigbird_pegasus": {"attention_type": "original_full"}}

@@ -275,7 +275,7 @@ async def test_a_call_may_raise_whatever_it_likes(thread: DeviceThread) -> None:
 
 
 @pytest.mark.parametrize("place", ["next", "ran", "add", "decoding"])
-async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
+async def test_a_mistake_in_the_thread_itself_fails_all_calls_and_is_reported(
     thread: DeviceThread, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mistake(*_: object) -> None:
@@ -414,7 +414,7 @@ def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
     assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 
 
-async def test_a_lack_that_shows_in_what_is_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_memory_when_outputs_are_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         torch.empty(1 << 48)
 

@@ -110,7 +110,7 @@ class Hop:
         """Have outputs sent to `successor`, or (None) to this client; returns up to which position it has sent some.
 
         Raises:
-            SwarmError: it can't reach the successor (who is then the error's peer), or doesn't answer.
+            SwarmError: it can't reach the successor (the error's peer is the successor then), or doesn't answer.
         """
         target = None
         if successor is not None:

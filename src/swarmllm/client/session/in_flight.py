@@ -156,7 +156,7 @@ class InFlight:
         self.epoch = 0
         """Counts how often the servers were linked. They drop steps of earlier epochs."""
         self.is_linked = False
-        """Whether the servers are usable and linked, as far as this client knows."""
+        """True if the servers are usable and linked, as far as this client knows."""
         self._began_with = 0
         """The id before all requests of this epoch."""
         self._failure: SwarmError | None = None
@@ -319,7 +319,7 @@ class InFlight:
             waiting.fail(error)
 
     def _is_stale(self, hop: Hop, error: SwarmError, request: int | None) -> bool:
-        """Whether the error is about a request of an earlier epoch, or about a replaced neighbour."""
+        """True if the error is about a request of an earlier epoch, or about a replaced neighbour."""
         if request is not None:
             return request not in self._steps and request < self._began_with
         if not isinstance(error, PeerError) or not error.is_hearsay:

@@ -69,7 +69,7 @@ class OpenRoute(Sequence[Hop]):
 
     @property
     def usable(self) -> bool:
-        """Whether no server is known to be lost."""
+        """True if no server is known to be lost."""
         return all(hop.usable for hop in self._hops)
 
     def hop_of(self, connection: Connection) -> Hop | None:
@@ -98,7 +98,7 @@ class OpenRoute(Sequence[Hop]):
     # ------------------------------------------------------------------ complaints of servers about each other
 
     def is_neighbour(self, hop: Hop, peer_id: str | None) -> bool:
-        """Whether that peer is right before or right behind this hop."""
+        """True if that peer is right before or right behind this hop."""
         index = self._hops.index(hop)
         return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
 

@@ -46,7 +46,7 @@ class TextRoom:
         return max_length
 
     def take(self, needed_length: int, max_length: int) -> None:
-        """Keep room for `max_length` from now on, of which `needed_length` is in use."""
+        """Keep room for `max_length` from now on, and note that `needed_length` is in use."""
         self.guessed = self.guessed or max_length > self.max_length
         self.max_length, self._needed_length = max_length, needed_length
 
@@ -61,7 +61,7 @@ class TextRoom:
 
 @dataclass(eq=False)
 class SessionText:
-    """The inputs of one batch of texts. `position` counts those whose outputs the client has got."""
+    """The inputs of one batch of texts. `position` counts the positions with outputs that the client has got."""
 
     traits: BlockTraits
     room: TextRoom
@@ -144,11 +144,11 @@ class SessionText:
             yield inputs if whole else inputs.columns(start, end, self.position, self.traits)
 
     def goes_back_alike(self, position: int) -> bool:
-        """Whether rolling a cache back to `position` gives the same as computing the text up to there again."""
+        """True if rolling a cache back to `position` gives the same as computing the text up to there again."""
         return self._log.goes_back_alike(position)
 
     def was_computed_as(self, length: int, position: int) -> bool:
-        """Whether everything before `position` was computed as in a prompt of `length` positions."""
+        """True if everything before `position` was computed as in a prompt of `length` positions."""
         return self._log.was_computed_as(length + (self.adapter.num_prefix if self.adapter else 0), position)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:

@@ -313,7 +313,7 @@ def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
 
 
 def uncut(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
-    """Positions of the shortest first piece; after it the call may be cut anywhere. The whole length: it stays whole."""
+    """Positions of the shortest first piece; after it the call may be cut anywhere. If it is the whole, no cut."""
     if not traits.chunked_prefill or inputs.looks_ahead(past):
         return inputs.seq_len
     if traits.even_length == inf:

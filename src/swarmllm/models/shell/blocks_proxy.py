@@ -52,7 +52,7 @@ class Call:
     begun."""
     cache: RemoteCache | None = None
     hidden_is_callers: bool = False
-    """The hidden states may be a tensor of the user's, who may change it in place later."""
+    """The hidden states may be a tensor of the user, and be changed in place later."""
     used_up: tuple[Any, ...] = ()
     """Lists and dicts to clear when the blocks have run: the blocks have added their contents themselves."""
     played: list[Tensor] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Call:
 
     @property
     def is_played(self) -> bool:
-        """Whether the model's code goes through the blocks one by one."""
+        """True if the model's code goes through the blocks one by one."""
         return self.inputs is not None and (self.inputs.inner is not None or bool(self.hooked))
 
 
@@ -91,7 +91,7 @@ def calling(call: Call) -> Iterator[Call]:
 def with_audio(call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call with the size and the mask that the first block is given.
 
-    For encoders of audio, and for those that pad their text themselves: nobody knows either before that block.
+    For encoders of audio, and for encoders that pad their text themselves. Both are unknown before that block.
 
     Raises:
         ConfigurationError: the mask hides more than padding, or the call has tensors for the unpadded positions.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.numerics.architectures import SPEECH
 from tests.numerics.in_process_swarm import encoder_decoder_client
-from tests.numerics.speaking import IDS, save_speaking_whisper
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_speech_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_whisper import IDS, save_speaking_whisper
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
@@ -79,5 +79,5 @@ def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: d
 
 def test_without_sound_it_says_how_to_give_it(pair: tuple[PreTrainedModel, ...]) -> None:
     _, client = pair
-    with pytest.raises(ConfigurationError, match=f"give the model its sound as {client.main_input_name}"):
+    with pytest.raises(ConfigurationError, match=f"give the model its audio as {client.main_input_name}"):
         client.get_encoder()(torch.zeros(1, 0, 8))
