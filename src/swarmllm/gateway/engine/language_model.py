@@ -22,8 +22,8 @@ from swarmllm.api import (
     LocalFallback,
     cache_argument,
     decoder_stack,
+    has_vision,
     preferred_stops,
-    sees,
 )
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
@@ -83,7 +83,7 @@ class LanguageModel(OfferedModel):
         with opened(config) as (swarm, tokenizer):
             # `generation` uses the fallback itself, because it reports it to the client.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            processor = PictureProcessor(config.model, config.revision) if sees(swarm.config) else None
+            processor = PictureProcessor(config.model, config.revision) if has_vision(swarm.config) else None
             return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
     def close(self) -> None:

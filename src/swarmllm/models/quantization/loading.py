@@ -112,7 +112,7 @@ class _Quantizer(HfQuantizer):
         return _Quantize(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        self.remove_quantization_config(model)  # its config says what the checkpoint is, as ever
+        self.remove_quantization_config(model)  # the config describes the checkpoint, as without quantization
         return model
 
     def is_serializable(self) -> bool:
