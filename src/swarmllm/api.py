@@ -90,8 +90,7 @@ if TYPE_CHECKING:
         Span,
         SwarmSnapshot,
     )
-    from swarmllm.decoding.processors import processors_before, processors_behind
-    from swarmllm.decoding.text_so_far import tokens_with
+    from swarmllm.decoding.processors import processors_before, processors_behind, tokens_with
     from swarmllm.models.architecture import (
         Task,
         cache_argument,
@@ -158,7 +157,7 @@ _HOMES = {
     "RemoteCache": "swarmllm.models.shell.remote_cache",
     "processors_before": "swarmllm.decoding.processors",
     "processors_behind": "swarmllm.decoding.processors",
-    "tokens_with": "swarmllm.decoding.text_so_far",
+    "tokens_with": "swarmllm.decoding.processors",
     "Connection": "swarmllm.client.view.connection",
     "SwarmView": "swarmllm.client.view.swarm_view",
     "RouteHop": "swarmllm.data_structures",

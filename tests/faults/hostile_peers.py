@@ -46,7 +46,7 @@ NICE = 10
 LEAVING_S = 30.0
 """For attacks to take back what they have announced, after which the next phase begins in any case."""
 MAX_LENGTH = 128
-"""Of the sessions of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
+"""Tokens of each session of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
 docs/security.md says."""
 DEEP: Any = {"id": 1, "x": {}}
 for _ in range(400):

@@ -57,8 +57,7 @@ def blocks(two_blocks: BlockSpan) -> BlockSpan:
 
 
 async def test_someone_elses_session(blocks: BlockSpan) -> None:
-    """Who knows a session's id but not its token can do nothing with it; of one that exists he hears what he hears of
-    one that doesn't."""
+    """A peer with a session's id and without its token can do nothing. The answers don't tell whether it exists."""
     async with serving(blocks) as server:
         owner = await opened(server, peer_id=HONEST)
         thief = await server.connect(MALLORY)
@@ -569,7 +568,7 @@ async def test_a_chain_in_a_circle(blocks: BlockSpan) -> None:
         inputs = hidden_states(blocks)
         refused = await ask(stream, MessageType.STEP, step_header(SESSION, 0, inputs), hidden_states=inputs)
         assert error_code(refused) == "remote_protocol"
-        assert "circles" in refused.header["message"]
+        assert "ascending order" in refused.header["message"]
         assert server.device_thread.num_calls == 0
         await hang_up(stream)
 

@@ -310,11 +310,11 @@ class Sessions(RuleBasedStateMachine):
 
         hidden = self._text(0, one.num_rows)[:, one.length : one.length + 1]
         header = step_header(one.id, one.length, hidden, epoch=self.epoch, rows=one.rows)
-        self.server.packer.run = lacks  # type: ignore[method-assign]
+        self.server.packer.run_calls = lacks  # type: ignore[method-assign]
         try:
             message = await ask(one.stream, MessageType.STEP, header, hidden_states=hidden)
         finally:
-            del self.server.packer.run  # type: ignore[method-assign]
+            del self.server.packer.run_calls  # type: ignore[method-assign]
         self.epoch += 1
         assert error_code(message) == "out_of_memory"
         one.seen = hidden[:, :0]

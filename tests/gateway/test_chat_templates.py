@@ -1,6 +1,5 @@
 """Chat templates: the text is transformers', and what computes without end or takes all memory ends alone."""
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -109,12 +108,10 @@ def test_a_closed_one_leaves_nothing() -> None:
 @pytest.fixture(scope="module")
 def hostile(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A gateway of a checkpoint whose template never ends."""
-    with running_gateway(swarm.initial_peers, served_name=("embedded",)) as gateway:
+    with running_gateway(swarm.initial_peers, served_name=("embedded",), chat_template=ENDLESS) as gateway:
         model = gateway.gateway.models.first
         model.templates.close()
         model.templates = ChatTemplates(limit_s=0.3)
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = ENDLESS
         yield gateway
 
 

@@ -20,7 +20,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox.
 PROMPT = "Once upon a time"
 
 
-def test_completion_is_what_the_local_model_writes(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+def test_completions_equal_the_local_model(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
     ids = tokenizer(PROMPT).input_ids
     answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
     assert answer.choices[0].text == greedy(ids, 24)
@@ -59,7 +59,7 @@ def test_a_stream_brings_the_same_as_a_whole_answer(gateway: RunningGateway, n: 
     assert len(chunks) > 20
 
 
-def test_a_seed_gives_the_same_text_whatever_happens_beside_it(gateway: RunningGateway) -> None:
+def test_a_seed_gives_the_same_text_under_load(gateway: RunningGateway) -> None:
     def ask(seed: int) -> list[str]:
         answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, seed=seed, n=2)
         return [choice.text for choice in answer.choices]

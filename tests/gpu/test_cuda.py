@@ -206,7 +206,7 @@ def test_packed_steps_are_those_of_each_session_alone(directory: Path) -> None:
             alone.append(blocks.forward(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, other))
             caches.append(cache)
     calls = [SessionCall(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, cache) for seed, cache in enumerate(caches)]
-    for expected, found in zip(alone, Packer(blocks, right_ways(blocks)).run(calls), strict=True):
+    for expected, found in zip(alone, Packer(blocks, right_ways(blocks)).run_calls(calls), strict=True):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models, tiny_models, tiny_vision_models
+from tests.numerics import tiny_encoder_decoders, tiny_models, tiny_speech_models, tiny_vision_models
 from tests.numerics.in_process_swarm import InProcessSwarm, encoder_decoder_client
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -90,7 +90,7 @@ class Subject:
             if self.kind == "text":
                 tiny_models.save_tiny(self.name, path, dtype=dtype)
             else:
-                saved_by = {"vision": tiny_vision_models, "speech": tiny_hearing_models}
+                saved_by = {"vision": tiny_vision_models, "speech": tiny_speech_models}
                 saved_by.get(self.kind, tiny_encoder_decoders).save_tiny_model(self.name, path)
             self._saved.add(path)
         return path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models
+from tests.numerics import tiny_encoder_decoders, tiny_speech_models
 from tests.numerics.architectures import Subject
 from tests.numerics.sessions_together import (
     RELATIVE,
@@ -312,7 +312,7 @@ FEW_POSITIONS = {
 
 def throughput_of_stacks_with_few_positions(subject: Subject) -> None:
     """A server that starts measures no more positions than each stack has."""
-    tiny: Any = tiny_hearing_models if subject.kind == "speech" else tiny_encoder_decoders
+    tiny: Any = tiny_speech_models if subject.kind == "speech" else tiny_encoder_decoders
     config: Any = tiny.tiny_config(subject.name)
     for field, positions in FEW_POSITIONS.items():
         if getattr(config, field, None):

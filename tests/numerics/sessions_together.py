@@ -65,7 +65,7 @@ class Sessions:
                 inputs = self.inputs(idx, length)
                 wanted.append(self.blocks.forward(inputs, self.span, self.alone[idx]))
                 calls.append(SessionCall(inputs, self.span, self.packed[idx]))
-        return max(map(relative_error, self.packer.run(calls), wanted))
+        return max(map(relative_error, self.packer.run_calls(calls), wanted))
 
     def inputs(self, idx: int, length: int) -> BlockInputs:
         """The next inputs of one session."""

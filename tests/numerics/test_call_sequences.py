@@ -59,8 +59,8 @@ class Held:
     masked: bool = False
     """True if positions were hidden at some time."""
     cropped: bool = False
-    """Whether positions were forgotten. What is hidden from all has looked at everything, also at what came later and
-    is gone now: its keys are made again without that, so it must stay hidden."""
+    """True if positions were forgotten. A position hidden from all has looked at all others, also at later ones, which
+    are gone now. Its keys are made again without them, so it must stay hidden."""
 
 
 @dataclass

@@ -1,25 +1,18 @@
 """`generate()` with ways to choose tokens that transformers lacks: by field, in batches, with beams, beside guesses."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_speculation import AheadRunner, FixedPlanner, Obsessed, Speculating
+from test_speculation import FixedPlanner, Obsessed, Speculating, client_ahead, save_sharp_llama
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
-from swarmllm.data_structures import Span
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
-from swarmllm.decoding.mirostat import Mirostat
-from swarmllm.decoding.truncation import TopNSigma
+from swarmllm.decoding.methods import FrustratinglySimple, Mirostat, TopNSigma
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.shell.loading import load_client_shell
-from swarmllm.models.span.loading import load_block_span
 from swarmllm.speculation.drafters import NGramDrafter
 from swarmllm.speculation.planner import Plan
 
@@ -52,25 +45,7 @@ class Guessing(Speculating, DistributedModelForCausalLM):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("decoding")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
-    model.save_pretrained(directory)
-    return directory
+    return save_sharp_llama(tmp_path_factory.mktemp("decoding"), 3)
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +54,8 @@ def plain(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def guessing(directory: Path) -> Iterator[Any]:
-    checkpoint = open_checkpoint(str(directory))
-    spans = [Span(0, 2), Span(2, 4)]
-    blocks = [load_block_span(checkpoint, span, dtype=torch.float32, progress=False) for span in spans]
-    return load_client_shell(
-        checkpoint,
-        model_class=LlamaForCausalLM,
-        mixin=Guessing,
-        dtype="auto",
-        runner=AheadRunner(list(zip(blocks, spans, strict=True))),
-        traits=blocks[0].traits,
-        progress=False,
-    )
+def guessing(directory: Path) -> Any:
+    return client_ahead(directory, Guessing)
 
 
 def generate(model: Any, ids: Tensor = IDS, seed: int = 11, **options: Any) -> Any:

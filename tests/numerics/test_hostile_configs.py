@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models, tiny_models, tiny_vision_models
+from tests.numerics import tiny_encoder_decoders, tiny_models, tiny_speech_models, tiny_vision_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swarmllm.data_structures import Span
@@ -45,7 +45,7 @@ KINDS = {
     **dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, tiny_models),
     **dict.fromkeys(tiny_encoder_decoders.names(), tiny_encoder_decoders),
     **dict.fromkeys(tiny_vision_models.names(), tiny_vision_models),
-    **dict.fromkeys(tiny_hearing_models.names(), tiny_hearing_models),
+    **dict.fromkeys(tiny_speech_models.names(), tiny_speech_models),
 }
 NAMES = sorted(KINDS.keys() - {"dots3_note", "gemma3n", "gemma4_assistant", "t5gemma2"})
 """All but those for which the helpers make no config under this name."""

@@ -267,7 +267,7 @@ def test_between_two_steps_training_has_one_turn() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(range(100)), st.floats(0, 0.3)), max_size=200))
-def test_who_has_stopped_decoding_is_forgotten_whatever_else_runs(decodes: list[tuple[int, float]]) -> None:
+def test_sessions_that_stopped_decoding_are_forgotten_whatever_else_runs(decodes: list[tuple[int, float]]) -> None:
     """Prompts of up to 16 tokens count as decoding, so a server may never see anything else."""
     scheduler: Scheduler[Job] = Scheduler(BUDGET)
     now, last = 0.0, {}

@@ -38,7 +38,7 @@ def test_files_that_a_document_names_are_there(name: str) -> None:
 
 
 def test_the_way_of_a_token_is_told_in_a_page_and_few_words() -> None:
-    """What its picture shows, `tests/faults/test_way_of_a_token.py` compares with a token."""
+    """`tests/faults/test_way_of_a_token.py` compares the files of its picture with a token's."""
     text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     words = re.findall(r"^\| \*(\w+)\*", text, re.MULTILINE)
     used = Counter(word for path in SOURCE.rglob("*.py") for word in re.findall("[a-z]+", path.read_text()))

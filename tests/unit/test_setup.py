@@ -1,4 +1,4 @@
-"""What the package promises about itself: cost of the import, public names, dependency ranges, commands, image."""
+"""Promises of the package about itself: cost of the import, public names, dependency ranges, commands, image."""
 
 import ast
 import importlib.metadata

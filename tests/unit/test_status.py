@@ -37,7 +37,7 @@ def server(name: str, start: int, end: int, state: int = ServerState.ONLINE, **v
 
 
 class Directory:
-    """What a BlockDirectory says about `models`: servers by record."""
+    """Answers of a BlockDirectory about `models`: servers by record."""
 
     def __init__(self, models: dict[ModelRecord, list[ServerInfo]]) -> None:
         self._models = models

@@ -6,11 +6,11 @@
 It is an instance of the architecture's class and of `DistributedModel`, or, to generate,
 `DistributedModelForCausalLM`. `open_in_swarm` joins the swarm and loads the checkpoint without its blocks.
 
-Models that see have their towers here, and pictures are part of single texts (`models/shell/stack_forward`). Models
-with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
-sessions, which are given the encoder's outputs once.
+Vision models have their towers here (`models/shell/stack_forward`). Models with an encoder and a decoder have both
+stacks on servers: the encoder's blocks run without sessions, the decoder's in sessions, which are given the encoder
+outputs once.
 
-`without_refused` says which options of `from_pretrained` can't work here.
+`without_refused` knows the options of `from_pretrained` that can't work here.
 """
 
 import difflib
@@ -58,7 +58,7 @@ _BY_SERVERS = "servers quantize the blocks (--quant_type)"
 _BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
 
 
-_SMALL = "only embeddings, final norm and head are here, and what blocks may take is said to servers (--max_memory)"
+_SMALL = "only embeddings, final norm and head are here; the memory for blocks is a setting of servers (--max_memory)"
 
 
 _REFUSED = {
@@ -72,19 +72,19 @@ _REFUSED = {
     "variant": "the checkpoint's usual files are used, as servers do",
     "output_loading_info": "only the model is returned",
 }
-"""Arguments of transformers that can't work without the blocks, and why."""
+"""Arguments of transformers that can't work without the blocks, and the reason."""
 
 
 MISTYPED = 0.85
-"""Names that are as like as this are meant to be the same. Assumed: transformers has none that is so like ours."""
+"""An unknown argument this similar to one of ours is a typing mistake. Assumed: transformers has no such name."""
 
 
 _PLACED = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways of accelerate to spread a model; what is here is small, so all of them put it on the first device."""
+"""accelerate's ways to spread a model. The client's part is small, so all of them put it on the first device."""
 
 
 class UnlessOwn:
-    """A method of ours that steps back where the architecture has a module of that name."""
+    """A method that gives way to a module of the same name, where the architecture has one."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -326,7 +326,7 @@ class _AutoDistributed:
     """`from_pretrained` gives the architecture's class for one task."""
 
     _task: Task | None
-    """None = what the checkpoint was saved for."""
+    """None = the task that the checkpoint was saved for."""
 
     def __init__(self) -> None:
         raise TypeError(f"use {type(self).__name__}.from_pretrained(…)")
@@ -350,20 +350,20 @@ class _AutoDistributed:
     ) -> Any:
         """The model of that checkpoint, its blocks in the swarm that `initial_peers` belong to.
 
-        Reads only embeddings, final norm and head; a head that the checkpoint lacks is a new one, as with transformers.
+        Reads only embeddings, final norm and head. A head that the checkpoint lacks is a new one, as with transformers.
 
         Args:
             name_or_path: hub id or local directory, or a GGUF file of one (owner/repository/file.gguf), as servers do.
             initial_peers: multiaddresses of any peers of the swarm; default: `client_config`'s.
             dtype: for the local parts; "auto" = as stored.
-            gguf_file: the same as its name after that of directory or repository.
+            gguf_file: a GGUF file in that directory or repository.
             local_blocks: blocks to run here, as "0:2" or "0:2,30:32"; default: `client_config`'s.
             tuning_mode: "ptune" = `pre_seq_len` trained vectors before each text, "deep_ptune" = in every block as
-                well (`model.tuned_prompts`); everything else that the checkpoint has is frozen.
+                well (`model.tuned_prompts`); all else in the checkpoint is frozen.
             hf_kwargs: for transformers' `from_pretrained`; `device_map` is one device, for the local parts.
 
         Raises:
-            SwarmError: arguments, architecture or files won't do; the swarm lacks blocks, or can't be joined.
+            SwarmError: arguments, architecture or files can't be used; the swarm lacks blocks, or can't be joined.
         """
         hf_kwargs = without_refused(hf_kwargs, inspect.signature(cls.from_pretrained).parameters)
         config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
@@ -379,7 +379,7 @@ class _AutoDistributed:
 def _with_arguments(
     config: ClientConfig, initial_peers: Sequence[str] | str | None, local_blocks: str | None
 ) -> ClientConfig:
-    """Those that are given go before the config's."""
+    """The config with these arguments in place of its own."""
     if initial_peers is not None:
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         config = replace(config, initial_peers=peers)
@@ -429,7 +429,7 @@ def open_in_swarm(
 
 
 def _find_traits(checkpoint: Checkpoint, view: SwarmView) -> None:
-    """Find out what the model's blocks need, so that no server has to be believed."""
+    """Find the traits of the model's blocks here, so that no server has to be believed."""
     view.own_traits = traits_of(checkpoint, own_cache_dir() / PROBES)
 
 
@@ -446,14 +446,14 @@ def _view_of(
     view.model_place = checkpoint.place
     tell_stacks(view, spans, config)
     view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
-    # Here and not when a route is explained: building a model sets torch's random state back to what it was
-    # before, and another thread may be sampling by then.
+    # Not when a route is explained: building a model resets torch's random state, and another thread may be sampling
+    # by then.
     view.num_bytes = sum(block_bytes(checkpoint, dtype))
     return view
 
 
 def tell_stacks(view: SwarmView, spans: Sequence[Span], config: ClientConfig) -> None:
-    """Tell the view which blocks are the encoder's, if there are any.
+    """Tell the view the encoder's blocks, if there are any.
 
     Raises:
         ConfigurationError: a setting doesn't go with an encoder-decoder.
@@ -517,13 +517,13 @@ class AutoDistributedModelForQuestionAnswering(_AutoDistributed):
 
 
 class AutoDistributedModelForMaskedLM(_AutoDistributed):
-    """What stands in masked places of a text; of encoders."""
+    """Tokens for masked places of a text, by an encoder."""
 
     _task = Task.MASKED_LM
 
 
 class AutoDistributedModelForFeatureExtraction(_AutoDistributed):
-    """No head: hidden states after the last block, as transformers' `AutoModel` gives them."""
+    """No head: hidden states after the last block, as by transformers' `AutoModel`."""
 
     _task = Task.FEATURES
 
@@ -535,24 +535,24 @@ class AutoDistributedModel(_AutoDistributed):
 
 
 def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """What `from_pretrained` can honour of it; None, False and "" ask for nothing. `own`: its own arguments.
+    """The options without those that ask for nothing: None, False and "". `own`: the arguments of `from_pretrained`.
 
     Raises:
-        ConfigurationError: there is something that it can't.
+        ConfigurationError: one of them can't be honoured.
     """
     for option in _REFUSED.keys() & hf_kwargs.keys():
         if hf_kwargs[option] not in (None, "", False):
             raise ConfigurationError(f"{option} can't be given here: {_REFUSED[option]}")
     for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
         raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
-    for option in hf_kwargs:  # transformers would say so as well, but only when the swarm was found
+    for option in hf_kwargs:  # transformers would refuse it as well, but only after the swarm was found
         if near := difflib.get_close_matches(option, own, n=1, cutoff=MISTYPED):
             raise ConfigurationError(f"there is no argument {option}: did you mean {near[0]}?")
     return {name: value for name, value in hf_kwargs.items() if name not in _REFUSED}
 
 
 def device_of(device_map: Any) -> torch.device | None:
-    """The device for what is here; None: wherever it is loaded.
+    """The device for the client's part; None: where it is loaded.
 
     Raises:
         ConfigurationError: it names several, or one that this machine lacks.

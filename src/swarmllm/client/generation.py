@@ -28,8 +28,7 @@ from transformers.generation import GenerationMode, StopStringCriteria
 from transformers.generation.logits_process import LogitNormalization
 
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
-from swarmllm.decoding.processors import processors_before, processors_behind
-from swarmllm.decoding.text_so_far import padding_lengths, tokens_with
+from swarmllm.decoding.processors import padding_lengths, processors_before, processors_behind, tokens_with
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import cache_argument, decoder_stack, sees
 from swarmllm.models.shell.remote_cache import RemoteCache
@@ -159,7 +158,9 @@ def _write(
         if method == "_sample" and model.speculator is not None:
             speculation = model.speculator.speculation_for(model, generation_config, model_kwargs)
         if speculation is not None:
-            return speculation.run(input_ids, logits_processor, criteria, generation_config, streamer, model_kwargs)
+            return speculation.write_text(
+                input_ids, logits_processor, criteria, generation_config, streamer, model_kwargs
+            )
         return getattr(model, method)(input_ids, stopping_criteria=criteria, **given, **model_kwargs)
 
     if model.local_fallback is None:

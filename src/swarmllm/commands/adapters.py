@@ -171,7 +171,9 @@ def merge(settings: Merge) -> None:
 def build_parser() -> Parser:
     """A flag for each field of Search."""
     parser = Parser(
-        prog="swarmllm adapters", description="What others have trained on a swarm, on the hub.", epilog=EXAMPLES
+        prog="swarmllm adapters",
+        description="List adapters and heads that others have shared on the hub.",
+        epilog=EXAMPLES,
     )
     parser.add_settings(Search, [Search])
     return parser

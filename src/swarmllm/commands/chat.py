@@ -99,7 +99,7 @@ class CtrlC:
 
 def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
-    description = "A conversation with a model of the swarm."
+    description = "Chat with a model of the swarm."
     parser = Parser(prog="swarmllm chat", description=description, epilog=EXAMPLES, common=COMMON)
     parser.add_settings(
         ChatConfig, [ModelConfig, ClientModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions

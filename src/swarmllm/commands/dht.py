@@ -66,7 +66,9 @@ class DhtConfig(InviteConfig, PeerConfig):
 
 def build_parser() -> Parser:
     """A flag for each field of DhtConfig."""
-    parser = Parser(prog="swarmllm dht", description="A peer that others join through.", epilog=EXAMPLES)
+    parser = Parser(
+        prog="swarmllm dht", description="Run a bootstrap peer, through which others join.", epilog=EXAMPLES
+    )
     parser.add_settings(DhtConfig, [SwarmConfig, PeerConfig], InviteConfig, without=["lan_discovery"])
     return parser
 

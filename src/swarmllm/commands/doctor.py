@@ -47,7 +47,7 @@ async def examine(config: DoctorConfig) -> int:
 def build_parser() -> Parser:
     """A flag for each field of DoctorConfig, named as those of the server."""
     parser = Parser(
-        prog="swarmllm doctor", description="Checks this machine and network, and names what to mend.", epilog=EXAMPLES
+        prog="swarmllm doctor", description="Check this machine and network, and name what to mend.", epilog=EXAMPLES
     )
     classes = [DoctorConfig, ModelConfig, BlocksConfig, SwarmConfig, PeerConfig]
     parser.add_settings(DoctorConfig, classes, without=["stop_on_stdin_eof"])

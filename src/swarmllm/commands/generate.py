@@ -32,10 +32,10 @@ COMMON = (
 
 def build_parser() -> Parser:
     """A flag for each field of TextConfig, and the prompt."""
-    description = "Text from a swarm, as it comes."
+    description = "Print text from a swarm while it is generated."
     parser = Parser(prog="swarmllm generate", description=description, epilog=EXAMPLES, common=COMMON)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
-    parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
+    parser.add_argument("prompt", nargs="?", help="beginning of the text; default: standard input")
     parser.add_settings(
         TextConfig, [ModelConfig, ClientModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions
     )

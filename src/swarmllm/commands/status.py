@@ -191,7 +191,9 @@ class StatusConfig(SwarmConfig):
 def build_parser() -> Parser:
     """A flag for each field of StatusConfig."""
     parser = Parser(
-        prog="swarmllm status", description="Who serves what in a swarm, and what is missing.", epilog=EXAMPLES
+        prog="swarmllm status",
+        description="Show the servers of a swarm, their blocks, and missing blocks.",
+        epilog=EXAMPLES,
     )
     parser.add_settings(StatusConfig, [SwarmConfig, StatusConfig], without=["identity_path"])
     return parser

@@ -240,10 +240,10 @@ def build_parser() -> Parser:
     """A flag for each field of DemoConfig except the prompt."""
     parser = Parser(
         prog="swarmllm demo",
-        description="A whole swarm on this machine tells a story, and loses a server on the way.",
+        description="A swarm on this machine tells a story, and one of its servers is killed.",
         epilog='example:\n  swarmllm demo "Once upon a time"\n',
     )
-    parser.add_argument("prompt", nargs="?", help="how the story begins")
+    parser.add_argument("prompt", nargs="?", help="beginning of the story")
     parser.add_settings(DemoConfig, [DemoConfig], without=["prompt"])
     return parser
 

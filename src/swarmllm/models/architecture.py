@@ -74,11 +74,11 @@ ENCODERS = frozenset(
 """Encoders whose blocks were seen to be exact (`tests/numerics/test_task_classes.py`): forward without a KV cache."""
 
 HEARING = frozenset({"moonshine", "speech_to_text", "whisper"})
-"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_hearing_models.py`).
+"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_architectures.py`).
 Nothing happens between those of their encoders."""
 
 EXACT_WITH: dict[str, dict[str, object]] = {"bigbird_pegasus": {"attention_type": "original_full"}}
-"""Settings of a config with which the sweep shows an architecture exact that is refused otherwise."""
+"""Settings of a config that make an architecture exact that is refused otherwise, as the sweep shows."""
 
 REFUSED_ARCHITECTURES: dict[str, str] = {
     **dict.fromkeys(("bert-generation", "big_bird", "xlm", "xmod"), UNSEEN),
@@ -129,7 +129,7 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
 }
 
 MOST_PADDING = 16
-"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
+"""Most entries of a table of positions besides those of texts: 2 in OPT and RoBERTa. Assumed."""
 _LENGTHS = (
     *("max_position_embeddings", "max_seq_len", "max_target_positions"),
     *("max_decoder_position_embeddings", "max_encoder_position_embeddings"),
@@ -137,7 +137,7 @@ _LENGTHS = (
 
 
 class Task(Enum):
-    """What a model's head is for; the value says it to users."""
+    """The task of a model's head; users see the value."""
 
     CAUSAL_LM = "causal language model"
     SEQ_TO_SEQ_LM = "encoder-decoder language model"
@@ -161,7 +161,7 @@ TASK_TAGS = {
     Task.MASKED_LM: "fill-mask",
     Task.FEATURES: "feature-extraction",
 }
-"""What the hub calls them."""
+"""The hub's names of tasks."""
 
 
 _MAPPINGS = {
@@ -179,7 +179,7 @@ _MAPPINGS = {
 
 @dataclass(frozen=True)
 class BlockList:
-    """Where the blocks of a model are: `getattr(owner, attribute) is blocks`."""
+    """The place of a model's blocks: `getattr(owner, attribute) is blocks`."""
 
     owner: nn.Module
     attribute: str
@@ -193,20 +193,20 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Stack:
-    """A part of the model that loops over blocks: all of them, or those of the encoder, or of the decoder."""
+    """A part of the model that loops over blocks: all of them, or those of the encoder or the decoder."""
 
     role: str
     """ "encoder", "decoder", or "" where there is but one."""
     span: Span
-    """Its blocks, as they are numbered in the whole model: those of the encoder come first."""
+    """The numbers of its blocks in the whole model; the encoder's come first."""
 
 
 @contextmanager
 def as_config_says(path: str) -> Iterator[None]:
-    """Within, transformers does what a stranger's file says: whatever it raises about that becomes one sentence.
+    """Within: transformers obeys a stranger's file; any error about the file becomes one sentence.
 
     Raises:
-        UnsupportedModelError: it can't be done.
+        UnsupportedModelError: transformers can't obey it.
     """
     try:
         yield
@@ -287,7 +287,7 @@ def _first_list(stack: nn.Module) -> nn.ModuleList:
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Refuse what is known not to give the numbers of the local model.
+    """Refuse models that are known not to give the numbers of the local model.
 
     Raises:
         UnsupportedModelError: with the reason.
@@ -308,23 +308,23 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def _sees_or_hears(config: PreTrainedConfig) -> bool:
-    """Whether it is made of several models, or of one that isn't for text."""
+    """True if the model consists of several models, or isn't for text."""
     cls = MODEL_MAPPING.get(type(config), None)
     return bool(config.sub_configs) or getattr(cls, "main_input_name", "input_ids") != "input_ids"
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether positions see later ones, so that there is no KV cache and nothing to generate."""
+    """True if positions attend to later ones: there is no KV cache and nothing to generate."""
     return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
 
 
 def hears(config: PreTrainedConfig) -> bool:
-    """Whether the model takes sound, of which its encoder makes what enters the encoder's blocks."""
+    """True if the model takes audio; its encoder makes the inputs of the encoder's blocks from it."""
     return config.is_encoder_decoder and config.model_type in HEARING
 
 
 def sees(config: PreTrainedConfig) -> bool:
-    """Whether the model takes pictures, so that its text model is a part of it."""
+    """True if the model takes pictures; its text model is a part of it."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
 
 
@@ -377,7 +377,7 @@ def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def task_of(config: PreTrainedConfig) -> Task:
-    """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
+    """The task that the checkpoint was saved for: a causal language model, unless it says otherwise."""
     if sees(config) and not config.is_encoder_decoder:
         return Task.IMAGE_TEXT_TO_TEXT
     with as_config_says(config.name_or_path):
@@ -392,7 +392,7 @@ def task_of(config: PreTrainedConfig) -> Task:
 
 
 def stored_prefix(config: PreTrainedConfig) -> str:
-    """What the class that the checkpoint was saved for calls the stack in the names of tensors."""
+    """The prefix of the stack's tensors in the class that the checkpoint was saved for."""
     cls = _MAPPINGS[task_of(config)].get(type(config), None)
     return str(getattr(cls, "base_model_prefix", ""))
 
@@ -448,7 +448,7 @@ def find_blocks(model: PreTrainedModel, stack: Stack | None = None) -> BlockList
 
 
 def cache_argument(stack: nn.Module) -> str:
-    """How the stack's forward names its cache: mamba-like models differ."""
+    """The name of the cache in the stack's forward: mamba-like models differ."""
     parameters = inspect.signature(stack.forward).parameters
     return "cache_params" if "cache_params" in parameters else "past_key_values"
 
@@ -463,7 +463,8 @@ def max_positions(stack: PreTrainedModel) -> int | None:
 
 
 def _length_of(stack: PreTrainedModel) -> int | None:
-    """Positions of a text, by any of the names that configs have for them: the first of which the stack has a table."""
+    """Positions of a text, by any of the names that configs have for them: the first name for which the stack has a
+    table."""
     config = text_config(stack.config)
     stated = (getattr(config, name, None) for name in _LENGTHS)
     found = [length for length in stated if isinstance(length, int) and length > 0]

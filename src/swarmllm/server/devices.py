@@ -62,7 +62,9 @@ def all_devices(config: ServerConfig) -> tuple[str, ...]:
     count = min(num_gpus // together, end - start) * together
     if together > 1 and not count:
         if num_gpus:
-            raise ConfigurationError(f"--tensor_parallel {together} needs {together} GPUs, and here is {num_gpus}")
+            raise ConfigurationError(
+                f"--tensor_parallel {together} needs {together} GPUs, but this machine has {num_gpus}"
+            )
         return ("cpu",) * together
     return config.device if count < 2 else tuple(f"cuda:{index}" for index in range(count))
 
@@ -86,14 +88,14 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
         raise ConfigurationError(f"{num_blocks} blocks can't be split between {count} devices: name fewer")
     if config.announce_maddrs and count > 1:
         raise ConfigurationError(
-            "announce_maddrs can't be of several servers: name one --device, and start one for each"
+            "announce_maddrs can't belong to several servers: name one --device, and start a server for each"
         )
     if not all(maddr.endswith(ANY_PORT) for maddr in config.host_maddrs) and count > 1:
         raise ConfigurationError(
             f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
         )
     if config.port and config.metrics_port and abs(config.port - config.metrics_port) < count:
-        raise ConfigurationError("ports and metrics ports of the devices meet as they count up: choose others")
+        raise ConfigurationError("ports and metrics ports of the devices overlap: choose others")
     shares = [share for _, share in config.blocks_by_device] or _even_shares(num_blocks or 0, count)
     ends = list(itertools.accumulate(shares, initial=config.block_indices[0] if config.block_indices else 0))
     machine = uuid.uuid4().hex[:16]

@@ -42,7 +42,7 @@ class ServerMetrics(Collector):
             "dtype": info.dtype,
             "version": info.version,
         }
-        yield InfoMetricFamily("swarmllm_server", "What this server serves.", value=about)
+        yield InfoMetricFamily("swarmllm_server", "Blocks and settings of this server.", value=about)
         for name, text, value in self._now(info):
             yield GaugeMetricFamily(f"swarmllm_server_{name}", text, value=value)
         for name, text, value in self._so_far():
@@ -54,7 +54,7 @@ class ServerMetrics(Collector):
         load, sessions, pages = self._device_thread.load, self._sessions, self._pages
         budget = CacheBudget(0) if sessions is None else sessions.budget
         yield "blocks", "Blocks served.", info.end - info.start
-        yield "throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput
+        yield "throughput_tokens_per_second", "Announced speed: tokens through the whole span.", info.throughput
         yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()
         yield "relayed_streams", "Streams through relays.", self._record.peer.num_relayed_streams
         yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
@@ -70,16 +70,12 @@ class ServerMetrics(Collector):
     def _so_far(self) -> Iterator[tuple[str, str, float]]:
         load, pages = self._device_thread.load, self._pages
         yield "steps", "Steps of sessions.", load.num_steps
-        yield "tokens", "Tokens of those steps.", load.num_tokens
+        yield "tokens", "Tokens of steps of sessions.", load.num_tokens
         yield "failures", "Steps and requests that failed.", load.num_failures
-        yield "forwards", "Forwards in which they were computed.", load.num_forwards
-        yield (
-            "reused_tokens",
-            "Tokens of known prompts, which were not computed.",
-            0 if pages is None else pages.num_reused_tokens,
-        )
-        yield "received_bytes", "From clients and other servers.", traffic.received_bytes
-        yield "sent_bytes", "To clients and other servers.", traffic.sent_bytes
+        yield "forwards", "Forwards that computed steps of sessions.", load.num_forwards
+        yield "reused_tokens", "Tokens of known prompts.", 0 if pages is None else pages.num_reused_tokens
+        yield "received_bytes", "Bytes from clients and other servers.", traffic.received_bytes
+        yield "sent_bytes", "Bytes to clients and other servers.", traffic.sent_bytes
 
     @property
     def _sessions(self) -> SessionTable | None:
@@ -94,8 +90,10 @@ class ServerMetrics(Collector):
 
 def _of_relay(relay: RelayService) -> Iterator[Metric]:
     """Figures of the relay."""
-    yield GaugeMetricFamily("swarmllm_relay_reservations", "Peers reached through this.", value=relay.num_reservations)
-    yield GaugeMetricFamily("swarmllm_relay_circuits", "Connections that pass through this.", value=relay.num_circuits)
+    yield GaugeMetricFamily(
+        "swarmllm_relay_reservations", "Peers that are reached through this relay.", value=relay.num_reservations
+    )
+    yield GaugeMetricFamily("swarmllm_relay_circuits", "Connections through this relay.", value=relay.num_circuits)
     yield CounterMetricFamily("swarmllm_relay_bytes", "Bytes that passed, both ways.", value=relay.num_bytes)
     yield CounterMetricFamily("swarmllm_relay_refusals", "Refused requests to this relay.", value=relay.num_refused)
 

@@ -202,7 +202,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.reachability == "private" and self.announce_maddrs:
             raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
         if self.reachability == "private" and self.new_swarm:
-            raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
+            raise ConfigurationError(
+                "no peer could join a swarm whose first server is private: join a swarm, or leave --reachability out"
+            )
         self._require_devices()
         self._require_device_map()
         self._require_tensor_parallel()
@@ -226,7 +228,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --device_map or --tensor_parallel, not both")
         start, end = self.block_indices or (0, num_blocks)
         if end - start != num_blocks:
-            raise ConfigurationError(f"device_map is about {num_blocks} blocks, and block_indices about {end - start}")
+            raise ConfigurationError(f"device_map has {num_blocks} blocks, and block_indices {end - start}")
 
     def _require_devices(self) -> None:
         """Raise ConfigurationError unless these are names of devices."""
@@ -263,7 +265,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if (self.offload or 0) > num_blocks > 0:
             raise ConfigurationError(f"of {num_blocks} blocks, {self.offload} can't be offloaded")
         if self.offload is None and num_blocks == 0:
-            raise ConfigurationError("say with --num_blocks or --block_indices how many blocks --offload auto is about")
+            raise ConfigurationError("--offload auto needs --num_blocks or --block_indices")
 
     def _require_blocks_and_record(self) -> None:
         """Raise ConfigurationError unless such blocks can exist, and peers would take a record of them."""

@@ -152,7 +152,7 @@ class SpanLife:
         assert sleep is not None
         return_free_memory()
         await self._announcer.announce()
-        logger.info("nobody has used blocks %s for %g s: they leave the memory", self._record.span, self._idle_s)
+        logger.info("no client has used blocks %s for %g s: they leave the memory", self._record.span, self._idle_s)
         target = await unless_stopped(stop, self._moved_or(sleep.wanted.wait()))
         if target is None:
             self._access.end_sleep()
@@ -160,7 +160,7 @@ class SpanLife:
         if target != self._record.span:
             self._access.end_sleep()
             return await self._move(target, stop)
-        logger.info("somebody asks for blocks %s: loading them again", target)
+        logger.info("a client asks for blocks %s: loading them again", target)
         return await self._load(stop)
 
     async def _move(self, target: Span, stop: asyncio.Event) -> bool:

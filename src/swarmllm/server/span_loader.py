@@ -153,7 +153,7 @@ class SpanLoader:
         loaded = [
             load_block_span(
                 self._checkpoint,
-                part,
+                stack_span,
                 dtype=self.dtype,
                 device=self.device,
                 quantization=self.quantization,
@@ -163,7 +163,7 @@ class SpanLoader:
                 probes_dir=None if group else own_files / PROBES,
                 group=group,
             )
-            for part in parts_of(self._checkpoint.config, span)
+            for stack_span in parts_of(self._checkpoint.config, span)
         ]
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
@@ -179,7 +179,7 @@ class SpanLoader:
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
-        logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
+        logger.info("while other sessions decode, prompts go in pieces of %d tokens", beside_decode)
         self.device_thread.adopt(
             doubling_tokens=doubling_tokens(throughput, len(span)),
             beside_decode=beside_decode,
@@ -234,7 +234,7 @@ class SpanLoader:
         if Packing.PAGED not in ways:
             if blocks.pool is not None:
                 logger.warning(
-                    "each session has keys and values of its own: on pages, the blocks compute something else"
+                    "each session has keys and values of its own: on pages, the blocks would compute other values"
                 )
             blocks.pool = None
         if blocks.pool is not None:
@@ -253,7 +253,7 @@ class SpanLoader:
             prefix_tokens=config.prefix_cache_tokens,
         )
         logger.info(
-            "the blocks take %s of memory; %s are for sessions, %s for prompts that begin alike",
+            "the blocks take %s of memory; %s are for sessions, %s for shared prompts",
             size_in_words(num_bytes),
             size_in_words(room.sessions),
             size_in_words(room.pages),
@@ -264,8 +264,8 @@ class SpanLoader:
         """True if the files of other blocks are there (on the hub: downloaded now) and hold them."""
         try:
             await in_background(self._check_files)
-            for part in parts_of(self._checkpoint.config, span):
-                look = partial(span_tensor_names, self._checkpoint, part)
+            for stack_span in parts_of(self._checkpoint.config, span):
+                look = partial(span_tensor_names, self._checkpoint, stack_span)
                 names = await self.device_thread.run_call(look, Priority.SESSIONLESS)
                 await in_background(partial(self._checkpoint.tensors, names.value))
         except LOADING_FAILURES as error:

@@ -61,7 +61,7 @@ def find_route(
     """
     span = span or Span(0, snapshot.num_blocks)
     servers = [s for s in snapshot.online() if s.peer_id not in avoid and s.start < span.end and s.end > span.start]
-    route = _Search(servers, span, costs or RouteCosts()).run(beam_width) if servers else None
+    route = _Search(servers, span, costs or RouteCosts()).find_cheapest(beam_width) if servers else None
     if route is None:
         raise _missing(servers, span, snapshot.encoder_blocks)
     return route
@@ -226,7 +226,7 @@ class _Search:
         self._distances = _Distances(servers, self._half, costs.relayed)
         self._may_cut = self._allowed_cuts()
 
-    def run(self, beam_width: int) -> list[RouteHop] | None:
+    def find_cheapest(self, beam_width: int) -> list[RouteHop] | None:
         length, num_servers = self._length, len(self._servers)
         came_from = np.full((length, num_servers), STAYS, np.int32)
         begins = (self._starts <= 0) & self._may_cut[:, 0]

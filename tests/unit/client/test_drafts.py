@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.gateway.vision_model import save_vision_model
 from tests.numerics.tiny_encoder_decoders import save_tiny_model as save_tiny_encoder_decoder
-from tests.numerics.tiny_hearing_models import save_tiny_model
+from tests.numerics.tiny_speech_models import save_tiny_model
 
 from swarmllm import AutoDistributedModel, ClientConfig
 from swarmllm.client.speculative_generation import UNGUESSED, require_no_drafts

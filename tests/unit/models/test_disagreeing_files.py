@@ -50,7 +50,7 @@ def path(saved: Path, tmp_path: Path) -> Path:
 
 
 def tensors(path: Path, add: float = 0.0) -> dict[str, Tensor]:
-    """Those of the checkpoint, of which this one differs."""
+    """The fields of the checkpoint, from which this one differs."""
     return {name: tensor + add for name, tensor in load_file(path / SINGLE).items()}
 
 

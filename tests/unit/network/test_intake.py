@@ -1,4 +1,4 @@
-"""What peers have sent and nobody has taken: bounded for each of them and for all, and it has to go on."""
+"""Messages that peers have sent and nobody has taken: bounded for each peer and for all, and they have to go on."""
 
 import asyncio
 from collections.abc import Callable

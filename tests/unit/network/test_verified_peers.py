@@ -1,4 +1,4 @@
-"""Who is counted: only those who have been met, and serve what their records say."""
+"""Peers that count: only those that were met, and serve the blocks of their records."""
 
 import asyncio
 from collections.abc import AsyncIterator

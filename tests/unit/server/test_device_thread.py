@@ -175,7 +175,7 @@ class Blocks:
         self.blocks, self.traits = self, BlockTraits()
         self.forwards: list[list[int]] = []
 
-    def run(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
+    def run_calls(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
         hidden: list[Any] = [call.inputs for call in calls]
         self.forwards.append([tensor.shape[1] for tensor in hidden])
         return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
@@ -245,7 +245,7 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThr
 
 async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(thread: DeviceThread) -> None:
     class Uneven(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             self.forwards.append([])
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
@@ -275,7 +275,7 @@ async def test_a_call_may_raise_whatever_it_likes(thread: DeviceThread) -> None:
 
 
 @pytest.mark.parametrize("place", ["next", "ran", "add", "decoding"])
-async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
+async def test_a_mistake_in_the_thread_itself_fails_all_calls_and_is_reported(
     thread: DeviceThread, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mistake(*_: object) -> None:
@@ -347,9 +347,9 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(thread: 
     gate = Gate()
 
     class Slow(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             gate()
-            return super().run(calls)
+            return super().run_calls(calls)
 
     step = Step(Slow(), "a", 1)
     running = asyncio.create_task(thread.run_step(step))
@@ -385,7 +385,7 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
         raise lack
 
     class Lacking(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             return [lack for _ in calls]
 
     rooms: list[str] = []
@@ -414,7 +414,7 @@ def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
     assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 
 
-async def test_a_lack_that_shows_in_what_is_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_memory_when_outputs_are_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         torch.empty(1 << 48)
 

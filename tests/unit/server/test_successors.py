@@ -1,4 +1,4 @@
-"""Which servers may come next in a route, and what is announced of their distance."""
+"""Servers that may come next in a route, and the announced round trips to them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Who is tried again, after how long, and who is avoided meanwhile."""
+"""Retries: which peer, after how long, and which peers are avoided meanwhile."""
 
 import pytest
 from hypothesis import given

@@ -329,7 +329,9 @@ class MicroBatches:
     async def _forward_chain(self, run: _Forward, chain: list[RouteHop]) -> None:
         """Servers that pass on to each other; if one can't, the rest is left to be relayed."""
         parts = [Part(hop, run.inputs) for hop in chain]
-        outcome = await self._pushed.run_pushed(MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed)
+        outcome = await self._pushed.run_pushed(
+            MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed
+        )
         for hop, answer in zip(chain, outcome.answers, strict=False):
             self._hops.show(answer, hop, run.inputs)
             if run.without_pushed and answer.header.pushed and hop is not chain[-1]:

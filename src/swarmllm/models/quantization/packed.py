@@ -38,7 +38,7 @@ OUTLIER_THRESHOLD = 6.0
 """Inputs beyond this are multiplied as they are (section 3.2)."""
 LARGEST = 127
 WHOLE_BYTES = 8
-"""cuBLAS multiplies matrices of whole numbers whose sides are multiples of this."""
+"""The sides of matrices of whole numbers must be multiples of this for cuBLAS."""
 PADDED_ROWS = 32
 """And it wants more than 16 inputs."""
 
@@ -122,7 +122,7 @@ class Packed:
         return outputs.to(inputs.dtype)
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:
-        """`[tokens, out]` → `[tokens, in]`: what gradients need."""
+        """`[tokens, out]` → `[tokens, in]`, for gradients."""
         dtype, scale = computing_dtype(grads.dtype, grads.device), self._output_scale()
         wide = grads.to(dtype) if scale is None else grads.to(dtype) * scale
         slices = self._slices(dtype)
@@ -151,7 +151,7 @@ class Packed:
 
     @abstractmethod
     def _output_scale(self) -> Tensor | None:
-        """`[out]`: what is cheaper to multiply with the outputs than with the weights."""
+        """`[out]`: scales that are cheaper to multiply with the outputs than with the weights."""
 
     @abstractmethod
     def _kernel_takes(self, inputs: Tensor) -> bool: ...
@@ -228,8 +228,8 @@ class Int8(Packed):
         return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> bool:
-        """Whether torch's kernel is the fastest, and for such inputs: for other dtypes it is a plain loop, and of rows
-        that don't fill its vectors it reads beyond the end."""
+        """True if torch's kernel is the fastest, and can take such inputs: for other dtypes it is a plain loop, and it
+        reads beyond the end of rows that don't fill its vectors."""
         fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
         return fits and inputs.shape[0] <= INT8_KERNEL_TOKENS and torch_multiplies_int8_faster()
 

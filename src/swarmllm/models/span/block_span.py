@@ -349,9 +349,9 @@ class BlockSpan:
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
         if cache is None:
             with self.adapted(inputs, span), self._saved_for_backward():
-                return self.run(inputs, span, self._with_prefix(None, inputs, span))
+                return self.run_blocks(inputs, span, self._with_prefix(None, inputs, span))
         with torch.inference_mode(), self.adapted(inputs, span, cache.position):
-            output = self.run(inputs, span, self._with_prefix(cache, inputs, span))
+            output = self.run_blocks(inputs, span, self._with_prefix(cache, inputs, span))
             cache.advance(inputs.seq_len)
             return output
 
@@ -379,7 +379,7 @@ class BlockSpan:
         cache.begin_with(of_blocks, inputs.batch_size)
         return cache
 
-    def run(
+    def run_blocks(
         self,
         inputs: BlockInputs,
         span: Span,

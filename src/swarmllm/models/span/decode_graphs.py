@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from swarmllm.errors import CacheFullError
 from swarmllm.models.span.page_pool import PagePool, PageTable, Placed
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class DecodeGraphs:
         """The smallest size with room for so many positions; None: there is none."""
         return next((size for size in self.sizes if size >= num_positions), None)
 
-    def run(
+    def replay(
         self, size: int, hidden: Sequence[Tensor], pairs: Sequence[tuple[int, int]], position_ids: Tensor | None = None
     ) -> Tensor:
         """Run a step of `size` on these; returns `[number of pairs, hidden]`, a tensor of its own."""
@@ -109,7 +110,7 @@ class DecodeGraphs:
         for size in sorted(sizes, reverse=True):
             try:
                 self._record(size)
-            except RuntimeError as error:
+            except (RuntimeError, CacheFullError) as error:
                 logger.warning(
                     "decode steps of %d and fewer positions aren't recorded: %s", size, str(error).split("\n")[0]
                 )

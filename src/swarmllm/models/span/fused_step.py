@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
 from swarmllm.models.span import fused_kernels
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
@@ -53,7 +54,7 @@ class Product:
 
     def join(self) -> None:
         """Join the weights, if they are plain tensors; the modules keep views."""
-        if not all(type(module.weight) is nn.Parameter for module in self.modules):
+        if not all(type(one.weight) is nn.Parameter and one.weight.is_contiguous() for one in self.modules):
             return
         biases: list[Tensor | None] = [one.bias for one in self.modules]
         given = [one for one in biases if one is not None]
@@ -156,6 +157,8 @@ class FusedBlock:
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
+    if not hasattr(module, "variance_epsilon"):
+        raise PackingUnsupportedError(f"a block has other norms: {type(module).__name__}")
     return module.weight, float(module.variance_epsilon)
 
 
@@ -201,7 +204,7 @@ def find_fused(paged: PagedAttention) -> FusedStep | None:
     try:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
         for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
-            _compare(paged, fused[block_idx])
+            _compare(paged, block_idx)
     except PackingUnsupportedError as error:
         logger.info("decode steps are run by the model's own kernels: %s", error)
         return None
@@ -231,33 +234,45 @@ def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
 
 
 @torch.inference_mode()
-def _compare(paged: PagedAttention, fused: FusedBlock) -> None:
-    """Check that the block computes the same as the model's own code.
+def _compare(paged: PagedAttention, block_idx: int) -> None:
+    """Compare a block with the model's own code in float32: with several positions and with one, joined and not.
 
     Raises:
         PackingUnsupportedError: it computes something else.
     """
-    blocks, idx = paged.blocks, fused.block_idx
-    part = Span(idx, idx + 1)
-    random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, TRIAL, fused.block.input_layernorm.weight.shape[0], generator=random)
-    hidden = hidden.to(blocks.device)
+    blocks, part = paged.blocks, Span(block_idx, block_idx + 1)
     usual = blocks.pool
     blocks.pool = blocks.new_pool(4, part, torch.float32)
     table = PageTable(blocks.pool)
-    table.prepare(1, 2 * TRIAL)
-    pairs = [(table.rows[0], position) for position in range(2 * TRIAL)]
+    table.prepare(1, 2 * TRIAL + 1)
     try:
         with in_float32(blocks, part):
-            outputs = []
-            for recorder in (None, lambda _, call: run_fused(fused, call, paged.cache)):
-                for start in (0, TRIAL):
-                    placed = Placed.of(pairs[start : start + TRIAL], blocks.device)
-                    output = paged.step(hidden * (1 + start), placed, placed.positions[None], part, recorder)
-                    outputs.append(output - hidden * (1 + start))
+            expected = _trial(paged, part, table, None)
+            fused = _fused(blocks, block_idx)
+            step = FusedStep(paged, {block_idx: fused})
+            for join in (False, True):
+                if join:
+                    fused.join()
+                for got, want in zip(_trial(paged, part, table, step.run_block), expected, strict=True):
+                    error = rms(got - want)
+                    if not error <= CLOSE * rms(want):
+                        raise PackingUnsupportedError(
+                            f"block {block_idx} computes something else: {error / rms(want):.1e}"
+                        )
     finally:
         blocks.pool = usual
-    for expected, got in zip(outputs[:2], outputs[2:], strict=True):
-        error = rms(got - expected)
-        if not error <= CLOSE * rms(expected):
-            raise PackingUnsupportedError(f"block {idx} computes something else: {error / rms(expected):.1e}")
+
+
+def _trial(paged: PagedAttention, part: Span, table: PageTable, recorder: Recorder | None) -> list[Tensor]:
+    """What the block adds to random hidden states, in two steps of several positions and one of a single position."""
+    device = paged.blocks.device
+    block: Any = paged.blocks.slots.block(part.start)
+    random = torch.Generator().manual_seed(0)
+    outputs, start = [], 0
+    for number in (TRIAL, TRIAL, 1):
+        hidden = torch.randn(1, number, block.input_layernorm.weight.shape[0], generator=random).to(device)
+        pairs = [(table.rows[0], position) for position in range(start, start + number)]
+        placed = Placed.of(pairs, device)
+        outputs.append(paged.step(hidden.clone(), placed, placed.positions[None], part, recorder) - hidden)
+        start += number
+    return outputs

@@ -88,7 +88,7 @@ class PackedForward:
         alone."""
         return self.blocks.source_dim > 0 and not call.cache.source
 
-    def run(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
+    def run_packed(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         """The outputs of each call.
 
         Raises:
@@ -109,13 +109,14 @@ class PackedForward:
         axis = self.blocks.traits.batch_axis
         size = self._size_of_graph(calls, len(row.pairs))
         if self.graphs is not None and size is not None:
-            given = [call.inputs.position_ids for call in calls_in_row]
-            position_ids = None if given == [None] * len(given) else _in_one_row(map(_positions, calls_in_row), -2)
+            position_ids = None
+            if any(call.inputs.position_ids is not None for call in calls_in_row):
+                position_ids = _in_one_row(_all_positions(calls_in_row), -2)
             hidden = [call.inputs.hidden_states for call in calls_in_row]
-            output = self.graphs.run(size, hidden, row.pairs, position_ids)
+            output = self.graphs.replay(size, hidden, row.pairs, position_ids)
         else:
             with self.paged.running(pool, row.placed(pool.device)) as cache:
-                output = self.blocks.run(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
+                output = self.blocks.run_blocks(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
         parts, start = {}, 0
         for call in calls_in_row:
             parts[id(call)] = _part(output, axis, start, call)
@@ -144,7 +145,7 @@ class PackedForward:
         self._check_positions(calls, start)
         axis = self.blocks.traits.batch_axis
         with self._ragged.running(segments) as cache:
-            output = self.blocks.run(self._one_row(calls), calls[0].span, cache).squeeze(axis)
+            output = self.blocks.run_blocks(self._one_row(calls), calls[0].span, cache).squeeze(axis)
         # Copies: a view would keep the whole row in memory for as long as one session needs its part.
         return [_part(output, axis, segment.start, call).clone() for segment, call in zip(segments, calls, strict=True)]
 
@@ -157,7 +158,7 @@ class PackedForward:
             batch_size=1,
             seq_len=sum(call.inputs.batch_size * call.inputs.seq_len for call in calls),
             attention_mask=None,
-            position_ids=_in_one_row(map(_positions, calls), -2).to(self.blocks.device),
+            position_ids=_in_one_row(_all_positions(calls), -2).to(self.blocks.device),
             **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
         )
 
@@ -179,10 +180,10 @@ class PackedForward:
                 batch_size=sum(rows),
                 seq_len=seq_len,
                 attention_mask=cache.attention_mask(seq_len, device) if cache.has_attention else None,
-                position_ids=torch.cat([*map(_positions, calls)], -2).to(device) if self.takes_positions else None,
+                position_ids=torch.cat(_all_positions(calls), -2).to(device) if self.takes_positions else None,
                 **self._extra_inputs(calls, torch.cat),
             )
-            output = self.blocks.run(inputs, calls[0].span, cache)
+            output = self.blocks.run_blocks(inputs, calls[0].span, cache)
             cache.finish()
         finally:
             cache.begin((), [])
@@ -249,6 +250,13 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
     return torch.cat(flat, dim=axis).unsqueeze(axis)
 
 
+def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
+    """The positions of each call, all of them where those are that clients have sent: perhaps on a GPU."""
+    sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
+    device = sent[0].device if sent else torch.device("cpu")
+    return [_positions(call).to(device) for call in calls]
+
+
 def _positions(call: SessionCall) -> Tensor:
     """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` if pictures have more than one axis."""
     inputs, given = call.inputs, call.inputs.position_ids
@@ -297,7 +305,7 @@ class Packer:
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
 
-    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
+    def run_calls(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
         """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
 
         The cache of a call that fails is in an undefined state, the others are untouched by it. Each cache may occur
@@ -317,7 +325,7 @@ class Packer:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
-            return list(self.forward.run(calls, way))
+            return list(self.forward.run_packed(calls, way))
         except Exception as error:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
             if way not in self._failed:
                 self._failed.add(way)

@@ -128,14 +128,14 @@ class PackingProbe:
         results: dict[int, Tensor] = {}
         for group in groups:
             if len(group) > 1 and way is not None:
-                outputs = self.forward.run(group, way)
+                outputs = self.forward.run_packed(group, way)
             else:
                 outputs = [self._advance(call) for call in group]
             results.update(zip(map(id, group), outputs, strict=True))
         return [results[id(call)] for call in calls]
 
     def _advance(self, call: SessionCall) -> Tensor:
-        output = self.span.run(call.inputs, call.span, call.cache)
+        output = self.span.run_blocks(call.inputs, call.span, call.cache)
         call.cache.advance(call.inputs.seq_len)
         return output
 

@@ -69,7 +69,7 @@ class Placed:
     def tiles(self, num_shared: int) -> Tensor | None:
         """`[tiles, 2]` int32: (first, number) of positions of long calls that attend together."""
         if num_shared not in self._tiles:
-            self._tiles[num_shared] = self._new_tiles(max(1, TILE_QUERIES // num_shared))
+            self._tiles[num_shared] = self._new_tiles(tile_tokens(num_shared))
         return self._tiles[num_shared]
 
     def _new_tiles(self, size: int) -> Tensor | None:
@@ -79,6 +79,11 @@ class Placed:
             for first in range(start, start + number, size)
         ]
         return torch.tensor(tiles, dtype=torch.int32).to(self.rows.device, non_blocking=True) if tiles else None
+
+
+def tile_tokens(num_shared: int) -> int:
+    """Most positions of a tile, if so many heads of queries share one of keys."""
+    return max(1, TILE_QUERIES // num_shared)
 
 
 def write_pages(
@@ -111,9 +116,9 @@ def attend_pages(
     Returns `[1, total, heads, head]`.
     """
     if _has_kernels(query):
-        tiles = placed.tiles(query.shape[1] // keys.shape[1])
-        places = placed.rows, placed.positions
-        pages = keys, values, tables
+        num_shared = query.shape[1] // keys.shape[1]
+        places, pages = (placed.rows, placed.positions), (keys, values, tables)
+        tiles = placed.tiles(num_shared), tile_tokens(num_shared)
         output: Tensor = _kernels().attend_pages(query, pages, places, placed.num_short, tiles, scale, window)
         return output
     return attend_in_torch(query, keys, values, tables, placed, scale, window)

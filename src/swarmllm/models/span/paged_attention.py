@@ -109,7 +109,7 @@ class PagedAttention:
         assert blocks.pool is not None
         inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
         with torch.inference_mode(), self.running(blocks.pool, placed) as cache:
-            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
+            return blocks.run_blocks(inputs, span or blocks.span, cache, recorder=recorder)
 
 
 class _Running(threading.local):

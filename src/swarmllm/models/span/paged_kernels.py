@@ -15,8 +15,6 @@ from torch import Tensor
 
 Places = tuple[Tensor, Tensor]
 """The row of the table, and the position in it, of each new position."""
-TILE_QUERIES = 64
-"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_pool` cuts them."""
 LEAST = -1e30
 """Used instead of minus infinity, because the difference of two infinities is NaN."""
 KEYS_OF_TILE = 32
@@ -139,22 +137,26 @@ def attend_pages(
     pages: tuple[Tensor, Tensor, Tensor],
     places: Places,
     num_short: int,
-    tiles: Tensor | None,
+    tiles: tuple[Tensor | None, int],
     scale: float,
     window: int,
 ) -> Tensor:
     """Attention of `query` `[1, heads, total, head]`, of each to its own session up to itself.
 
     `pages` are keys, values and table; the first `num_short` attend each by itself, the others in `tiles`
-    `[tiles, 2]`. Returns `[1, total, heads, head]`.
+    `[tiles, 2]`, given with the most positions of a tile. Returns `[1, total, heads, head]`.
     """
     num_heads, total = query.shape[1:3]
     output = torch.empty(1, total, num_heads, pages[1].shape[-1], dtype=query.dtype, device=query.device)
     query = _last_axis_whole(query)
     if num_short:
         _attend_each(query, pages, places, num_short, output, scale, window)
-    if tiles is not None:
-        _launch(query, pages, places, tiles, output, (output,) * 3, scale, window, grid=len(tiles), splits=1)
+    of_tiles, tokens = tiles
+    if of_tiles is not None:
+        none = (output,) * 3
+        _launch(
+            query, pages, places, of_tiles, output, none, scale, window, grid=len(of_tiles), splits=1, tokens=tokens
+        )
     return output
 
 
@@ -194,6 +196,7 @@ def _launch(
     *,
     grid: int,
     splits: int,
+    tokens: int = 1,
 ) -> None:
     keys, _, tables = pages
     heads, page_tokens, key_dim = keys.shape[1:]
@@ -201,12 +204,11 @@ def _launch(
     is_tiled = splits == 1
     is_large = _padded(key_dim) * keys.element_size() > LARGE_KEY_BYTES
     num_keys = KEYS_OF_TILE * (2 if is_tiled and not is_large else 1)
-    queries = max(1, TILE_QUERIES // shared) * shared if is_tiled else shared
     _attend[(grid, heads, splits)](
         query, *pages, *places, tiles, output, *parts,
         scale, tables.shape[1], *query.stride()[1:3],
         heads, shared, key_dim, _padded(key_dim), value_dim, _padded(value_dim),
-        page_tokens, max(16, triton.next_power_of_2(queries)), num_keys, splits, window,
+        page_tokens, max(16, triton.next_power_of_2(tokens * shared)), num_keys, splits, window,
         is_tiled, LEAST,
         num_warps=4, num_stages=1 if is_large else 2,
     )  # fmt: skip

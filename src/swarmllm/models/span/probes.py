@@ -136,7 +136,7 @@ class CacheProbe:
 
     def _step(self, cache: SpanCache, start: int, end: int) -> Tensor:
         inputs = self.inputs.columns(start, end, start, self.span.traits)
-        output = self.span.run(inputs, self.part, cache)
+        output = self.span.run_blocks(inputs, self.part, cache)
         cache.advance(inputs.seq_len)
         return output
 
@@ -272,7 +272,7 @@ class _PaddedTexts:
         self.inputs = replace(inputs, attention_mask=mask.long(), position_ids=None)
         second = int(texts[1])
         self.columns = (length - second, length) if side == "left" else (0, second)
-        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run(inputs, part)
+        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run_blocks(inputs, part)
         self.traits = span.traits
 
     def are_the_same_alone(self) -> bool:
@@ -348,7 +348,7 @@ class _Probe:
         return self.span.traits
 
     def found(self, **traits: Any) -> None:
-        """Note a result; `BlockSpan.run` uses it from now on."""
+        """Note a result; `BlockSpan.run_blocks` uses it from now on."""
         self.span.traits = self.traits.model_copy(update=traits)
 
     def inputs(self) -> BlockInputs:
@@ -525,7 +525,7 @@ class _Probe:
         cache: SpanCache | None = None,
         observer: Observer | None = None,
     ) -> Tensor:
-        return self.span.run(inputs, part or self.span.span, cache, observer)
+        return self.span.run_blocks(inputs, part or self.span.span, cache, observer)
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.random).to(self.span.device, self.span.dtype)

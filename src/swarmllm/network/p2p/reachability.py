@@ -131,7 +131,9 @@ class Reachability:
                 "others can't dial this peer, and no peer relays for it yet: forward a port and name it by "
                 "--announce_maddrs, or have a peer with a public address join, like `swarmllm dht`"
             )
-        self._keeping = asyncio.get_running_loop().create_task(self._guest.run(), name="keep places at relays")
+        self._keeping = asyncio.get_running_loop().create_task(
+            self._guest.keep_reservations(), name="keep places at relays"
+        )
         self._tasks.append(self._keeping)
         self._keeping.add_done_callback(self._forget)
 
@@ -233,7 +235,7 @@ class RelayGuest:
         ]
         return tuple(addr for _, addr in sorted(numbered, key=lambda one: one[0]))
 
-    async def run(self) -> None:
+    async def keep_reservations(self) -> None:
         """Keep reservations for ever."""
         try:
             while True:

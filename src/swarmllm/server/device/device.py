@@ -92,7 +92,7 @@ def log_lacks(errors: Iterable[object]) -> None:
     for error in {id(error): error for error in errors}.values():
         if not isinstance(error, ServerOutOfMemoryError) and out_of_memory(error):
             reason = f"{type(error).__name__} {error}".strip().split("\n")[0][:300]
-            logger.warning("memory ran out, which the client is told: %s", reason)
+            logger.warning("memory ran out, and the client gets an error: %s", reason)
 
 
 def lost_context(error: object) -> str | None:

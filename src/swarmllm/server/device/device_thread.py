@@ -119,7 +119,7 @@ def _forward(pieces: Sequence[Piece]) -> list[object]:
         else:
             outcomes[idx] = call
     for packer, group in calls.items():
-        results = outcome_of(partial(packer.run, [call for _, call in group]))
+        results = outcome_of(partial(packer.run_calls, [call for _, call in group]))
         for place, (idx, _) in enumerate(group):
             outcomes[idx] = results[place] if isinstance(results, list) else results
     return outcomes

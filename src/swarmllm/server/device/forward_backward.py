@@ -147,11 +147,11 @@ def forward(
     groups = _groups(blocks, inputs, short_turns)
     for rows in groups:
         hidden = rows.hidden_states
-        for part in _turn_spans(blocks, span, rows.num_positions) if short_turns else [span]:
-            if outputs or part.start != span.start:
+        for turn_span in _turn_spans(blocks, span, rows.num_positions) if short_turns else [span]:
+            if outputs or turn_span.start != span.start:
                 yield
             with torch.inference_mode(), block_errors_translated():
-                hidden = blocks.forward(on_device(rows.with_hidden(hidden), blocks), part)
+                hidden = blocks.forward(on_device(rows.with_hidden(hidden), blocks), turn_span)
         outputs.append(hidden)
     if inputs.inner is not None:
         inputs.inner.join([rows.inner for rows in groups], blocks.traits.batch_axis)
@@ -167,11 +167,11 @@ def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: b
     groups: list[list[Graph]] = []
     for rows in _groups(blocks, inputs, short_turns):
         graphs: list[Graph] = []
-        for part in _turn_spans(blocks, span, rows.num_positions):
+        for turn_span in _turn_spans(blocks, span, rows.num_positions):
             if groups or graphs:
                 yield
             hidden = graphs[-1].outputs.detach() if graphs else rows.hidden_states
-            graphs.append(Graph.record(blocks, rows.with_hidden(hidden), part))
+            graphs.append(Graph.record(blocks, rows.with_hidden(hidden), turn_span))
         groups.append(graphs)
     return KeptForward(groups, blocks.traits.batch_axis)
 

@@ -40,7 +40,7 @@ WORTH_A_CHANGE = 0.9
 FORWARD_TOKENS = 128
 REPEATS = 3
 BATCH = 8
-PART_S = 0.1
+MEASURED_S = 0.1
 """Time of a forward over the measured blocks; at least one is measured. Assumed, with the two below, so that a server
 starts at most a second or two later, however many blocks it has, unless one block takes longer."""
 BUDGET_S = 1.0
@@ -111,13 +111,13 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     )
     if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # its steps are recorded for all blocks only
         return ways[0]
-    part = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
+    span = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
     calls = []
     for context in PACKING_CONTEXTS:
-        cache = blocks.new_cache(part)
-        blocks.forward(random_inputs(blocks, min(context, longest)), part, cache)
-        calls.append(SessionCall(random_inputs(blocks, 1), part, cache))
-    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run, calls, way)))
+        cache = blocks.new_cache(span)
+        blocks.forward(random_inputs(blocks, min(context, longest)), span, cache)
+        calls.append(SessionCall(random_inputs(blocks, 1), span, cache))
+    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     most = torch.get_num_threads()
     if choose_threads:
         torch.set_num_threads(1)  # one thread is never slow beyond measure
-    measured = _Part(packer)
+    measured = _MeasuredBlocks(packer)
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -210,7 +210,7 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
         batch8_s = measured.decode_s(BATCH)
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
-    num_measured = len(measured.part)
+    num_measured = len(measured.span)
     pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
     # On a device a forward of `FORWARD_TOKENS` may take as long as launching it.
     tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
@@ -224,7 +224,7 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     )
 
 
-class _Part:
+class _MeasuredBlocks:
     """The blocks that are measured."""
 
     def __init__(self, packer: Packer) -> None:
@@ -232,10 +232,10 @@ class _Part:
         blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
-        first = self.part = first_blocks(blocks, 1)
+        first = self.span = first_blocks(blocks, 1)
         first_s = self.forward_s()
-        self.part = first_blocks(blocks, int(PART_S / first_s * len(first)))
-        self.chosen_s = first_s if self.part == first else None
+        self.span = first_blocks(blocks, int(MEASURED_S / first_s * len(first)))
+        self.chosen_s = first_s if self.span == first else None
         """Seconds of a forward through them, if it has shown that only one block can be measured: large blocks take a
         second each."""
 
@@ -253,7 +253,7 @@ class _Part:
 
     def _batch_s(self, num_tokens: int) -> float:
         batch = random_inputs(self._blocks, num_tokens)
-        return self._median_s(lambda: self._blocks.forward(batch, self.part))
+        return self._median_s(lambda: self._blocks.forward(batch, self.span))
 
     def decode_s(self, num_rows: int = 1) -> float:
         """Seconds of a step of one new position in each row."""
@@ -275,19 +275,19 @@ class _Part:
         if num_tokens < FORWARD_TOKENS:
             return 0.0
         cache, token = self._new_cache(), random_inputs(self._blocks, 1)
-        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
+        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.span, cache)
         added_s = self._median_s(lambda: self._step(token, cache)) - decode_s
         return max(0.0, added_s) * 1000 / num_tokens
 
     def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
         """Run a decode step as the server will run it."""
         if cache is not None and self._packer.way == Packing.PAGED:
-            self._packer.forward.run([SessionCall(token, self.part, cache)], Packing.PAGED)
+            self._packer.forward.run_packed([SessionCall(token, self.span, cache)], Packing.PAGED)
         else:
-            self._blocks.forward(token, self.part, cache)
+            self._blocks.forward(token, self.span, cache)
 
     def _new_cache(self) -> SpanCache | None:
-        return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None
+        return self._blocks.new_cache(self.span) if self._blocks.keeps_cache else None
 
     def _median_s(self, run: Callable[[], object]) -> float:
         first_s = seconds(self._blocks, run)

@@ -70,7 +70,7 @@ class Pushed:
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    source: str
+    previous: str
     client: str
     arrival: "asyncio.Future[Pushed]"
 
@@ -84,14 +84,14 @@ class Pushes:
         self._early: dict[tuple[str, str], tuple[Pushed, asyncio.TimerHandle]] = {}  # by sender and token
 
     @asynccontextmanager
-    async def taken(self, source: Predecessor, client: str) -> AsyncIterator[Pushed]:
-        """Wait for the PUSH of `source` for a request of `client`; its bytes count as the client's until the context
+    async def taken(self, previous: Predecessor, client: str) -> AsyncIterator[Pushed]:
+        """Wait for the PUSH of `previous` for a request of `client`; its bytes count as the client's until the context
         ends.
 
         Raises:
             SessionLostError: it doesn't come: the client should send the tensors itself.
         """
-        pushed = await self._wait_for(source, client)
+        pushed = await self._wait_for(previous, client)
         if not self._limits.take_now(client, pushed.num_bytes):
             raise SessionLostError("too much is pushed here for one client: send it when there is room")
         try:
@@ -99,14 +99,14 @@ class Pushes:
         finally:
             self._limits.give_back(client, pushed.num_bytes)
 
-    async def _wait_for(self, source: Predecessor, client: str) -> Pushed:
-        token = source.token
+    async def _wait_for(self, previous: Predecessor, client: str) -> Pushed:
+        token = previous.token
         if token in self._waiting:
             raise RemoteProtocolError("another request waits with this token")
-        waiting = _Waiting(source.peer_id, client, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(previous.peer_id, client, asyncio.get_running_loop().create_future())
         self._waiting[token] = waiting
         try:
-            for sender in (client, source.peer_id):
+            for sender in (client, previous.peer_id):
                 pushed = self._forget_early(sender, token)
                 if pushed is not None:
                     self._settle(waiting, sender, pushed)
@@ -126,7 +126,7 @@ class Pushes:
         """
         pushed = Pushed(parse(PushHeader, message.header, None), message)
         waiting = self._waiting.get(pushed.header.token)
-        if waiting is not None and sender in (waiting.source, waiting.client):
+        if waiting is not None and sender in (waiting.previous, waiting.client):
             self._settle(waiting, sender, pushed)
         else:
             self._keep_early(sender, pushed)
@@ -144,7 +144,7 @@ class Pushes:
             return
         if not pushed.header.tensors:
             waiting.arrival.set_exception(SessionLostError("what was to be pushed here doesn't come"))
-        elif sender == waiting.source:
+        elif sender == waiting.previous:
             waiting.arrival.set_result(pushed)
 
     def _keep_early(self, sender: str, pushed: Pushed) -> None:

@@ -159,26 +159,26 @@ def session_size(
     if max_length < 1:
         raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
     cache_bytes_per_token = -(-blocks.cache_sizes.bytes_per_token * num_blocks // len(blocks.span))
-    source_bytes, cross_bytes = _source_bytes(blocks, header) if header.source_length else (0, 0)
+    encoder_bytes, cross_bytes = _encoder_output_bytes(blocks, header) if header.source_length else (0, 0)
     cache_bytes = cache_bytes_per_token * (max_length + num_prefix) + blocks.cache_sizes.bytes_per_session
     if blocks.pool is not None:  # whole pages, which have room for all blocks
         cache_bytes = blocks.page_bytes * -(-(max_length + num_prefix) // PAGE_TOKENS)
     row_bytes = cache_bytes + hidden_bytes_per_token * max_length
     return SessionSize(
         max_length=max_length,
-        row_bytes=row_bytes + source_bytes + cross_bytes,
-        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + source_bytes),
+        row_bytes=row_bytes + encoder_bytes + cross_bytes,
+        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + encoder_bytes),
         source_length=header.source_length,
         position_bytes=hidden_bytes_per_token,
     )
 
 
-def _source_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
+def _encoder_output_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
     """Bytes of the encoder's outputs, which come with the first step, and of their keys and values in the blocks."""
     num_blocks, kept = header.end - header.start, 2  # in the cache, and for the next server
-    source_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
+    encoder_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
     cross_bytes = -(-blocks.cache_sizes.cross_bytes_per_token * num_blocks // len(blocks.span))
-    return header.source_length * source_bytes, header.source_length * cross_bytes
+    return header.source_length * encoder_bytes, header.source_length * cross_bytes
 
 
 def bytes_of(header: StepHeader | ReplayHeader, message: Message) -> int:
@@ -218,7 +218,7 @@ class WaitingRoom:
         if self._num_waiting >= MAX_WAITING or (self._num_waiting and waiting > num_free_bytes):
             raise ServerOverloadedError("too many steps of this session are waiting")
         if not self._limits.take_now(self._peer_id, num_bytes):
-            raise ServerOverloadedError("too many bytes of this client's steps and batches are waiting")
+            raise ServerOverloadedError("too many bytes of this client's steps and requests are waiting")
         try:
             extra = max(0, waiting - num_free_bytes) + max(0, self._running_bytes - num_free_bytes)
             self._extra.resize(max(self._extra.num_bytes, extra))

@@ -188,9 +188,9 @@ class SharedPrefix:
         while position < end:
             page_end = min(end, (position // PAGE_TOKENS + 1) * PAGE_TOKENS)
             for kind, tensor in columns.items():
-                part = tensor[position - start : page_end - start]
+                piece = tensor[position - start : page_end - start]
                 # With a last axis of 1, which has stride 1 in every layout, torch can view it as bytes.
-                in_bytes = part.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+                in_bytes = piece.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
                 self._hashes.setdefault(kind, hashlib.blake2b()).update(in_bytes)
             position = page_end
             if position % PAGE_TOKENS == 0:

@@ -168,11 +168,11 @@ class Session:
             if isinstance(error, SwarmError):
                 raise
             raise PeerTimeoutError(
-                f"the successor did not answer within {LINK_TIMEOUT_S:g} s", successor.peer_id
+                f"the next server did not answer within {LINK_TIMEOUT_S:g} s", successor.peer_id
             ) from None
         if epoch < self.epoch or self.closed:
             outlet.forget()
-            raise SessionLostError("the client has asked for another successor meanwhile")
+            raise SessionLostError("the client has named another next server meanwhile")
         self.outlet = outlet
 
     def unlink(self) -> None:

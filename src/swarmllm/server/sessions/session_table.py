@@ -118,8 +118,6 @@ class SessionTable:
             raise RemoteProtocolError("a session with this id is open already")
         if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
             raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
-        if not self._packer.blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
 
     def get(self, session_id: str) -> Session:
         """Return the session of this id.

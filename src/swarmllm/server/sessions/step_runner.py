@@ -156,7 +156,7 @@ class StepRunner:
             if inner is None:
                 raise
             raise CacheFullError(
-                f"what passes between blocks {self.span} takes {num_inner_bytes >> 20} MB, for which this server has "
+                f"inner states of blocks {self.span} take {num_inner_bytes >> 20} MB, for which this server has "
                 "no room: ask for a shorter text or fewer rows"
             ) from None
         if header.ones_mask:  # made only now: its size is bounded by the lease
@@ -217,7 +217,7 @@ class StepRunner:
         if header.position > length:
             raise SessionLostError(f"the step starts at position {header.position}, this cache ends at {length}")
         if header.timings and header.timings[-1][0] >= self.span.start:
-            raise RemoteProtocolError("a step goes from server to server upwards through the blocks, never in circles")
+            raise RemoteProtocolError("a step must go through the blocks in ascending order, and never twice")
         end = header.position + header.seq_len
         if end > self.size.max_length:
             raise SessionLengthExceededError(
@@ -300,8 +300,8 @@ class StepRunner:
             if begun:
                 self.empty_cache()
             raise
-        parts = [timed.value] if known.value is None else [known.value, timed.value]
-        value = timed.value if len(parts) == 1 else torch.cat(parts, dim=traits.batch_axis + 1)
+        outputs = [timed.value] if known.value is None else [known.value, timed.value]
+        value = timed.value if len(outputs) == 1 else torch.cat(outputs, dim=traits.batch_axis + 1)
         return Timed(value, timed.queue_us + known.queue_us, timed.compute_us + known.compute_us)
 
     # ------------------------------------------------------------------ in the device thread

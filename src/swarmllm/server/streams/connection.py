@@ -172,7 +172,7 @@ class Connection:
         header = parse(OpenHeader, message.header, None)
         serving = self._access.served_to(self._stream.peer_id)
         if not serving.stack_of(header.start, header.end).blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+            raise RemoteProtocolError("blocks of an encoder keep no KV cache: send requests without a session")
         adapter = serving.adapter_of(header, self._stream.peer_id)
         session = self._owned[header.session] = serving.sessions.open(header, self._stream, adapter)
         return session

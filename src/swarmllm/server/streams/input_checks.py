@@ -77,7 +77,7 @@ class InputChecks:
         if inputs.attention_mask is not None:
             past = header.position if isinstance(header, StepHeader) else 0
             _check_mask(inputs.attention_mask, batch, seq, past)
-        self._check_source(inputs, header)
+        self._check_encoder_outputs(inputs, header)
         self._check_pictures(inputs)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
@@ -92,7 +92,7 @@ class InputChecks:
         if kinds is not None:
             limit = len(mask_names(self._blocks.stack.config))
             if mask is None or mask.ndim != 4 or kinds.shape != mask.shape[1:2] or len(kinds) > limit:
-                raise RemoteProtocolError("mask_kinds must say for each mask of attention_mask what it is for")
+                raise RemoteProtocolError("mask_kinds must name the kind of each mask of attention_mask")
             _check_indices("mask_kinds", kinds, limit)
         self._check_per_layer(inputs)
         given = (inputs.deepstack, inputs.deepstack_mask, inputs.deepstack_at)
@@ -117,20 +117,20 @@ class InputChecks:
         shape = (inputs.batch_size, inputs.seq_len, self._blocks.num_blocks, width)
         _check_floats("per_layer_inputs", found, shape)
 
-    def _check_source(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
+    def _check_encoder_outputs(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
         """Check encoder outputs: they come with the first positions of a text, and with each request without a
         session."""
         width, hidden, mask = self._blocks.source_dim, inputs.encoder_hidden_states, inputs.encoder_attention_mask
         is_wanted = width > 0 and not (isinstance(header, StepHeader) and header.position)
         if (hidden is not None) != is_wanted or (mask is not None and not is_wanted):
             raise RemoteProtocolError(
-                f"encoder_hidden_states {'are missing' if is_wanted else 'have no place here'}: a decoder takes them "
-                "with the first step of a session and with each batch"
+                f"encoder_hidden_states {'are missing' if is_wanted else 'must be left out'}: a decoder takes them "
+                "with the first step of a session and with each request without a session"
             )
         if hidden is not None:
             _check_floats("encoder_hidden_states", hidden, (inputs.batch_size, max(1, inputs.source_len), width))
         if mask is not None and not self._blocks.masks_source:
-            raise RemoteProtocolError("these blocks see all of the encoder's outputs: leave encoder_attention_mask out")
+            raise RemoteProtocolError("these blocks attend to all encoder outputs: leave encoder_attention_mask out")
         if mask is not None and (mask.shape != (inputs.batch_size, inputs.source_len) or mask.is_floating_point()):
             raise RemoteProtocolError(f"encoder_attention_mask must be integers, as many as positions: {mask.shape}")
 
@@ -156,8 +156,8 @@ class InputChecks:
         _check_floats("grad_outputs", tensors["grad_outputs"], self._hidden_shape(header.batch_size, header.seq_len))
         return tensors["grad_outputs"]
 
-    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, source: str) -> dict[str, Tensor]:
-        """Decode the tensor of this name that the server `source` has pushed for a request.
+    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, sender: str) -> dict[str, Tensor]:
+        """Decode the tensor of this name that the server `sender` has pushed for a request.
 
         Raises:
             CorruptActivationsError: it is another tensor, or can't be right.
@@ -170,7 +170,7 @@ class InputChecks:
             _check_floats(name, tensors[name], self._hidden_shape(header.batch_size, header.seq_len))
         except RemoteProtocolError as error:  # the client gets the error, and is not the sender
             raise CorruptActivationsError(
-                f"a server passed on something else than asked for: {error}", source
+                f"a server passed on another tensor than the client asked for: {error}", sender
             ) from None
         return tensors
 

@@ -82,7 +82,7 @@ class _Request:
         num_tokens = header.batch_size * (header.seq_len + num_prefix)
         if num_tokens > serving.max_batch_tokens:
             raise ServerOverloadedError(
-                f"a batch of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
+                f"a request of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
             )
         stack.inputs.check_length(header.seq_len + num_prefix)
         return adapter
@@ -94,10 +94,10 @@ class _Request:
         if inner is None:
             return await self._computed(adapter, pushed)
         if header.keep or self.message.type != MessageType.FORWARD:
-            raise RemoteProtocolError("what passes between blocks is answered to FORWARD without keep alone")
+            raise RemoteProtocolError("inner states can be asked for by FORWARD without keep only")
         num_bytes *= INNER_FACTOR
         if not serving.limits.take_now(self.stream.peer_id, num_bytes):
-            raise ServerOverloadedError("too much of this client's batches is to be answered here at once")
+            raise ServerOverloadedError("this client asks for too many inner states at once")
         try:
             answer, tensors = await self._computed(adapter, pushed, inner)
             blocks, attentions, shown = inner.as_answer(self.span)
@@ -145,8 +145,8 @@ class _Request:
             )
         axis = blocks.traits.batch_axis
         if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
-            source = None if header.source is None else header.source.peer_id
-            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", source)
+            sender = None if header.source is None else header.source.peer_id
+            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", sender)
         inputs = replace(inputs, adapter=adapter, inner=inner)
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))

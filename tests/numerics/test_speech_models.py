@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.numerics.architectures import SPEECH
 from tests.numerics.in_process_swarm import encoder_decoder_client
-from tests.numerics.speaking import IDS, save_speaking_whisper
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_speech_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_whisper import IDS, save_speaking_whisper
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError

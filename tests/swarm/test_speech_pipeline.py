@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import command
 from swarm_models import OPTIONS
-from tests.numerics.speaking import save_speaking_whisper
+from tests.numerics.tiny_whisper import save_speaking_whisper
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer, pipeline
 
 from swarmllm import AutoDistributedModelForSpeechSeq2Seq, LocalSwarm

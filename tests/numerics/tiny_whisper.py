@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, VOCABULARY, tiny_model
+from tests.numerics.tiny_speech_models import FRAMES, MEL_BINS, VOCABULARY, tiny_model
 from transformers import GenerationConfig, WhisperFeatureExtractor, WhisperTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
