@@ -155,7 +155,7 @@ class Chain:
             SessionClosedError: it has been closed.
             SwarmError: repairs failed, within the retries; the session stays usable as it was before.
         """
-        return self._on_device(self.view.loop.run(self._step(self._to_send(inputs, has_noise))), inputs)
+        return self._on_device(self.view.loop.run_coroutine(self._step(self._to_send(inputs, has_noise))), inputs)
 
     def send(self, inputs: BlockInputs, position: int) -> None:
         """Send a step that starts at `position`, and don't wait for its result.
@@ -165,7 +165,7 @@ class Chain:
             ConfigurationError: it doesn't follow what the session has seen, or what is under way.
             SessionClosedError: the session has been closed.
         """
-        self.view.loop.run(self._send(self._to_send(inputs), position))
+        self.view.loop.run_coroutine(self._send(self._to_send(inputs), position))
 
     def receive(self) -> Tensor:
         """The result of the oldest step under way: hidden states of the shape of its inputs.
@@ -173,15 +173,15 @@ class Chain:
         Raises:
             SwarmError: as `run_step`; nothing is under way then.
         """
-        return self.view.loop.run(self._receive()).to(self._device, non_blocking=True)
+        return self.view.loop.run_coroutine(self._receive()).to(self._device, non_blocking=True)
 
     def abandon(self) -> None:
         """Drop the results of all steps under way."""
-        self.view.loop.run(self._abandon())
+        self.view.loop.run_coroutine(self._abandon())
 
     def past(self) -> list[tuple[int, BlockInputs]]:
         """(position, inputs) of all that the blocks have seen, in as few calls as possible."""
-        return self.view.loop.run(self._past())
+        return self.view.loop.run_coroutine(self._past())
 
     def remember(self, inputs: BlockInputs, *, has_noise: bool = False) -> None:
         """Note that the blocks have seen `inputs` elsewhere. Servers compute them when the text goes on."""
