@@ -62,13 +62,12 @@ def test_the_nearest_servers_are_taken_and_better_ones_moved_to(
             feed = client.head(hidden)[:, -1].argmax(-1, keepdim=True)
             generated = torch.cat([generated, feed], dim=1)
 
-        def moved_to(peer_id: str) -> bool:
+        def moved_to(*peer_ids: str) -> bool:
             step()
-            return names(session.route) == [peer_id]
+            return names(session.route) == [*peer_ids]
 
-        step()
-        step()
-        assert names(session.route) == [first_half.peer_id, second_half.peer_id]
+        # On a busy machine a ping may take long just when the session opens; then it moves.
+        wait_until(lambda: moved_to(first_half.peer_id, second_half.peer_id), "a session on the nearest servers")
 
         near = far_swarm.add_server((0, NUM_BLOCKS), **proxies.in_front_of_new_server(NEAR_MS))
         try:
