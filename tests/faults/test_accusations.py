@@ -86,7 +86,7 @@ def test_an_accused_server_that_is_gone_is_blamed(blocks: Blocks) -> None:
                         await asyncio.sleep(0)
                     await hops.look_after_accused(timeout_s=60)
 
-            blocks.loop.run(look())
+            blocks.loop.run_coroutine(look())
         assert swarm.view.blamed == {victim.peer_id}
 
 

@@ -94,7 +94,7 @@ def test_no_announcement_makes_a_lie_pass(blocks: Blocks, work: Callable[[InProc
         with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced, **CHECKED) as swarm:
             liar = swarm.servers[0]
             liar.info = liar.info.model_copy(update=coarse)
-            blocks.loop.run(swarm.view.look_ups.refresh())
+            blocks.loop.run_coroutine(swarm.view.look_ups.refresh())
             Liar(swarm, 0, lambda hidden: hidden * 1.4, *BOTH)
             work(swarm)
             assert liar.peer_id not in {server.peer_id for server in swarm.view.servers()}

@@ -340,7 +340,7 @@ def test_opening_a_model_waits_for_blocks_that_are_being_loaded(
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.1, start_timeout_s=start_timeout_s) as swarm:
         loading = swarm.servers[1]
         loading.info = loading.info.model_copy(update={"state": ServerState.JOINING, "public_name": "bob"})
-        view, num_looks = blocks.loop.run(swarm.new_view()), 0
+        view, num_looks = blocks.loop.run_coroutine(swarm.new_view()), 0
         look = view.look_ups.refresh
 
         async def looking() -> Any:
@@ -352,10 +352,10 @@ def test_opening_a_model_waits_for_blocks_that_are_being_loaded(
 
         view.look_ups.refresh = looking  # type: ignore[method-assign]
         if is_loaded:
-            assert blocks.loop.run(view.traits()) == swarm.traits
+            assert blocks.loop.run_coroutine(view.traits()) == swarm.traits
         else:
             with pytest.raises(MissingBlocksError, match="blocks 3:6"):
-                blocks.loop.run(view.traits())
+                blocks.loop.run_coroutine(view.traits())
     (told,) = [record.getMessage() for record in caplog.records if "looking again" in record.getMessage()]
     assert "blocks 3:6, but bob is loading them" in told
 

@@ -88,7 +88,7 @@ def test_a_batch_is_split_over_routes_and_fits_into_small_servers(llama: Path, l
         with connected(llama, swarm.initial_peers) as model:
             ids = prompt(batch=8, length=8)
             embedded = model.embed(ids).detach().requires_grad_()
-            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
+            routes = model.swarm.loop.run_coroutine(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
             assert [share for _, share in routes] == pytest.approx([0.5, 0.5])
 
             output = model.remote_blocks(embedded)
@@ -115,7 +115,7 @@ def test_routes_of_a_batch_share_a_fast_server(llama: Path, local: PreTrainedMod
     with LocalSwarm(llama, spans=[(0, half)], **OPTIONS, throughput=300) as swarm:
         slow = [swarm.add_server((half, NUM_BLOCKS), throughput=100) for _ in range(3)]
         with connected(llama, swarm.initial_peers, push=push) as model:
-            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
+            routes = model.swarm.loop.run_coroutine(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
             assert [share for _, share in routes] == pytest.approx([1 / 3] * 3)
             assert {route[-1].server.peer_id for route, _ in routes} == {server.peer_id for server in slow}
             for batch, killed in ((7, False), (7, True), (2, False)):

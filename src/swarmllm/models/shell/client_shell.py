@@ -61,9 +61,9 @@ class ShellStack:
     traits: BlockTraits
     adapters: BlockAdapters
     unseen: UnseenChanges
-    sees: bool = False
+    has_vision: bool = False
     """The model has vision, and its stack is given more than embeddings."""
-    hears: bool = False
+    takes_audio: bool = False
     """The stack takes audio."""
 
 
