@@ -74,6 +74,7 @@ def test_a_config_that_concerns_what_is_here(clients: Callable[[str], Any]) -> N
     client = clients("llama")
     expected = client(IDS, use_cache=False).logits
     changes = {"use_cache": False, "pad_token_id": 5, "output_attentions": False, "problem_type": "regression"}
+    changes |= {"pretraining_tp": 1, "a_note": "of the user's"}
     was = {name: getattr(client.config, name, None) for name in changes}
     client.config.update(changes)
     assert torch.equal(client(IDS).logits, expected)

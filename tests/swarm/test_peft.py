@@ -236,7 +236,7 @@ def test_two_clients_train_different_adapters_at_once_while_a_third_generates(ll
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "PiSSA"),
     "HRA": (peft.HRAConfig(target_modules=["q_proj"]), "can't run on servers"),
-    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set them to 0"),
+    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set it to 0"),
 }
 
 

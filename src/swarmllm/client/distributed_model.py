@@ -114,7 +114,7 @@ class DistributedModel(PreTrainedModel if TYPE_CHECKING else object):  # type: i
     swarm_origin: Sequence[str] = ()
     """Tags for model cards, which name the base model."""
     swarm_embeds_positions: bool | None = None
-    """Whether the first block's inputs depend on positions; None: not known yet."""
+    """True if the first block's inputs depend on positions; None: not known yet."""
     _finalizer: Any
     """A weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
 
@@ -161,7 +161,7 @@ class DistributedModel(PreTrainedModel if TYPE_CHECKING else object):  # type: i
         return hidden
 
     def _embeds_positions(self) -> bool:
-        """Whether the first block's inputs depend on positions; measured once."""
+        """Find out, once, if the first block's inputs depend on positions."""
         if self.swarm_embeds_positions is None:
             if self.training:  # dropout would tell them apart
                 return False

@@ -111,7 +111,7 @@ _FOR_ONE_LOOP = ("custom_generate", "assistant_model", "synced_gpus")
 _OF_CALL = frozenset((*_ARGUMENTS, "tokenizer", "assistant_tokenizer", "trust_remote_code"))
 """Arguments of `generate()` that are neither settings nor inputs of the model."""
 OWN_LOOP = "decoding_own_loop"
-"""Under this name `prepare_options` learns that our loop runs, which is given no stop_strings."""
+"""The name under which `put_options` learns that our loop runs, whose stop_strings are criteria already."""
 
 
 def add_own_loop(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -174,15 +174,15 @@ def _write(
 
 
 def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take what transformers doesn't know out of the arguments of a call."""
+    """Take the options that transformers doesn't know out of the arguments of a call."""
     return {name: kwargs.pop(name) for name in (*ADDED, DECODING_TOKENIZER, OWN_LOOP) if name in kwargs}
 
 
 def put_options(config: Any, taken: dict[str, Any]) -> None:
-    """Put it into the prepared GenerationConfig of the call.
+    """Put these options into the prepared GenerationConfig of the call.
 
     Raises:
-        ConfigurationError: a value won't do.
+        ConfigurationError: a value can't be used.
     """
     tokenizer = taken.pop(DECODING_TOKENIZER, None)
     if taken.pop(OWN_LOOP, False):
@@ -201,7 +201,7 @@ def put_options(config: Any, taken: dict[str, Any]) -> None:
 
 
 def processors_of(config: Any, start: int, mask: Tensor | None) -> tuple[list[Any], list[Any]]:
-    """Our logits processors, before and behind temperature and its kin; the prompt has `start` tokens."""
+    """Our logits processors, before and behind temperature and the like; the prompt has `start` tokens."""
     options = _added_options(config)
     breakers: frozenset[int] = getattr(config, "_dry_breakers", frozenset())
     before = processors_before(options, start=start, breakers=breakers, padding=padding_lengths(mask))

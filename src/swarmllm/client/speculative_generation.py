@@ -128,7 +128,7 @@ class Speculator:
         )
 
     def _leaves_to_transformers(self) -> bool:
-        """Whether transformers' own loop writes the next text, because the servers are near."""
+        """True if transformers' own loop writes the next text, because the servers are near."""
         near = self.planner.costs is not None and not self.planner.latency_pays
         self._num_plain = (self._num_plain + 1) % LOOK_TEXTS if near else 0
         return self._num_plain > 0
@@ -182,7 +182,7 @@ def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> 
 
 
 def runs_each_position_once(model: nn.Module) -> bool:
-    """Whether the model's forward must see each token of the text once, and no others.
+    """True if the model's forward must see each token of the text once, and no others.
 
     With guesses it sees wrong tokens too, and every token twice. In train mode that would draw other random numbers.
     Hooks and forwards of the user may draw some as well, or note their inputs.
@@ -196,7 +196,7 @@ def runs_each_position_once(model: nn.Module) -> bool:
 
 
 def _is_of_user(hook: Any) -> bool:
-    """Whether it is neither transformers', nor ours, nor peft's, which tells the adapter of each row."""
+    """True if the hook is neither transformers', nor ours, nor peft's for the adapter of each row."""
     ours = hook is note_states or is_row_hook(hook)
     return not ours and getattr(hook, "__module__", None) != output_capturing.__name__
 

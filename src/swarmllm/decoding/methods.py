@@ -326,7 +326,7 @@ class RandomSteps:
         self._generator = generator
 
     def now(self, length: int, num_rows: int, device: torch.device) -> Tensor:
-        """Whether to sample, for each row of `length` tokens: `[rows]`."""
+        """Draw which rows of `length` tokens to sample: `[rows]` of bool."""
         if length >= self._end:
             return torch.zeros(num_rows, dtype=torch.bool, device=device)
         return uniform(num_rows, self._generator, device) < self._probability

@@ -238,7 +238,7 @@ class Planner:
 
     @property
     def latency_pays(self) -> bool:
-        """Whether the swarm is known to be far enough away."""
+        """True if the swarm is known to be far enough away."""
         return self.costs is not None and min(self._latencies_s) >= self.min_latency_s
 
     def acceptance(self, kind: int, prior: float) -> float:

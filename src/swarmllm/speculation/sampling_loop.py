@@ -223,7 +223,7 @@ class Speculation:
         return int(most - length)
 
     def _may_run_ahead(self) -> bool:
-        """Whether guesses can be taken back, and the next token is computed by the same arithmetic."""
+        """True if guesses can be taken back, and the next token is computed by the same arithmetic."""
         arithmetic = self._traits.arithmetic
         is_alike = arithmetic(self._text.length) == arithmetic(max(1, self._session.position))
         return self._may_roll_back and is_alike and self._planner.latency_pays

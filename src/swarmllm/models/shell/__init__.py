@@ -6,10 +6,10 @@ blocks_proxy     the module in its block list; the call that is under way
 stack_forward    the forward of the module that loops over blocks: arguments are checked and made ready to travel
 playback         hidden states and attentions, returned by the model's own code; hooks on whole blocks
 remote_cache     a cache of transformers whose keys and values are on servers
-hollow_blocks    the blocks as others see them: names and shapes, and weights where somebody looks at them
-hollow_modules   what they refuse, because it couldn't reach the servers
-hollow_adapters  what is in them at a forward, for servers to compute with
-unseen_changes   what is changed without touching them
-tuner_layers     what a layer of peft does, in the forms that servers know
+hollow_blocks    the block list as others see it; one block read from the checkpoint where values are needed
+hollow_modules   modules whose weights are on servers: changes that can't reach the servers are refused
+hollow_adapters  changes that servers compute with at a forward, read from the blocks: adapters, dropout and the like
+unseen_changes   changes that touch no block, such as those of the config
+tuner_layers     layers of peft, in the forms that servers know
 tuned_prompts    trained vectors, keys and values before the text
 """
