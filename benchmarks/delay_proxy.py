@@ -197,4 +197,4 @@ if __name__ == "__main__":
     import uvloop
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve())
+        uvloop.run_coroutine(_serve())

@@ -95,8 +95,8 @@ if TYPE_CHECKING:
         Task,
         cache_argument,
         decoder_stack,
+        has_vision,
         max_positions,
-        sees,
         task_of,
         text_config,
     )
@@ -120,7 +120,7 @@ __all__ = [  # noqa: RUF022 - in groups
     "DecodingOptions",
     # models
     "CHOICE_FIELDS", "COLDEST", "SCORE_FIELDS", "SPEECH_FIELDS", "TOKEN_FIELDS", "open_model", "preferred_stops",
-    "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "sees", "task_of",
+    "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "has_vision", "task_of",
     "text_config", "Checkpoint", "open_checkpoint",
     # sessions
     "InferenceSession", "RemoteCache",
@@ -148,7 +148,7 @@ _HOMES = {
     "cache_argument": "swarmllm.models.architecture",
     "decoder_stack": "swarmllm.models.architecture",
     "max_positions": "swarmllm.models.architecture",
-    "sees": "swarmllm.models.architecture",
+    "has_vision": "swarmllm.models.architecture",
     "task_of": "swarmllm.models.architecture",
     "text_config": "swarmllm.models.architecture",
     "Checkpoint": "swarmllm.models.checkpoint.checkpoint",

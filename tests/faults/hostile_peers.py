@@ -28,6 +28,7 @@ import msgpack
 import torch
 from fuzzed_messages import Conversation, wire
 from hostile import stop_reading, write_bytes
+from raw_peer import dht_node
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
@@ -237,8 +238,7 @@ async def floods_a_key(mallory: Mallory) -> None:
     small = [record(key, Identity.generate(), 500) for _ in range(256)]
     one = Identity.generate()
     large = [record(servers_key(f"{number:08}"), one, 8000) for number in range(128)]
-    assert mallory.peer._dht is not None
-    node = mallory.peer._dht._node
+    node = dht_node(mallory.peer)
     while True:
         await asyncio.sleep(0.1)  # there may be nobody in the table, if all were too busy to answer
         for target in list(node.protocol.routing_table.peer_id_to_uid):

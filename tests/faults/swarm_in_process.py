@@ -51,7 +51,7 @@ class Blocks:
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
         self.loop = EventLoop("swarm-in-process")
-        self.device_thread: DeviceThread = self.loop.run(self._new_device_thread())
+        self.device_thread: DeviceThread = self.loop.run_coroutine(self._new_device_thread())
 
     async def _new_device_thread(self) -> DeviceThread:
         return DeviceThread(Budget(pause_s=0.0))
@@ -66,7 +66,7 @@ class Blocks:
         return self.of(Span(0, self.num_blocks))
 
     def close(self) -> None:
-        self.loop.run(self._close())
+        self.loop.run_coroutine(self._close())
         self.loop.close()
 
     async def _close(self) -> None:
@@ -153,13 +153,13 @@ class InProcessSwarm:
 
     def __enter__(self) -> Self:
         self._no_daemon.__enter__()
-        self.blocks.loop.run(self._start())
+        self.blocks.loop.run_coroutine(self._start())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.blocks.loop.run(self._stop())
+        self.blocks.loop.run_coroutine(self._stop())
         self._no_daemon.__exit__(kind, error, trace)
 
     async def _start(self) -> None:
@@ -198,7 +198,7 @@ class InProcessSwarm:
         async def die() -> None:
             server.die()
 
-        self.blocks.loop.run(die())
+        self.blocks.loop.run_coroutine(die())
 
     def server(self, peer_id: str) -> Server:
         return next(server for server in self.servers if server.peer_id == peer_id)

@@ -250,14 +250,14 @@ class ClientModel(RuleBasedStateMachine):
                 self.hostile.add(server)
             await self.swarm.view.look_ups.refresh()
 
-        self.blocks.loop.run(join())
+        self.blocks.loop.run_coroutine(join())
 
     @rule(number=server_numbers, speed=st.sampled_from([0.01, 1.0, 100.0]))
     def change_speed(self, number: int, speed: float) -> None:
         """Sessions may move then."""
         server = self._server(number)
         server.info = server.info.model_copy(update={"decode_ms_per_block": speed})
-        self.blocks.loop.run(self.swarm.view.look_ups.refresh())
+        self.blocks.loop.run_coroutine(self.swarm.view.look_ups.refresh())
         self._go_on()
 
     @rule(number=server_numbers, stream=st.integers(0, 20), later=st.booleans(), goes_on=st.booleans())
@@ -276,7 +276,7 @@ class ClientModel(RuleBasedStateMachine):
         if later:
             self.at_step.append(cut)
         else:
-            self.blocks.loop.run(cut_now())
+            self.blocks.loop.run_coroutine(cut_now())
         if goes_on:
             self._go_on()
 

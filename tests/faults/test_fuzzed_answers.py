@@ -192,7 +192,7 @@ class Victim:
             verify_fraction=self._random.choice((0.0, 0.0, 0.5)),
         )
         self._loop = swarm.blocks.loop
-        self._view: SwarmView = self._loop.run(swarm.new_view())
+        self._view: SwarmView = self._loop.run_coroutine(swarm.new_view())
         self._batches = BatchRunner(self._view, swarm.traits)
         self._session: InferenceSession | None = None
         self._version = 0
@@ -206,7 +206,7 @@ class Victim:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
-        self._loop.run(self._close())
+        self._loop.run_coroutine(self._close())
 
     async def _close(self) -> None:
         self._batches.close()
@@ -225,7 +225,7 @@ class Victim:
         return torch.randn(1, self._random.choice((1, 1, 1, 4, 9)), HIDDEN)
 
     def _traits(self) -> None:
-        self._loop.run(self._view.traits())
+        self._loop.run_coroutine(self._view.traits())
 
     def _step(self) -> None:
         given = self._given()

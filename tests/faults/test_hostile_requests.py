@@ -128,7 +128,9 @@ async def test_a_stranger_pushes_nothing(blocks: BlockSpan) -> None:
         {"hidden_states": torch.full((1, LENGTH, HIDDEN), torch.nan)},
     ],
 )
-async def test_wrong_tensors_are_the_fault_of_who_pushed(blocks: BlockSpan, tensors: dict[str, torch.Tensor]) -> None:
+async def test_wrong_tensors_are_the_fault_of_the_server_that_pushed_them(
+    blocks: BlockSpan, tensors: dict[str, torch.Tensor]
+) -> None:
     async with serving(blocks) as server:
         client, mallory = await waiting(server), await server.connect(MALLORY)
         await send(mallory, MessageType.PUSH, {"token": TOKEN}, **tensors)

@@ -126,7 +126,7 @@ def test_honest_servers_pass_every_check(checkpoint: Path, local: PreTrainedMode
         assert not model.swarm.health.quarantined
 
 
-def test_nan_is_blamed_on_who_computed_it(
+def test_nan_is_blamed_on_the_server_that_computed_it(
     checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm, corrupt: LocalServer
 ) -> None:
     """The client never sees what the server in the middle passes on; its successor says whose it is."""

@@ -36,7 +36,7 @@ class Watch(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if input_ids.shape[1] in (self._begin, self._begin + 1):
             profile = self._note if input_ids.shape[1] == self._begin else None
-            self._blocks.loop.run(self._set(profile))
+            self._blocks.loop.run_coroutine(self._set(profile))
             sys.setprofile(profile)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 

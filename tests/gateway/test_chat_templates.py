@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from web_gateway import RunningGateway, running_gateway
+from web_gateway import RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
@@ -127,10 +127,12 @@ def test_eight_endless_loops_end_no_gateway(hostile: RunningGateway) -> None:
     def answer(path: str) -> str:
         return hostile.http.post(path, json={"messages": messages, **asked[path]}).text
 
+    wait_until(lambda: hostile.http.get("/health").status_code == 200, "the gateway saw all blocks")
     with ThreadPoolExecutor(8) as threads:
         answers = threads.map(answer, [*asked] * 2)
         for _ in range(8):  # beside them
-            assert hostile.http.get("/health").status_code == 200
+            health = hostile.http.get("/health")
+            assert health.status_code == 200, health.text
             completion = hostile.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1})
             assert completion.status_code == 200, completion.text
         for text in answers:

@@ -85,8 +85,8 @@ class Sessions:
         self.packed = [blocks.new_cache(record_past=True) for _ in LENGTHS]
         self.failures: list[Exception] = []
         """Packed steps, which a packer tries again one by one."""
-        self._run = self.packer.forward.run
-        self.packer.forward.run = self._noted  # type: ignore[method-assign]
+        self._run = self.packer.forward.run_packed
+        self.packer.forward.run_packed = self._noted  # type: ignore[method-assign]
 
     def _noted(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         try:

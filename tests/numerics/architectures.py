@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from swarmllm.data_structures import Span
-from swarmllm.models.architecture import ENCODERS, HEARING, REFUSED_ARCHITECTURES, Task, stacks
+from swarmllm.models.architecture import ENCODERS, REFUSED_ARCHITECTURES, WITH_AUDIO, Task, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.span.block_span import BlockSpan
@@ -51,7 +51,7 @@ VISION = [
 ]
 REFUSED_ENCODER_DECODERS = [name for name in tiny_encoder_decoders.names() if name in REFUSED_ARCHITECTURES]
 ENCODER_DECODERS = [name for name in tiny_encoder_decoders.names() if name not in REFUSED_ARCHITECTURES]
-SPEECH = sorted(HEARING)
+SPEECH = sorted(WITH_AUDIO)
 ALL = {
     "text": [*TEXT, *tiny_models.VARIANTS],
     "vision": VISION,

@@ -35,8 +35,9 @@ from swarmllm.models.span import probes, small_copy
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs, trace
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packing import PackedForward, Packer, Packing, SessionCall
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.paged_attention import PagedAttention
 from swarmllm.models.span.small_copy import traits_of
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.trials import kind_of
@@ -254,9 +255,9 @@ def steps_on_pages_read_nothing_on_the_host(subject: Subject) -> None:
     inputs = StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device, 8)
     if subject.name in NOT_RECORDED:
         with pytest.raises(RuntimeError):
-            trace(PackedForward(blocks).step, inputs, 4)
+            trace(PagedAttention(blocks).step, inputs, 4)
     else:
-        trace(PackedForward(blocks).step, inputs, 4)
+        trace(PagedAttention(blocks).step, inputs, 4)
 
 
 # ---------------------------------------------------------------------- traits, as clients find them

@@ -35,7 +35,7 @@ def test_is_what_the_paper_says(num_inputs: int, shape: tuple[int, int], outlier
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_others_who_are_far_out_change_nothing(dtype: torch.dtype) -> None:
+def test_far_outliers_in_other_rows_change_nothing(dtype: torch.dtype) -> None:
     weight = LlmInt8.quantize(torch.randn(64, 128).to(dtype))
     alone, others = inputs(1, 128, outliers=False).to(dtype), inputs(15, 128, outliers=True).to(dtype)
     together = weight.multiply(torch.cat([alone, others]))[:1]

@@ -207,7 +207,7 @@ def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCapt
     graphs = GraphsWithoutCuda(fail, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
     graphs.record((4, 8))
     assert "decode steps of 8 and fewer positions aren't recorded: no such kernel" in caplog.text
-    packer.forward.run = fail  # type: ignore[method-assign]
+    packer.forward.run_packed = fail  # type: ignore[method-assign]
     for _ in range(2):
         given = some_inputs(llama, 1, 1, torch.Generator().manual_seed(1))
         calls = [SessionCall(given, llama.span, llama.new_cache()) for _ in range(2)]

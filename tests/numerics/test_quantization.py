@@ -23,7 +23,7 @@ from swarmllm.models.quantization import FULL_PRECISION, QUANT_TYPES, Quantizati
 from swarmllm.models.quantization.decoded import KBit
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8
-from swarmllm.models.quantization.rules import BITS
+from swarmllm.models.quantization.rules import BITS, FOR_OTHER_ROWS
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
@@ -108,7 +108,8 @@ def _dequantized(blocks: BlockSpan, like: BlockSpan) -> BlockSpan:
 
 def _one_of_few_bits(model_type: str) -> str:
     """Another for each architecture, and for each commit."""
-    return list(BITS)[(part_of(model_type, len(BITS)) + turn_of(COMMIT, len(BITS))) % len(BITS)]
+    kinds = [*BITS, "q8_0", *FOR_OTHER_ROWS]
+    return kinds[(part_of(model_type, len(kinds)) + turn_of(COMMIT, len(kinds))) % len(kinds)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -133,7 +134,9 @@ def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dty
         assert _error(gradients, wanted_gradients) <= tolerance
 
 
-@pytest.mark.parametrize(("quant_type", "limit"), [("int8", 0.03), ("int6", 0.1), ("int4", 0.4), ("nf4", 0.4)])
+@pytest.mark.parametrize(
+    ("quant_type", "limit"), [("int8", 0.03), ("q8_0", 0.03), ("int6", 0.1), ("int4", 0.4), ("nf4", 0.4), ("q4_k", 0.3)]
+)
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_loses_little(model_type: str, quant_type: str, limit: float, tmp_path: Path) -> None:
     """Outputs and gradients of a dense model and of one with experts, next to full precision; random weights."""
@@ -232,11 +235,14 @@ def test_perplexity_of_the_embedded_model(dtype: torch.dtype, share: int) -> Non
 
 
 @pytest.mark.slow
-def test_more_bits_change_the_embedded_model_less() -> None:
+@pytest.mark.parametrize(
+    "quant_types", [(*BITS, "int8"), ("int4", "q4_k", "q5_k", "q6_k", "q8_0")], ids=["even", "search"]
+)
+def test_more_bits_change_the_embedded_model_less(quant_types: tuple[str, ...]) -> None:
     texts = _texts(10)
     full = torch.cat(_log_probabilities(FULL_PRECISION, torch.float32, texts))
     divergences = []
-    for quant_type in (*BITS, "int8"):
+    for quant_type in quant_types:
         found = torch.cat(_log_probabilities(Quantization(quant_type), torch.float32, texts))
         divergences.append(float((full.exp() * (full - found)).sum(-1).mean()))
     assert all(less < 0.7 * more for more, less in pairwise(divergences))

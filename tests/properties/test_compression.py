@@ -1,4 +1,4 @@
-"""Whatever is compressed comes back within its bound, rounding is final, and no bytes of a stranger do harm."""
+"""Compressed tensors come back within their error bound, rounding is stable, and hostile bytes do no harm."""
 
 from typing import Any
 

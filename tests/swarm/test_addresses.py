@@ -1,4 +1,4 @@
-"""Where a swarm can be joined: by IPv4 or IPv6, and by whichever of the initial peers is left."""
+"""Joining a swarm by IPv4 or IPv6, and through any initial peer that is left."""
 
 import os
 import signal

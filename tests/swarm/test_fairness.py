@@ -48,7 +48,7 @@ def gets_a_place(model: Any, stack: ExitStack | None = None) -> bool:
         return True
 
 
-def test_whoever_serves_gets_the_place_of_somebody_who_does_not_and_who_goes_on_elsewhere(
+def test_a_serving_peer_gets_the_place_of_one_that_goes_on_elsewhere(
     llama: Path, local: PreTrainedModel, identity: Path, tmp_path: Path
 ) -> None:
     Identity.load_or_create(tmp_path / "unused.key")
@@ -77,7 +77,7 @@ def test_whoever_serves_gets_the_place_of_somebody_who_does_not_and_who_goes_on_
         assert not gets_a_place(another), "nobody gives way to a stranger"
 
 
-def test_those_whom_the_owner_names_come_first(llama: Path, tmp_path: Path) -> None:
+def test_peers_that_the_owner_names_come_first(llama: Path, tmp_path: Path) -> None:
     named = Identity.load_or_create(tmp_path / "client.key").peer_id
     with (
         LocalSwarm(llama, spans=[EVERYTHING] * 2, max_sessions=1, priority_clients=named, **OPTIONS) as swarm,

@@ -140,7 +140,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "compute_padding=True" in record.getMessage()]
 
 
-def test_who_looks_at_padding_has_it_computed(llama: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_is_computed_for_losses_that_look_at_it(
+    llama: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
     local = AutoModel.from_pretrained(llama, dtype="auto")
     config = ClientConfig(compute_padding=True)
     with AutoDistributedModelForFeatureExtraction.from_pretrained(
@@ -152,7 +154,7 @@ def test_who_looks_at_padding_has_it_computed(llama: Path, swarm: LocalSwarm, ca
     assert not told(caplog)
 
 
-def test_who_may_look_at_padding_is_told_once(
+def test_a_loss_that_may_look_at_padding_is_told_once(
     llama: Path, swarm: LocalSwarm, local: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids, mask = prompt(len(LENGTHS), WIDTH), mask_of("right")
@@ -183,7 +185,7 @@ def two_routes(llama: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-def test_over_two_routes_of_which_one_dies_before_the_backward(
+def test_one_of_two_routes_dies_before_the_backward(
     llama: Path, two_routes: LocalSwarm, model: Any, local: PreTrainedModel
 ) -> None:
     ids, mask = prompt(len(LENGTHS), WIDTH), mask_of("right")

@@ -102,7 +102,7 @@ def test_every_boundary_goes_from_server_to_server(model: Any) -> None:
     assert num_pushed(model) - before == 4
 
 
-def test_compressed_once_by_whoever_computed(llama: Path, swarm: LocalSwarm) -> None:
+def test_outputs_are_compressed_once_by_the_server_that_computed_them(llama: Path, swarm: LocalSwarm) -> None:
     found = []
     for push in (True, False):
         with connected(llama, swarm.initial_peers, compression="int8", push=push) as model:

@@ -64,7 +64,7 @@ def among_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), False),
     ],
 )
-async def test_who_is_hidden(new_peer: NewPeer, verdicts: tuple[int | None, ...], is_hidden: bool) -> None:
+async def test_which_peers_are_hidden(new_peer: NewPeer, verdicts: tuple[int | None, ...], is_hidden: bool) -> None:
     known: list[Peer] = []
     for verdict in verdicts:
         known.append(await new_peer(*known, relay=RelayRules()))

@@ -71,12 +71,12 @@ def test_a_client_copies_a_token_once(model: Any) -> None:
         session.step(model.embed(prompt()))
         hidden = model.embed(prompt()[:, :1])
         session.step(hidden)
-        loop.run(enter())
+        loop.run_coroutine(enter())
         try:
             with here:
                 session.step(hidden)
         finally:
-            loop.run(leave())
+            loop.run_coroutine(leave())
     assert (here.found, there.found) == ([], ["aten.clone.default"])
 
 
@@ -85,7 +85,7 @@ def test_what_the_program_has_seeded_stays_its_own(model: Any) -> None:
     python, pytorch = random.getstate(), torch.get_rng_state()
     with torch.no_grad(), model.inference_session(max_length=64) as session:
         session.step(model.embed(prompt()))
-        model.swarm.loop.run(model.swarm.distances.ping_some())
+        model.swarm.loop.run_coroutine(model.swarm.distances.ping_some())
     assert random.getstate() == python
     assert torch.equal(torch.get_rng_state(), pytorch)
 

@@ -68,7 +68,7 @@ def test_memory() -> None:
     assert checks.memory_finding([50] * 8, 50, 80).text.startswith("1 of 8 blocks fit, 8 machines")
     tight = checks.memory_finding([100], 1, 80)
     assert tight.verdict is Verdict.BAD
-    assert "--quant_type int4" in tight.text
+    assert "--quant_type q4_k" in tight.text
 
 
 def test_memory_with_offloaded_blocks() -> None:

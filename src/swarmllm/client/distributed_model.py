@@ -389,10 +389,10 @@ def open_in_swarm(
         spans = [stack.span for stack in stacks(checkpoint.config)]
         view, everything = _view_of(checkpoint, config, dtype, loop, spans), spans[-1]
         wanted = wanted_spans(config, checkpoint.num_blocks)
-        loop.run(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
+        loop.run_coroutine(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
         view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
-        traits = loop.run(view.begin())
+        traits = loop.run_coroutine(view.begin())
         blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
         encoder = encoder_blocks(view, traits, spans)
         model: Any = load_client_shell(

@@ -30,7 +30,7 @@ from transformers.generation.logits_process import LogitNormalization
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.decoding.processors import padding_lengths, processors_before, processors_behind, tokens_with
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import cache_argument, decoder_stack, sees
+from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import forget_offsets
 
@@ -58,7 +58,7 @@ def continued_session(model: Any, inputs: Tensor | None, kwargs: dict[str, Any])
     if model.tuned_prompts is not None:
         raise ConfigurationError("with tuning_mode, call generate() outside of inference sessions")
     require_text_alone(model, "inside an inference session, generate() takes", kwargs)
-    if sees(model.config):
+    if has_vision(model.config):
         forget_offsets(model)
     input_ids = inputs if inputs is not None else kwargs.get("input_ids")
     if input_ids is None:
@@ -90,7 +90,7 @@ def require_text_alone(model: Any, what: str, kwargs: dict[str, Any]) -> None:
         ConfigurationError: there are some.
     """
     for name, value in kwargs.items():
-        if sees(model.config) and isinstance(value, Tensor) and name not in _TEXT:
+        if has_vision(model.config) and isinstance(value, Tensor) and name not in _TEXT:
             raise ConfigurationError(
                 f"{what} text alone, and no {name}: give pictures to generate() or to the model, outside of sessions"
             )

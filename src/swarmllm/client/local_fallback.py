@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError
-from swarmllm.models.architecture import cache_argument, decoder_stack, sees, text_config
+from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
 from swarmllm.models.checkpoint.sources import first_line
 
@@ -102,7 +102,7 @@ def open_fallback(config: ClientConfig, checkpoint: Checkpoint, model: Any) -> L
         return None
     if not hasattr(model, "local_fallback") or model.tuned_prompts is not None:
         raise ConfigurationError("fallback_to_local goes with text generation, and without tuning_mode")
-    if sees(checkpoint.config):
+    if has_vision(checkpoint.config):
         raise ConfigurationError(
             "fallback_to_local goes with models that don't see: it would go on without the pictures"
         )

@@ -41,8 +41,8 @@ from swarmllm.server.device.device import resolve_device
 from swarmllm.swarm.block_map import describe_shared_identities
 from swarmllm.swarm.stacks import describe_blocks
 
-FINEST_FIRST = ("none", "int8", "int6", "int5", "int4", "q3.5", "int3", "int2")
-"""Formats of the weights, by their bits."""
+FINEST_FIRST = ("none", "int8", "q6_k", "q5_k", "q4_k", "q3.5", "int3", "int2")
+"""Formats of the weights by their bits."""
 FREE_PERCENT = round(100 * (1 - memory.FREE_SHARE))
 MIN_FREE_DISK_BYTES = 5 << 30
 """Assumed: less than one file of a checkpoint that is worth a swarm."""
@@ -107,7 +107,7 @@ def _dtype_of(checkpoint: Checkpoint, config: DoctorConfig) -> torch.dtype:
     except BlockWeightsNotFoundError as error:
         # The weights are read only for a dtype that config.json lacks.
         raise ConfigurationError(
-            f"config.json of {checkpoint.name} names no dtype, and without weights nothing else tells it: "
+            f"config.json of {checkpoint.name} names no dtype, and there are no weights to read it from: "
             "add --dtype bfloat16, or whatever the model is published in"
         ) from error
 
@@ -192,7 +192,7 @@ def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, nu
         f"of cache; {usable / 1e9:.2f} GB may be used"
     )
     if fit == 0:
-        return bad(f"not even one block fits: {sizes}; end other programs, or choose --quant_type int4, or int3")
+        return bad(f"not even one block fits: {sizes}; end other programs, or choose --quant_type q4_k, or int3")
     if num_offloaded > fit:
         return bad(
             f"of the {fit} blocks that fit, {num_offloaded} can't be offloaded: {sizes}; choose a lower --offload"
@@ -292,7 +292,7 @@ async def check_swarm(config: DoctorConfig) -> list[Finding]:
     peers = config.initial_peers
     if not peers:
         if not config.lan_discovery:
-            return [note("no initial peers were given, so no swarm was looked at: --initial_peers names them")]
+            return [note("no initial peers were given, so no swarm was checked: name peers with --initial_peers")]
         found = await find_peers(lambda _: False)
         if not found:
             return [note("no swarm was found on the local network: --initial_peers names peers elsewhere")]

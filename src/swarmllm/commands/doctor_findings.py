@@ -54,7 +54,7 @@ class DoctorConfig(BlocksConfig, PeerConfig):
         for text in self.memory:
             if not re.fullmatch(r"\d*\.?\d+", text) or not 0 < float(text) < MOST_GB:
                 raise ConfigurationError(
-                    f"memory must be in GB, a number for each machine, like 24 24 16, not {text!r}"
+                    f"memory must be in GB, one number for each machine, like 24 24 16, not {text!r}"
                 )
 
     def _follow(self, invites: Sequence[Invite]) -> None:

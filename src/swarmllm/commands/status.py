@@ -154,7 +154,7 @@ async def look_up(
         else:
             wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
         if not wanted:
-            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model at all"
+            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model"
             raise MissingBlocksError(f"nobody in this swarm serves {name}; {served}")
     found = []
     for record in wanted:

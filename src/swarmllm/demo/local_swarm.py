@@ -144,7 +144,7 @@ class LocalServer:
 
     def _last_log_lines(self) -> str:
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
 
 class LocalSwarm:

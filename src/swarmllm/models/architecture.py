@@ -33,7 +33,7 @@ from swarmllm.errors import SwarmError, UnsupportedModelError
 UNSEEN = "it generates no text step by step, and its blocks were not seen to give the numbers of the local model"
 NO_TEXT = "it takes images, audio or video in place of text; a text model that is a part of it may work alone"
 MULTIMODAL = "its text model is given more of images, audio or video than embeddings; its text model alone may be"
-UNHEARD = "it hears by an encoder whose blocks were not seen to give the numbers of the local model"
+UNHEARD = "it takes audio by an encoder whose blocks were not seen to give the numbers of the local model"
 UNREAD = "it is no encoder-decoder that generates text from text or sound in transformers"
 _ATTENDS = "its text model attends to pictures in blocks of its own, which servers aren't given"
 _LOOKS = "its text model takes pictures itself, besides embeddings"
@@ -73,9 +73,9 @@ ENCODERS = frozenset(
 )
 """Encoders whose blocks were seen to be exact (`tests/numerics/test_task_classes.py`): forward without a KV cache."""
 
-HEARING = frozenset({"moonshine", "speech_to_text", "whisper"})
-"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_architectures.py`).
-Nothing happens between those of their encoders."""
+WITH_AUDIO = frozenset({"moonshine", "speech_to_text", "whisper"})
+"""Encoder-decoders with audio whose blocks were seen to be exact (`tests/numerics/test_architectures.py`). Nothing
+happens between the blocks of their encoders."""
 
 EXACT_WITH: dict[str, dict[str, object]] = {"bigbird_pegasus": {"attention_type": "original_full"}}
 """Settings of a config that make an architecture exact that is refused otherwise, as the sweep shows."""
@@ -141,8 +141,8 @@ class Task(Enum):
 
     CAUSAL_LM = "causal language model"
     SEQ_TO_SEQ_LM = "encoder-decoder language model"
-    SPEECH_SEQ_TO_SEQ = "model that hears"
-    IMAGE_TEXT_TO_TEXT = "model that sees"
+    SPEECH_SEQ_TO_SEQ = "model with audio"
+    IMAGE_TEXT_TO_TEXT = "model with vision"
     SEQUENCE_CLASSIFICATION = "sequence classification model"
     TOKEN_CLASSIFICATION = "token classification model"
     QUESTION_ANSWERING = "question answering model"
@@ -298,16 +298,16 @@ def check_supported(config: PreTrainedConfig) -> None:
     if (reason := REFUSED_ARCHITECTURES.get(name)) and not is_exact:
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
     if config.is_encoder_decoder:
-        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not hears(config):
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not has_audio(config):
             reason = UNHEARD if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else UNREAD
             raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
         return
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config) and not sees(config):
-        reason = NO_TEXT if _sees_or_hears(config) else UNSEEN
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config) and not has_vision(config):
+        reason = NO_TEXT if _has_vision_or_audio(config) else UNSEEN
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
 
 
-def _sees_or_hears(config: PreTrainedConfig) -> bool:
+def _has_vision_or_audio(config: PreTrainedConfig) -> bool:
     """True if the model consists of several models, or isn't for text."""
     cls = MODEL_MAPPING.get(type(config), None)
     return bool(config.sub_configs) or getattr(cls, "main_input_name", "input_ids") != "input_ids"
@@ -318,12 +318,12 @@ def is_encoder(config: PreTrainedConfig) -> bool:
     return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
 
 
-def hears(config: PreTrainedConfig) -> bool:
+def has_audio(config: PreTrainedConfig) -> bool:
     """True if the model takes audio; its encoder makes the inputs of the encoder's blocks from it."""
-    return config.is_encoder_decoder and config.model_type in HEARING
+    return config.is_encoder_decoder and config.model_type in WITH_AUDIO
 
 
-def sees(config: PreTrainedConfig) -> bool:
+def has_vision(config: PreTrainedConfig) -> bool:
     """True if the model takes pictures; its text model is a part of it."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
 
@@ -336,13 +336,13 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
     """
     check_supported(config)
     mapping = _MAPPINGS[task]
-    if hears(config) != (task == Task.SPEECH_SEQ_TO_SEQ) and (hears(config) or type(config) in mapping):
-        name, text = config.model_type, "reads, of which the blocks that hear were not seen to be exact"
-        kind, way = ("hears", "SpeechSeq2Seq") if hears(config) else (text, "Seq2SeqLM")
+    if has_audio(config) != (task == Task.SPEECH_SEQ_TO_SEQ) and (has_audio(config) or type(config) in mapping):
+        name, text = config.model_type, "takes text, or audio by blocks that were not seen to be exact"
+        kind, way = ("takes audio", "SpeechSeq2Seq") if has_audio(config) else (text, "Seq2SeqLM")
         raise UnsupportedModelError(f"{name} is a model that {kind}: use AutoDistributedModelFor{way}")
     if config.is_encoder_decoder and task in (Task.CAUSAL_LM, Task.TOKEN_CLASSIFICATION, Task.FEATURES):
         raise UnsupportedModelError(
-            f"{config.model_type} is an encoder-decoder, of which servers run both stacks: use "
+            f"{config.model_type} is an encoder-decoder; servers run both of its stacks: use "
             "AutoDistributedModelForSeq2SeqLM, AutoDistributedModel, or the class for a sequence's class or for answers"
         )
     if is_encoder(config) and task == Task.CAUSAL_LM:
@@ -352,9 +352,9 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
         )
     cls, whole = (all_of.get(type(config), None) for all_of in (mapping, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))
     has_head = cls is not None and task not in (Task.CAUSAL_LM, Task.FEATURES)
-    if sees(config) and cls is not whole and not has_head:
+    if has_vision(config) and cls is not whole and not has_head:
         raise UnsupportedModelError(
-            f"{config.model_type} is a model that sees: use AutoDistributedModelForImageTextToText or "
+            f"{config.model_type} is a model with vision: use AutoDistributedModelForImageTextToText or "
             "AutoDistributedModel"
         )
     if type(config) not in mapping:
@@ -370,15 +370,15 @@ def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         UnsupportedModelError: it can't be split.
     """
     if config.is_encoder_decoder:
-        return task_class(config, Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM)
-    if sees(config):
+        return task_class(config, Task.SPEECH_SEQ_TO_SEQ if has_audio(config) else Task.SEQ_TO_SEQ_LM)
+    if has_vision(config):
         return task_class(config, Task.IMAGE_TEXT_TO_TEXT)
     return task_class(config, Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM)
 
 
 def task_of(config: PreTrainedConfig) -> Task:
     """The task that the checkpoint was saved for: a causal language model, unless it says otherwise."""
-    if sees(config) and not config.is_encoder_decoder:
+    if has_vision(config) and not config.is_encoder_decoder:
         return Task.IMAGE_TEXT_TO_TEXT
     with as_config_says(config.name_or_path):
         name = (config.architectures or [""])[0]
@@ -387,7 +387,7 @@ def task_of(config: PreTrainedConfig) -> Task:
         if type(config) in mapping and mapping[type(config)].__name__ == name:
             return task
     if config.is_encoder_decoder:
-        return Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM
+        return Task.SPEECH_SEQ_TO_SEQ if has_audio(config) else Task.SEQ_TO_SEQ_LM
     return Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM
 
 
@@ -416,7 +416,7 @@ def stack_module(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
 
 def stack_root(model: PreTrainedModel, stack: Stack) -> nn.Module:
     """The module in which the blocks of that stack are looked for, so that a tower's are not taken for them."""
-    root: nn.Module = stack_module(model, stack) if stack.role or sees(model.config) else model
+    root: nn.Module = stack_module(model, stack) if stack.role or has_vision(model.config) else model
     return root
 
 

@@ -23,7 +23,10 @@ from swarmllm.data_structures import MAX_TTL_S, ServerInfo
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import Invite
 
-QUANT_TYPES = ("auto", "none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4", "llm_int8")
+QUANT_TYPES = (
+    "auto", "none", "int8", "q8_0", "q6_k", "q5_k", "q4_k", "nf4", "llm_int8", "int2", "int3", "q3.5", "int4", "int5",
+    "int6",
+)  # fmt: skip
 """Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
 
 DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -39,10 +42,12 @@ class BlocksConfig(ModelConfig):
     """Settings of blocks: format, devices, memory."""
 
     quant_type: str = "auto"
-    """Format of weights: none, int2 to int8, q3.5, nf4, llm_int8; auto = int8. "none" is in `dtype`; int8 halves the
-    memory and, by the figures of docs/benchmarks.md, costs next to nothing else; int4 takes 4.5 bits a weight, q3.5
-    takes 4, and int2 changes the text much. llm_int8 has int8's weights, and rounds their inputs, too. Weights that the
-    checkpoint has in few bits stay as they are."""
+    """Bits of weights: none, int8 (= auto), q8_0, q6_k, q5_k, q4_k …; "none" is in `dtype`, and int8 halves the memory.
+    q8_0 is the closest to "none", with 8.5 bits a weight; q6_k (6.6), q5_k (5.5) and q4_k (4.5) are llama.cpp's
+    formats, with scales found by search. Rows that are no multiple of 256 get another one, as in llama.cpp: q8_0 for
+    q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and int2 to int6 round without a search, and change small models much
+    (docs/benchmarks.md). llm_int8 has int8's weights, and rounds their inputs, too. Weights that the checkpoint has in
+    few bits stay as they are."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices has a server process of its
     own, with an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, all other

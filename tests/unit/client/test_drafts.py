@@ -16,7 +16,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNK
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("llava", "model that sees"), ("whisper", "model that hears"), ("t5", "encoder-decoder")]
+    ("kind", "what"), [("llava", "model with vision"), ("whisper", "model with audio"), ("t5", "encoder-decoder")]
 )
 @pytest.mark.parametrize("speculation", ["ngram", "mtp", "some/draft"])
 def test_refused_at_once(kind: str, what: str, speculation: str, tmp_path: Path) -> None:

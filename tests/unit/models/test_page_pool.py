@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from swarmllm.errors import CacheFullError
+from swarmllm.models.span.decode_graphs import DecodeGraphs, StaticInputs
 from swarmllm.models.span.page_pool import PAGE_TOKENS, PagePool, PageTable
+
+CPU = torch.device("cpu")
 
 
 def new_pool(num_pages: int) -> PagePool:
-    return PagePool({0: ((1, 2), (1, 2))}, num_pages, torch.float32, torch.device("cpu"))
+    return PagePool({0: ((1, 2), (1, 2))}, num_pages, torch.float32, CPU)
 
 
 def on_device(table: PageTable, num_pages: int) -> list[list[int]]:
@@ -72,3 +75,9 @@ def test_every_row_of_a_batch_gets_pages_of_its_own_to_write_to() -> None:
     table.prepare(2, 3 * PAGE_TOKENS)
     assert not {*on_host(table)[0]} & {*on_host(table)[1]}
     assert on_device(table, 3) == on_host(table)
+
+
+def test_steps_are_not_recorded_where_their_trial_has_no_pages() -> None:
+    graphs = DecodeGraphs(lambda *_: torch.zeros(1), new_pool(num_pages=2), StaticInputs(4, torch.float32, CPU))
+    graphs.record((64,))
+    assert graphs.sizes == ()

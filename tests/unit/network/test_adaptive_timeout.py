@@ -1,4 +1,4 @@
-"""How long a silent peer is waited for: short where it was quick, long where anything is slow."""
+"""The time to wait for a silent peer: short if it was quick, long if anything is slow."""
 
 import math
 

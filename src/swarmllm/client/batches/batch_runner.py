@@ -88,7 +88,7 @@ class BatchRunner:
     def _wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         began_at = time.perf_counter()
         try:
-            return self._view.loop.run(work)
+            return self._view.loop.run_coroutine(work)
         finally:
             self.waited_s += time.perf_counter() - began_at
 

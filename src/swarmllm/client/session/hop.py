@@ -20,9 +20,9 @@ from swarmllm.network.wire.protocol import MessageType
 
 @dataclass(frozen=True)
 class ChainState:
-    """The state of a chain that each request names: its epoch, and the selection of rows of its batch."""
+    """The state of a chain that each request names: its version, and the selection of rows of its batch."""
 
-    epoch: int
+    chain_version: int
     num_choices: int = 0
     batch_index: tuple[int, ...] | None = None
 
@@ -55,7 +55,7 @@ class Hop:
     """Keeps steps in order while a thread compresses a long one."""
 
     @classmethod
-    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, epoch: int) -> Self:
+    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, chain_version: int) -> Self:
         """Connect, and open a session with a lease of KV cache.
 
         Raises:
@@ -65,14 +65,14 @@ class Hop:
         session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
         hop = cls(route_hop, connection, session, token, timeout_s)
         try:
-            await hop._lease(view, settings, epoch)
+            await hop._lease(view, settings, chain_version)
         except BaseException:
             connection.close()
             raise
         view.health.succeeded(hop.peer_id)
         return hop
 
-    async def _lease(self, view: SwarmView, settings: SessionSettings, epoch: int) -> None:
+    async def _lease(self, view: SwarmView, settings: SessionSettings, chain_version: int) -> None:
         adapter = await view.adapters.header_fields(
             self.connection, settings.adapter, self.span, timeout_s=view.config.step_timeout_s
         )
@@ -84,7 +84,7 @@ class Hop:
             end=self.span.end,
             batch_size=settings.batch_size,
             max_length=settings.max_length,
-            epoch=epoch,
+            epoch=chain_version,
             record_past=settings.record_past,
             source_length=settings.source_length,
             compression=view.config.compression,
@@ -106,7 +106,7 @@ class Hop:
     def usable(self) -> bool:
         return not self.lost and self.connection.error is None
 
-    async def link(self, successor: "Hop | None", epoch: int) -> int:
+    async def link(self, successor: "Hop | None", chain_version: int) -> int:
         """Have outputs sent to `successor`, or (None) to this client; returns up to which position it has sent some.
 
         Raises:
@@ -118,7 +118,7 @@ class Hop:
             target = Successor(
                 peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
             )
-        header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
+        header = LinkHeader(id=new_request_id(), session=self.session, epoch=chain_version, successor=target)
         # Meanwhile the server dials its successor, with a timeout of its own.
         timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
         others = [] if successor is None else [successor.connection]
@@ -156,7 +156,7 @@ class Hop:
         header = StepHeader(
             id=request,
             session=self.session,
-            epoch=state.epoch,
+            epoch=state.chain_version,
             position=position,
             batch_size=inputs.batch_size,
             seq_len=inputs.seq_len,
@@ -181,7 +181,7 @@ class Hop:
         header = ReplayHeader(
             id=request,
             session=self.session,
-            epoch=state.epoch,
+            epoch=state.chain_version,
             length=length,
             replay_hops=replay_hops,
             num_choices=state.num_choices,

@@ -3,8 +3,8 @@
 Used by `session/chain`, which adds a step, sends it, and waits in `answered`. Connections call `on_answer` in the
 client's event loop. Answers are matched with their steps and checked here: servers are not trusted.
 
-A failure fails all steps that wait, and all later ones of the same epoch: once a step has failed, servers drop all
-others of its epoch.
+A failure fails all steps that wait, and all later ones of the same chain version: once a step has failed, servers
+drop all others of its version.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class PendingStep:
     """The position of the first of them."""
     done: "asyncio.Future[Result]"
     """The answer of the last server, or what has failed."""
-    epoch: int
-    """The epoch in which it was sent; answers in a later one are ignored."""
+    chain_version: int
+    """The chain version in which it was sent; answers in a later one are ignored."""
     replay_end: Hop | None = None
     """The last hop whose cache a replay rebuilds; None for a step."""
     earlier: Sequence[tuple[int, BlockInputs]] = ()
@@ -153,14 +153,14 @@ class InFlight:
 
     def __init__(self, view: SwarmView, text: SessionText, hops: OpenRoute, busy: asyncio.Lock) -> None:
         self._view, self._text, self._hops, self._busy = view, text, hops, busy
-        self.epoch = 0
-        """Counts how often the servers were linked. They drop steps of earlier epochs."""
+        self.chain_version = 0
+        """Counts how often the servers were linked; `epoch` in messages. They drop steps of earlier versions."""
         self.is_linked = False
         """True if the servers are usable and linked, as far as this client knows."""
         self._began_with = 0
-        """The id before all requests of this epoch."""
+        """The id before all requests of this chain version."""
         self._failure: SwarmError | None = None
-        """The failure of this epoch, even if no step was under way."""
+        """The failure of this chain version, even if no step was under way."""
         self._steps: dict[int, PendingStep] = {}
         self._abandoned: set[int] = set()
         """Steps whose results are not wanted any more, but whose failure still fails the others."""
@@ -168,15 +168,15 @@ class InFlight:
     @property
     def state(self) -> ChainState:
         """The state of the chain for requests that are sent now."""
-        return ChainState(self.epoch, self._text.num_selections, self._text.selection)
+        return ChainState(self.chain_version, self._text.num_selections, self._text.selection)
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def begin_epoch(self) -> None:
-        """Begin a new epoch: the servers drop the steps of earlier ones."""
+    def begin_version(self) -> None:
+        """Begin a new chain version: the servers drop the steps of earlier ones."""
         self.forget_abandoned()
-        self.epoch += 1
+        self.chain_version += 1
         self._began_with, self._failure = new_request_id(), None
 
     # ------------------------------------------------------------------ steps under way
@@ -190,10 +190,10 @@ class InFlight:
     ) -> PendingStep:
         """A step (with `replay_end`: a replay) that the caller sends, and removes when it is over.
 
-        It has failed already if another one has failed before in this epoch.
+        It has failed already if another one has failed before in this chain version.
         """
         done = asyncio.get_running_loop().create_future()
-        step = PendingStep(new_request_id(), inputs, position, done, self.epoch, replay_end, earlier)
+        step = PendingStep(new_request_id(), inputs, position, done, self.chain_version, replay_end, earlier)
         self._steps[step.request] = step
         if self._failure is not None:
             step.fail(self._failure)
@@ -230,14 +230,14 @@ class InFlight:
 
         The answer to LINK says how far a cache goes; the repair links everything anew anyway.
         """
-        self.epoch += 1
+        self.chain_version += 1
         self.is_linked = False
         if step.result is not None:
             return next(iter(step.to_show))
 
         async def position_of(hop: Hop) -> int:
             try:
-                return await hop.link(None, self.epoch)
+                return await hop.link(None, self.chain_version)
             except PeerError:
                 return -1
 
@@ -275,7 +275,7 @@ class InFlight:
             self._on_error(hop, answer, request)
             return
         step = None if request is None else self._steps.get(request)
-        if step is None or step.done.done() or step.epoch != self.epoch:
+        if step is None or step.done.done() or step.chain_version != self.chain_version:
             return
         try:
             if answer.header.shows:
@@ -319,7 +319,7 @@ class InFlight:
             waiting.fail(error)
 
     def _is_stale(self, hop: Hop, error: SwarmError, request: int | None) -> bool:
-        """True if the error is about a request of an earlier epoch, or about a replaced neighbour."""
+        """True if the error is about a request of an earlier version, or about a replaced neighbour."""
         if request is not None:
             return request not in self._steps and request < self._began_with
         if not isinstance(error, PeerError) or not error.is_hearsay:

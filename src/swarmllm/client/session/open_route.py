@@ -156,7 +156,7 @@ class OpenRoute(Sequence[Hop]):
 
     # ------------------------------------------------------------------ opening
 
-    async def complete(self, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
+    async def complete(self, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
         """Leave unusable servers; for each gap find a new route, and open sessions on its servers.
 
         Raises:
@@ -168,7 +168,7 @@ class OpenRoute(Sequence[Hop]):
         self._hops = [hop for hop in self._hops if hop.usable]
         self._forget_doubts()
         for gap in self._gaps():
-            await self._open(gap, settings, epoch, costs)
+            await self._open(gap, settings, chain_version, costs)
 
     def _gaps(self) -> list[Span]:
         gaps: list[Span] = []
@@ -181,9 +181,9 @@ class OpenRoute(Sequence[Hop]):
             gaps.append(Span(start, self._span.end))
         return gaps
 
-    async def _open(self, span: Span, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
+    async def _open(self, span: Span, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
         async def open_hop(route_hop: RouteHop) -> None:
-            hop = await Hop.open(self._view, route_hop, settings, epoch=epoch)
+            hop = await Hop.open(self._view, route_hop, settings, chain_version=chain_version)
             self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
 
         route = await self._view.routes.find(span, costs)
@@ -195,7 +195,7 @@ class OpenRoute(Sequence[Hop]):
         if errors:
             raise errors[0]
 
-    async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, epoch: int) -> bool:
+    async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, chain_version: int) -> bool:
         """Open the new servers of `route`, then leave those not on it. If one can't be opened, nothing changes."""
         held = {(hop.peer_id, hop.span): hop for hop in self._hops}
         kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
@@ -203,7 +203,7 @@ class OpenRoute(Sequence[Hop]):
         opened: list[Hop] = []
 
         async def open_hop(route_hop: RouteHop) -> None:
-            opened.append(await Hop.open(self._view, route_hop, settings, epoch=epoch))
+            opened.append(await Hop.open(self._view, route_hop, settings, chain_version=chain_version))
 
         try:
             await gather([partial(open_hop, hop) for hop in wanted])
@@ -223,7 +223,7 @@ class OpenRoute(Sequence[Hop]):
             hop.connection.close()
         return True
 
-    async def link(self, epoch: int) -> None:
+    async def link(self, chain_version: int) -> None:
         """Tell every hop where its outputs go; where a link fails, the client relays.
 
         Raises:
@@ -234,13 +234,13 @@ class OpenRoute(Sequence[Hop]):
         ]
         if self._hops:
             pairs.append((self._hops[-1], None))
-        await gather([partial(self._link, hop, successor, epoch) for hop, successor in pairs])
+        await gather([partial(self._link, hop, successor, chain_version) for hop, successor in pairs])
 
-    async def _link(self, hop: Hop, successor: Hop | None, epoch: int) -> None:
+    async def _link(self, hop: Hop, successor: Hop | None, chain_version: int) -> None:
         if hop.new and successor is None:
             return  # outputs of a new session go to the client anyway
         try:
-            await hop.link(successor, epoch)
+            await hop.link(successor, chain_version)
         except PeerError as error:
             is_own = error.peer_id == hop.peer_id
             if successor is not None and successor.peer_id == hop.peer_id:

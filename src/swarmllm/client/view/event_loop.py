@@ -67,7 +67,7 @@ class EventLoop:
         """True if the thread runs and accepts work."""
         return self._thread.is_alive() and not self._closed
 
-    def run(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
         """Run the coroutine in the loop's thread, wait for it, and return its value; Ctrl-C cancels it.
 
         `meanwhile` runs in this thread before it waits.

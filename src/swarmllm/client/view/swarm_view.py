@@ -121,7 +121,7 @@ class SwarmView:
 
     def servers(self) -> list[ServerInfo]:
         """The servers of this model, as they announce themselves now."""
-        return list(self.loop.run(self.look_ups.refresh()).servers)
+        return list(self.loop.run_coroutine(self.look_ups.refresh()).servers)
 
     def route(self) -> Route:
         """The route for a session that begins now; `print()` it to see its costs.
@@ -129,11 +129,11 @@ class SwarmView:
         Raises:
             MissingBlocksError: there is none.
         """
-        return self.loop.run(self._explained_route())
+        return self.loop.run_coroutine(self._explained_route())
 
     def expected_ms_per_token(self, route: Sequence[RouteHop] | None = None) -> float:
         """Expected milliseconds of one decode step along `route` (default: that of `route()`)."""
-        return self.route().expected_ms if route is None else self.loop.run(self._expected_ms(route))
+        return self.route().expected_ms if route is None else self.loop.run_coroutine(self._expected_ms(route))
 
     @property
     def max_batch_tokens(self) -> int:

@@ -201,7 +201,7 @@ def _patch(
 ) -> Patch:
     scale = 1.0
     if kind == "ia3":
-        kind = "ia3_in" if shapes[0][0] == 1 and shapes[0] != (1, 1) else "ia3_out"  # what peft makes of feed-forwards
+        kind = "ia3_in" if shapes[0][0] == 1 and shapes[0] != (1, 1) else "ia3_out"  # peft's kind for feed-forwards
         shapes = ((math.prod(shapes[0]),),)
     else:
         rank = _of_module(config, "rank_pattern", module, config.get("r"))

@@ -118,7 +118,7 @@ def training(
             module.p = rate  # type: ignore[assignment]
         for part in parts:
             undone.callback(setattr, part, "training", part.training)
-            part.training = not isinstance(part, nn.modules.batchnorm._BatchNorm)  # nobody may change its statistics
+            part.training = not isinstance(part, nn.modules.batchnorm._BatchNorm)  # its statistics must not change
         undone.enter_context(mode)
         yield
 
@@ -176,7 +176,7 @@ class _Seeded(TorchFunctionMode):
         """Attention weights `[batch, heads, seq, keys]`."""
         batch, num_heads, seq, num_keys = weights.shape
         places = torch.arange(num_keys).expand(batch, num_keys)
-        if not self._cached and num_keys >= seq:  # those before the text are a prefix's
+        if not self._cached and num_keys >= seq:  # keys before the text are a prefix's
             places = torch.cat([places[:, : num_keys - seq], self._seeds.cpu()], dim=1)
         keep = keep_mask_of_pairs(self._seeds.to(weights.device), places.to(weights.device), num_heads, self._key(), p)
         return weights * keep.to(weights.dtype).div_(1 - p)

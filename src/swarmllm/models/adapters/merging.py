@@ -111,8 +111,8 @@ class Merging:
         """Raises: SwarmError: they don't go together."""
         if checkpoint.comes_packed:
             raise ConfigurationError(
-                f"the weights of {checkpoint.public_name} are stored in few bits, to which what is merged would be "
-                "rounded: give the base in 16 or 32 bits"
+                f"the weights of {checkpoint.public_name} are stored in few bits, and merged weights would be "
+                "rounded to them: give the base in 16 or 32 bits"
             )
         if adapter.fingerprint not in (None, fingerprint(checkpoint)):
             raise WeightsMismatchError(
@@ -164,7 +164,7 @@ class Merging:
         if not self._keys[block_idx]:
             return model
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what belongs to other blocks
+            warnings.simplefilter("ignore")  # about tensors of other blocks
             names = {name for name, _ in model.named_modules()}
             self.adapter.save_part(self._keys[block_idx], names, Path(directory))
             try:

@@ -37,7 +37,7 @@ AXES = {
     "deepstack": (0, 1),
     "deepstack_mask": (0, 1),
 }
-"""Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
+"""Batch and sequence axis of the tensors that travel with the hidden states and the mask."""
 
 SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
 """The encoder's outputs and their mask, for the blocks of a decoder."""
@@ -54,7 +54,7 @@ def queued_copy(tensor: Tensor) -> Tensor:
 
 
 def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, those on a device as copies; returns when all are there."""
+    """The same tensors in host memory; tensors on a device are copied. Returns when all copies are complete."""
     copies = [tensor if tensor.device.type == "cpu" else queued_copy(tensor.detach()) for tensor in tensors]
     for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
         torch.accelerator.current_stream(device).synchronize()
@@ -313,7 +313,7 @@ def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
 
 
 def uncut(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
-    """Positions of the shortest first piece; behind it the call may be cut anywhere. All of them: it stays whole."""
+    """Positions of the shortest first piece; after it the call may be cut anywhere. If it is the whole, no cut."""
     if not traits.chunked_prefill or inputs.looks_ahead(past):
         return inputs.seq_len
     if traits.even_length == inf:

@@ -59,7 +59,7 @@ class DeepstackArguments:
             return {}
         if max(levels) >= num_blocks - (not self.by_block):
             raise ConfigurationError(
-                f"this model adds what it sees after block {max(levels)} of {num_blocks}, where no server could"
+                f"this model adds features of pictures after block {max(levels)} of {num_blocks}, where no server can"
             )
         where = mask if mask.ndim == 2 else mask[..., 0]
         first = next(iter(levels.values()))

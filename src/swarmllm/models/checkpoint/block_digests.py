@@ -39,7 +39,7 @@ class BlockDigests:
     def expect(self, model: PreTrainedModel, parameters: Mapping[str, str]) -> None:
         """Note the weights that are going to be read, and their parameters in the model; once for each model.
 
-        Buffers don't count: some versions of transformers read what others compute.
+        Buffers don't count: some versions of transformers read a buffer that others compute.
         """
         blocks, first = find_blocks(model).blocks, hosted_stack(model).span.start
         prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)
@@ -53,7 +53,7 @@ class BlockDigests:
     def on_read(self, weight: str, stored: str, tensor: torch.Tensor) -> None:
         """Take note of one of the tensors that a weight is stored as."""
         if weight in self._block_of and (weight, stored) not in self._sums:
-            wait(self._latest)  # else a loader that is faster fills the memory with what is still to be summed
+            wait(self._latest)  # or a faster loader fills the memory with tensors to be summed
             self._sums[weight, stored] = self._beside.submit(_checksum, tensor)
             self._latest = [self._sums[weight, stored]]
 
@@ -68,7 +68,7 @@ class BlockDigests:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Measured: 3 GB/s on one core, where SHA-256 has 1.4 and quantizing 0.5."""
-    # A last axis of 1 can be viewed as bytes in every layout, those of pickled checkpoints included.
+    # A last axis of 1 can be viewed as bytes in every layout, also those of pickled checkpoints.
     return zlib.crc32(np.ascontiguousarray(tensor.unsqueeze(-1).view(torch.uint8).numpy()).data)
 
 

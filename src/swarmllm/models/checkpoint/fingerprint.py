@@ -57,7 +57,7 @@ def _sample(checkpoint: Checkpoint) -> bytes:
     for name, lazy in sorted(checkpoint.tensors(client_tensor_names(checkpoint)).items()):
         tensor = lazy[:SAMPLED_ROWS] if _ndim(lazy) else lazy[...]
         digest.update(name.encode())
-        # A last axis of 1 can be viewed as bytes in every layout, those of pickled checkpoints included.
+        # A last axis of 1 can be viewed as bytes in every layout, also those of pickled checkpoints.
         digest.update(tensor.unsqueeze(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
 

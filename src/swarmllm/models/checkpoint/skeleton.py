@@ -5,7 +5,7 @@ of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
 
 The encoder of a model with audio is cut down to its blocks alone, one after the other (`keep_blocks_alone`). The client
 makes the input of the first block from audio, and the mask that hides padding from blocks. Between the blocks of such
-an encoder nothing happens (`architecture.HEARING`), so its own forward isn't needed for them.
+an encoder nothing happens (`architecture.WITH_AUDIO`), so its own forward isn't needed for them.
 """
 
 import copy
@@ -38,7 +38,7 @@ from swarmllm.models.architecture import (
     as_config_says,
     blocks_class,
     find_blocks,
-    hears,
+    has_audio,
     hosted_stack,
     stack_module,
     stack_of,
@@ -62,7 +62,7 @@ class GivenEmbeddings(nn.Module):
     """A stand-in for the input embeddings of a server, which has none: returns the prepared embeddings of the call."""
 
     def __init__(self, embedding_dim: int, *, pads: bool = False) -> None:
-        """`pads`: the stack may embed padding that it puts behind a text; nothing of it reaches the blocks."""
+        """`pads`: the stack may embed padding that it appends to a text; nothing of it reaches the blocks."""
         super().__init__()
         self.embedding_dim, self.pads = embedding_dim, pads
         self.weight = torch.empty(0, embedding_dim)  # no parameter: only for code that initializes or measures it
@@ -117,7 +117,7 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         _drop_all_but(model, stack)
         for name in unused:
             setattr(stack, name, _LeftOut())
-        if hears(model.config) and hosted.role == "encoder":
+        if has_audio(model.config) and hosted.role == "encoder":
             keep_blocks_alone(stack, find_blocks(model).attribute)
             width = stack.config.get_text_config().hidden_size
         else:
@@ -479,4 +479,4 @@ def keep_blocks_alone(stack: PreTrainedModel, blocks: str) -> None:
 
     members = {"forward": forward, "__module__": cls.__module__}
     members |= {"get_input_embeddings": get_input_embeddings, "set_input_embeddings": set_input_embeddings}
-    stack.__class__ = type(cls.__name__, cls.__bases__, members)  # which has nothing of what was deleted
+    stack.__class__ = type(cls.__name__, cls.__bases__, members)  # a class without the deleted members

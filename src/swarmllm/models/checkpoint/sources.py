@@ -153,7 +153,7 @@ class _Hub(Source):
             ) from error
         except LocalEntryNotFoundError as error:
             offline = is_offline_mode() or "local_files_only" in self._options
-            if offline and (self.commit or self._snapshot()):  # what has been downloaded is all there is
+            if offline and (self.commit or self._snapshot()):  # only downloaded files are there
                 return None
             raise ConfigurationError(
                 f"{self.name!r} is no directory, and the hub can't be reached to look for a model of that name"

@@ -177,8 +177,8 @@ class ConfigAndWeights(StoredFiles):
             return ()
         if not isinstance(filename, str) or Path(filename).name != filename or ".safetensors" not in filename:
             raise UnsupportedModelError(
-                f"transformers_weights in {CONFIG} of {self._source.name} must name a safetensors file beside it, or "
-                f"an index of such files, not {str(filename)[:80]!r}"
+                f"transformers_weights in {CONFIG} of {self._source.name} must name a safetensors file in its "
+                f"directory, or an index of such files, not {str(filename)[:80]!r}"
             )
         return ((filename, filename.endswith(".index.json")),)
 
@@ -237,7 +237,7 @@ class ConfigAndWeights(StoredFiles):
             return found
         for shard in sorted(set(index.values())):
             path = self._source.local(shard)
-            with suppress(CorruptWeightsError):  # whoever needs it is told
+            with suppress(CorruptWeightsError):  # code that needs it raises the error
                 if path is not None and weight_files.has_header(path):
                     found |= dict.fromkeys(weight_files.tensor_names(path), shard)
         return found
@@ -328,7 +328,7 @@ class ConfigAndWeights(StoredFiles):
 def _watched(lazy: Any, on_read: Callable[[torch.Tensor], None]) -> Any:
     if not isinstance(lazy, torch.Tensor):
         return _WatchedTensor(lazy, on_read)
-    on_read(lazy)  # of a pickle, which transformers takes as it is
+    on_read(lazy)  # a pickle's tensors, which transformers takes as they are
     return lazy
 
 
@@ -368,7 +368,7 @@ class GgufFiles(StoredFiles):
         if header.settings.get("split.count", 1) not in (0, len(headers)):
             raise CorruptWeightsError(
                 f"{filename} is one of {header.settings['split.count']} parts: name the first of them, "
-                "…-00001-of-0000N.gguf, and keep the others beside it"
+                "…-00001-of-0000N.gguf, and keep the others in the same directory"
             )
         factors = header.tensors.get(ROPE_FACTORS)
         read = None if factors is None else GgufWeight(factors, None, None, 0.0, None)[...]

@@ -48,7 +48,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise CorruptWeightsError(f"{path} is not a valid index of weights: {error!r}") from error
     for filename in set(names.values()):
         if Path(filename).name != filename:
-            raise CorruptWeightsError(f"{path} refers to {filename!r}, which is not a file beside it")
+            raise CorruptWeightsError(f"{path} refers to {filename!r}, which is not a file in the same directory")
     return names
 
 

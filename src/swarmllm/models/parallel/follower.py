@@ -109,7 +109,7 @@ def die_with(parent: int) -> None:
 def main(rank: int, size: int, directory: str, device_name: str, num_threads: int, timeout_s: float) -> None:
     """Obey until the server has gone."""
     commands, reports = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # what libraries print is no report
+    os.dup2(2, 1)  # prints of libraries are no reports
     device = torch.device(device_name)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)

@@ -108,7 +108,7 @@ class Group:
                 for follower in self._followers:
                     follower.reports.recv()
                 self._group = connected(0, self.size, str(private.path), self.device, timeout_s)
-                for follower in self._followers:  # which read that directory until they are connected
+                for follower in self._followers:  # they read that directory until they are connected
                     follower.reports.recv()
 
     @property
@@ -289,7 +289,7 @@ class _Process:
             [sys.executable, "-m", "swarmllm.models.parallel.follower", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the server, which ends this one
+            start_new_session=True,  # Ctrl-C is for the server; the server ends its followers
         )
         self.commands, self.reports = _Pipe(self.process.stdin), _Pipe(self.process.stdout)
 

@@ -285,7 +285,7 @@ def architecture_of(header: Header) -> Architecture:
     if found is None:
         raise UnsupportedModelError(
             f"swarmllm doesn't read the architecture {str(name)[:50]!r} from GGUF (but {', '.join(ARCHITECTURES)}): "
-            "use the model's safetensors, of which servers make 8 or 4 bits"
+            "use the model's safetensors, from which servers make 8 or 4 bits"
         )
     return found
 

@@ -121,7 +121,7 @@ class Matrix:
             kind, self.columns = _CODES[codes.dtype], codes.shape[1]
         self.rows = codes.shape[0]
         table = None if values is None else torch.tensor(values)
-        # The kernels see addresses only: what is behind them must be in one piece, and live as long as this.
+        # The kernels get addresses only: the tensors must be contiguous, and live as long as this object.
         tensors = (codes, scale, zero, factor, table, least)
         self._tensors = [None if one is None else one.contiguous() for one in tensors]
         self._weight = _Weight(

@@ -31,15 +31,17 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import find_blocks
 from swarmllm.models.free_memory import trim_heap
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.decoded import KBit, Nf4Pairs
+from swarmllm.models.quantization.block_search import quantize
+from swarmllm.models.quantization.decoded import FORMS, KBit, Nf4Pairs
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, LlmInt8, Packed
 from swarmllm.models.quantization.rules import (
     BITS,
+    BLOCKS,
     OF_WHOLE_ROWS,
     SMALLEST,
     Quantization,
-    QuantType,
+    StoredType,
     is_transposed,
     may_be_packed,
 )
@@ -96,7 +98,7 @@ class _Quantizer(HfQuantizer):
         self._blocks = next(f"{name}." for name, module in model.named_modules() if module is blocks)
         return model
 
-    def form_of(self, model: PreTrainedModel, name: str) -> QuantType:
+    def form_of(self, model: PreTrainedModel, name: str) -> StoredType:
         """`Quantization.format_of` a parameter of the blocks."""
         if name in self.misshapen or not name.startswith(self._blocks):
             return "none"
@@ -112,7 +114,7 @@ class _Quantizer(HfQuantizer):
         return _Quantize(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        self.remove_quantization_config(model)  # its config says what the checkpoint is, as ever
+        self.remove_quantization_config(model)  # the config describes the checkpoint, as without quantization
         return model
 
     def is_serializable(self) -> bool:
@@ -161,7 +163,7 @@ class _Quantize(ConversionOps):
         return rest
 
 
-def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: QuantType, device: torch.device) -> None:
+def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: StoredType, device: torch.device) -> None:
     """Replace the parameter `leaf` of a module by the quantized `weight`, which may be so already."""
     transposed = is_transposed(module)
     packed = (
@@ -176,7 +178,7 @@ def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: Qua
 
 
 @torch.no_grad()
-def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
+def pack(weight: Tensor, form: StoredType, device: torch.device) -> Packed:
     """Quantize `[…, out, in]` for use on `device`: there, if it is a GPU, or else where the weight is.
 
     Measured (16 blocks of 7B, 16 cores): CPUs take 5 s to int8 and 18 s to nf4.
@@ -187,6 +189,9 @@ def pack(weight: Tensor, form: QuantType, device: torch.device) -> Packed:
         return (Int8 if form == "int8" else LlmInt8).quantize(weight)
     if form in BITS:
         return KBit.quantize(weight, BITS[form])
+    if form in BLOCKS:
+        kind, *_ = BLOCKS[form]
+        return FORMS[kind](quantize(weight, kind), weight.dtype)
     packed = Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
     if device.type == "cpu" and type(packed) is Nf4:  # bitsandbytes has no kernel for this processor, or this shape
         codes = (packed.codes >> 4) | (packed.codes << 4)

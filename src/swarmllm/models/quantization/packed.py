@@ -97,7 +97,7 @@ class Packed:
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype."""
-        if inputs.shape[0] == 0:  # for which `len` calls Python
+        if inputs.shape[0] == 0:  # `len` would call Python
             return inputs.new_zeros(0, self.shape[0])
         if inputs.device.type == "cuda":
             matrix = self._cuda_matrix()
@@ -112,7 +112,7 @@ class Packed:
         wide = inputs.to(dtype)
         outputs = wide.new_empty(len(inputs), self.shape[0])
         for start, end in self._slices(dtype):
-            if scale is not None and dtype == torch.float16:  # in which sums of codes would be infinite
+            if scale is not None and dtype == torch.float16:  # sums of codes would be infinite in it
                 rows = self._rows(start, end, torch.float32).mul_(scale[start:end, None]).to(dtype)
             else:
                 rows = self._rows(start, end, dtype)
@@ -265,7 +265,7 @@ class LlmInt8(Int8):
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
-        is_outlier = ~(wide.abs() <= OUTLIER_THRESHOLD)  # what is no number goes the exact way, and stays none
+        is_outlier = ~(wide.abs() <= OUTLIER_THRESHOLD)  # NaN goes the exact way, and stays NaN
         usual = wide.masked_fill(is_outlier, 0.0)
         steps = (usual.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         products = _product(usual.div_(steps).round_().to(torch.int8), self.codes)

@@ -10,14 +10,25 @@ from transformers.pytorch_utils import Conv1D
 
 from swarmllm.errors import ConfigurationError
 
-QuantType = Literal["none", "int2", "int3", "q3.5", "int4", "int5", "int6", "int8", "nf4", "llm_int8"]
+QuantType = Literal[
+    "none", "int8", "q8_0", "q6_k", "q5_k", "q4_k", "nf4", "llm_int8", "int2", "int3", "q3.5", "int4", "int5", "int6"
+]  # fmt: skip
+StoredType = QuantType | Literal["q5_0", "q5_1"]
+"""How a weight is stored: the chosen type, or the one for rows of other lengths."""
 QUANT_TYPES: tuple[str, ...] = get_args(QuantType)
 BITS: dict[str, float] = {"int2": 2, "int3": 3, "q3.5": 3.5, "int4": 4, "int5": 5, "int6": 6}
 """Bits of each type that `decoded.KBit` packs."""
 OF_WHOLE_ROWS = ("int8", "llm_int8")
 """Types with one scale for each row."""
+BLOCKS: dict[str, tuple[int, int, int]] = {
+    "q8_0": (8, 32, 34), "q6_k": (14, 256, 210), "q5_1": (7, 32, 24), "q5_k": (13, 256, 176), "q5_0": (6, 32, 22),
+    "q4_k": (12, 256, 144),
+}  # fmt: skip
+"""llama.cpp's types: the number of the kind in `decoded.KINDS`, weights of a block, bytes of a block."""
+FOR_OTHER_ROWS: dict[str, StoredType] = {"q6_k": "q8_0", "q5_k": "q5_1", "q4_k": "q5_0"}
+"""The type for rows that are no multiple of 256, as in llama.cpp: it has more bits."""
 GROUP = 64
-"""Weights of a row that share one scale, with all types but these; as in QLoRA (section 3) and Inferflow (table 3)."""
+"""Weights of a row that share one scale, with all other types; as in QLoRA (section 3) and Inferflow (table 3)."""
 SCALE_DTYPE = torch.bfloat16
 """The dtype of scales and minima of these types."""
 SMALLEST = 1 << 14
@@ -36,7 +47,7 @@ class Quantization:
     smallest: int = SMALLEST
     """Weights with fewer elements than this (of one expert) stay in full precision."""
 
-    def format_of(self, model: PreTrainedModel, name: str) -> QuantType:
+    def format_of(self, model: PreTrainedModel, name: str) -> StoredType:
         """The type in which a parameter of the model is stored: `none` for everything but large matrices of linear
         maps."""
         if self.quant_type == "none" or not may_be_packed(model, name):
@@ -46,7 +57,16 @@ class Quantization:
         rows, columns = packed_shape(module, module.get_parameter(leaf))[-2:]
         if rows * columns < self.smallest:
             return "none"
-        return "int8" if columns % GROUP and self.quant_type not in OF_WHOLE_ROWS else self.quant_type
+        return _for_rows(self.quant_type, columns)
+
+
+def _for_rows(quant_type: QuantType, columns: int) -> StoredType:
+    """That type, or the one in its place if rows don't consist of its groups or blocks."""
+    form: StoredType = quant_type
+    if form in FOR_OTHER_ROWS and columns % BLOCKS[form][1]:
+        form = FOR_OTHER_ROWS[form]
+    size = BLOCKS[form][1] if form in BLOCKS else GROUP
+    return form if form in OF_WHOLE_ROWS or columns % size == 0 else "int8"
 
 
 FULL_PRECISION = Quantization()
@@ -115,5 +135,8 @@ def stored_bytes(model: PreTrainedModel, name: str, dtype: torch.dtype, quantiza
             return count + count // columns * dtype.itemsize
         case "nf4":
             return count // 2 + count // GROUP * dtype.itemsize
+        case blocks if blocks in BLOCKS:
+            _, weights, size = BLOCKS[blocks]
+            return count // weights * size
         case k_bit:
             return count // GROUP * (int(GROUP * BITS[k_bit]) // 8 + 2 * SCALE_DTYPE.itemsize)

@@ -57,8 +57,8 @@ class Call:
     """Lists and dicts to clear when the blocks have run: the blocks have added their contents themselves."""
     played: list[Tensor] = field(default_factory=list)
     """The output of the blocks that ran last, while the model's code goes through them one by one (`playback`)."""
-    hears: bool = False
-    """The hidden states come from audio, so only they tell their number (`with_audio`)."""
+    from_audio: bool = False
+    """The hidden states come from audio, so only they tell their number (`with_actual_size`)."""
     hooked: frozenset[int] = frozenset()
     """Boundaries at which users' hooks read hidden states; see `HollowBlocks.hooked`."""
 
@@ -88,7 +88,9 @@ def calling(call: Call) -> Iterator[Call]:
         _call.reset(token)
 
 
-def with_audio(call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def with_actual_size(
+    call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
     """The call with the size and the mask that the first block is given.
 
     For encoders of audio, and for encoders that pad their text themselves. Both are unknown before that block.
@@ -142,8 +144,8 @@ class BlocksProxy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs[self.first_argument]
         call, num_outputs = current_call(), self.traits.block_output
-        if call.inputs is not None and (call.hears or (self.encodes and hidden.shape[1] != call.inputs.seq_len)):
-            call = with_audio(call, self.block, hidden, args, kwargs)
+        if call.inputs is not None and (call.from_audio or (self.encodes and hidden.shape[1] != call.inputs.seq_len)):
+            call = with_actual_size(call, self.block, hidden, args, kwargs)
         output = self.run_call(call, hidden)
         return output if num_outputs == 0 else (output, *(None,) * (num_outputs - 1))
 

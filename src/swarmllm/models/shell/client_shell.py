@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import AUTOCAST
-from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, is_encoder, sees
+from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, has_vision, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, Call, calling
@@ -61,9 +61,9 @@ class ShellStack:
     traits: BlockTraits
     adapters: BlockAdapters
     unseen: UnseenChanges
-    sees: bool = False
+    has_vision: bool = False
     """The model has vision, and its stack is given more than embeddings."""
-    hears: bool = False
+    takes_audio: bool = False
     """The stack takes audio."""
 
 
@@ -234,7 +234,7 @@ def cache_of_call(
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     batch_size = 1 if given is None else given.shape[0]
-    if sees(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
+    if has_vision(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
         cache = None  # some models with vision make one before they call their text model
     prefix = None if cache is None else _prefix(cache, shell, batch_size)
     if not _wants_cache(shell, config, kwargs.get("use_cache")) or given is None:

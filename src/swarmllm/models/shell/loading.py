@@ -22,8 +22,8 @@ from swarmllm.models.architecture import (
     Stack,
     blocks_class,
     find_blocks,
-    hears,
-    sees,
+    has_audio,
+    has_vision,
     stack_module,
     stack_root,
     stacks,
@@ -126,10 +126,10 @@ def _hollow_out(
     setattr(root.get_submodule(owner), attribute, blocks)
     fix_children(root.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
-    takes_sound = stack.role == "encoder" and hears(model.config)
+    takes_sound = stack.role == "encoder" and has_audio(model.config)
     module, adapters = stack_module(model, stack), BlockAdapters(blocks)
     unseen = UnseenChanges(module, takes_source=stack.role == "decoder")
-    return ShellStack(stack, module, proxy.traits, adapters, unseen, sees(model.config), takes_sound)
+    return ShellStack(stack, module, proxy.traits, adapters, unseen, has_vision(model.config), takes_sound)
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:

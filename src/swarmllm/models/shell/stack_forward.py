@@ -9,8 +9,8 @@
 
 Models with vision or audio compute embeddings with modules of their own in the client. Their text model's forward gets
 more than embeddings where positions of a picture see each other, or where outputs of the vision tower are added between
-blocks (`boundary/pictures`). `seen_by` checks these arguments and makes them ready to travel. Servers make masks
-themselves where the text model would make the same.
+blocks (`boundary/pictures`). `pack_vision_inputs` checks these arguments and makes them ready to travel. Servers make
+masks themselves where the text model would make the same.
 
 The model's forward (`adopt_head`) finds out whether the head or the loss reads outputs of padding, which otherwise
 aren't computed. Mostly it doesn't. But a loss counts labels of padding unless they are -100, a head for classes may
@@ -129,14 +129,14 @@ def _call_of(
     inner: InnerStates | None,
 ) -> Call:
     of_shell.unseen.refuse(kwargs)
-    if of_shell.hears:
+    if of_shell.takes_audio:
         return _call_of_audio(shell, of_shell, kwargs)
     stack = of_shell.module
     given = _given(stack, kwargs)
     if of_shell.stack.role == "encoder":
         _refuse_other_masks(kwargs)
-    seen = seen_by(stack, kwargs, given, cache) if of_shell.sees else Seen(kwargs)
-    tensors = _tensors_among(seen.kwargs)
+    vision = pack_vision_inputs(stack, kwargs, given, cache) if of_shell.has_vision else VisionInputs(kwargs)
+    tensors = _tensors_among(vision.kwargs)
     num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
     if num_prefix and "attention_mask" in tensors:
         tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
@@ -146,7 +146,7 @@ def _call_of(
     elif cache is not None and cache.deferred and "position_ids" in tensors:
         # Servers run this without a cache. transformers would take positions that begin anew for another text then.
         tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
-    tensors |= seen.tensors | _extra_inputs(of_shell, kwargs)
+    tensors |= vision.tensors | _extra_inputs(of_shell, kwargs)
     if of_shell.stack.role == "decoder":
         tensors |= source_of_call(kwargs, given.shape[0], cache)
     adapter, trained = _adapter(shell, of_shell, cache, prefix)
@@ -167,7 +167,7 @@ def _call_of(
         **tensors,
     )
     callers = kwargs.get("inputs_embeds") is not None
-    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=seen.used_up, hooked=hooked)
+    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=vision.used_up, hooked=hooked)
 
 
 def _refuse_other_masks(kwargs: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _call_of_audio(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[st
     inputs = BlockInputs(
         hidden_states=NO_HIDDEN, batch_size=given.shape[0], seq_len=0, adapter=adapter, trained=trained
     )
-    return Call(inputs=inputs, hears=True)
+    return Call(inputs=inputs, from_audio=True)
 
 
 def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -428,7 +428,7 @@ transformers keeps one value in the module, also from one call to the next."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class VisionInputs:
     """The usual arguments of a text model's forward, and the tensors that travel in place of the others."""
 
     kwargs: dict[str, Any]
@@ -437,7 +437,9 @@ class Seen:
     """Lists and dicts to clear when the blocks have run."""
 
 
-def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None) -> Seen:
+def pack_vision_inputs(
+    stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
+) -> VisionInputs:
     """Make the arguments ready to travel. Features to be added between blocks are replaced in `kwargs` by a copy.
 
     Raises:
@@ -465,7 +467,7 @@ def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache
             usual["attention_mask"] = current_call().model_mask
         else:
             tensors |= pack_masks(mask, stack.config) if isinstance(mask, dict) else {"attention_mask": mask}
-    return Seen(usual, tensors, tuple(used_up))
+    return VisionInputs(usual, tensors, tuple(used_up))
 
 
 def keep_offsets_apart(model: PreTrainedModel) -> None:

@@ -70,7 +70,7 @@ class InnerRecording:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within: the blocks use eager attention if its weights are asked for."""
-        if self._inner.attentions and self._slots.block_output == 1:  # the model looks for weights behind it now
+        if self._inner.attentions and self._slots.block_output == 1:  # the model then takes weights from more results
             self._slots.extras = (None,) * MAX_PLACE
         try:
             with attending(attention_configs(self._stack) if self._inner.attentions else (), "eager"):

@@ -264,7 +264,7 @@ def _compare(paged: PagedAttention, block_idx: int) -> None:
 
 
 def _trial(paged: PagedAttention, part: Span, table: PageTable, recorder: Recorder | None) -> list[Tensor]:
-    """What the block adds to random hidden states, in two steps of several positions and one of a single position."""
+    """The block's own contribution to random hidden states, in two steps of several positions and one of one."""
     device = paged.blocks.device
     block: Any = paged.blocks.slots.block(part.start)
     random = torch.Generator().manual_seed(0)

@@ -96,13 +96,13 @@ def load_block_span(
             else:
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
-        return _probed(blocks, known)  # outside: each part of a weight that products decode would get pages of its own
+        return _probed(blocks, known)  # not within separate_weights: products decode in pieces
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
         return load(unused)
     except UnsupportedModelError:
-        if unused:  # perhaps one of those parts is called between the blocks
+        if unused:  # perhaps the model calls one of these modules between blocks
             return load(())
         raise
 
@@ -133,7 +133,7 @@ def _reader(
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
     """The blocks with the results of probes, new or from an earlier start."""
     if known is None or not known.restore(blocks):
-        with stage(f"looking at what blocks {blocks.span} need and can do"):
+        with stage(f"probing blocks {blocks.span}"):
             probe(blocks)
         return_free_memory()
         if known is not None:

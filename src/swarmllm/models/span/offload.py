@@ -122,7 +122,7 @@ class _File:
     def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="swarmllm-offload")
         reading = reader.submit(self._read, self._starts[block_idx], slot.numpy().data)
-        reader.shutdown(wait=False)  # its thread ends with the copy: none is left for longer than blocks are
+        reader.shutdown(wait=False)  # its thread ends with the copy, and so before the blocks
         return reading.result
 
     def _read(self, start: int, left: memoryview) -> None:
@@ -132,7 +132,7 @@ class _File:
                 if not count:
                     raise OSError(errno.EIO, "the file ends too early")
                 start, left = start + count, left[count:]
-        except OSError as error:  # nothing that whoever asked for these blocks could mend, but the server's owner
+        except OSError as error:  # only the owner of the server can mend it
             logger.error("can't read offloaded blocks from %s: %s", self._directory, error.strerror)
             raise ServerOverloadedError(
                 f"this server can't read the blocks that it has offloaded ({error.strerror}): use another one"
@@ -229,7 +229,7 @@ class OffloadedBlocks:
             if slot.flat.data_ptr() == storage and slot.block_idx is not None:
                 start = int(tensor.storage_offset()) * tensor.dtype.itemsize
                 return slot.block_idx, _Place(start, tensor.dtype, tensor.shape, tensor.stride())
-        return tensor.detach()  # itself would keep its graph alive, which keeps it
+        return tensor.detach()  # the tensor would keep its graph alive, and the graph the tensor
 
     def _named(self, saved: Tensor | tuple[int, _Place]) -> Tensor:
         if isinstance(saved, Tensor):
@@ -278,7 +278,7 @@ class OffloadedBlocks:
         before = self._blocks[slot.block_idx]
         _point(before.tensors, before.absent)
         slot.block_idx = None
-        with suppress(Exception):  # what nobody waits for fails nobody
+        with suppress(Exception):  # no call waits for this copy
             slot.arrived()  # two copies to one place would mix
 
     def _neighbour(self, block_idx: int, step: int) -> int:

@@ -251,7 +251,7 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
 
 
 def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
-    """The positions of each call, all of them where those are that clients have sent: perhaps on a GPU."""
+    """The positions of each call, on one device: where clients' own positions are, if some have sent them."""
     sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
     device = sent[0].device if sent else torch.device("cpu")
     return [_positions(call).to(device) for call in calls]
@@ -369,7 +369,7 @@ class Packer:
             return None
         shape[axis : axis + 2] = []
         # An adapter is applied to a whole forward, so calls with different ones take turns.
-        # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
+        # One axis of positions isn't always the same as three equal ones: models may count a fourth, of the text.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
         same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:

@@ -193,5 +193,5 @@ def _find_window(mask_function: Callable[..., Any]) -> int:
         at = torch.arange(position + 2)
         expected = (at <= position) & ((at > position - window) if window else torch.ones_like(at, dtype=torch.bool))
         if not torch.equal(shown(position), expected):
-            raise PackingUnsupportedError("a mask shows something else than what came before")
+            raise PackingUnsupportedError("a mask shows something else than earlier positions")
     return window

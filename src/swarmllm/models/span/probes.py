@@ -66,7 +66,7 @@ SIDES: tuple[Side, ...] = ("left", "right")
 BATCH, MOST_SEQ = 3, 13
 """Samples and positions (fewer if the model has no more); unlikely to be the sizes of other axes."""
 MAX_ARITY = 6
-_READS_MORE = "which reads more of the block before than its hidden states"
+_READS_MORE = "which needs more of the block before than its hidden states"
 
 
 class CacheProbe:
@@ -249,7 +249,7 @@ def skippable_sides(span: BlockSpan, inputs: BlockInputs) -> tuple[Side, ...]:
     if inputs.seq_len < 6 or span.traits.even_length < inf:  # the latter choose frequencies by the longest row
         return ()
     if any("Indexer" in type(module).__name__ for module in span.slots.modules()):
-        return ()  # they attend to the best keys, and which of equally good ones depends on the width of the batch
+        return ()  # they attend to the best keys; among equally good ones, the width of the batch decides
     parts = parts_of_each_kind(span)
     return tuple(side for side in SIDES if all(_makes_no_difference(span, part, inputs, side) for part in parts))
 
@@ -305,7 +305,7 @@ def probe(span: BlockSpan) -> None:
         UnsupportedModelError: the span can't be run, or the model can't be cut where it begins.
     """
     probe = _Probe(span)
-    # The memory of blocks that are offloaded holds now this block and now that one.
+    # The memory of offloaded blocks holds different blocks in turn.
     fresh = KeptState.everything(span.stack, () if span.offloaded is None else span.offloaded.tensors)
     try:
         with torch.no_grad():
@@ -316,14 +316,14 @@ def probe(span: BlockSpan) -> None:
             probe.find_forbidden_cuts()
             probe.find_lengths()
             span.kept_state.add(fresh.changed(span.stack))
-            if not span.hosted.role:  # what the encoder has at padding is what the decoder's mask must hide
+            if not span.hosted.role:  # a decoder's mask must hide the encoder's padding
                 probe.found(skips_padding=skippable_sides(span, probe.inputs()))
             if span.keeps_cache:
                 probe.find_cache_abilities()
             span.kept_state.add(fresh.changed(span.stack))
     except UnsupportedModelError:
         raise
-    except Exception as error:  # model code that misses what an earlier block would have left
+    except Exception as error:  # model code that lacks something from an earlier block
         raise UnsupportedModelError(f"blocks {span.span} can't run without the ones before them: {error!r}") from error
 
 
@@ -471,10 +471,10 @@ class _Probe:
                 continue
             while start > hosted.start and not self._reproduces(Span(start, block_idx + 1), entering):
                 start -= 1
-                while start in forbidden:  # which is known, so nothing is learned by beginning there
+                while start in forbidden:  # known already
                     start -= 1
             forbidden.update(range(start + 1, block_idx + 1))
-            if start == block_idx > hosted.start:  # before the first one, nothing was left that it could have read
+            if start == block_idx > hosted.start:  # the first block has no earlier block to read from
                 independent.add(kind)
         self.found(forbidden_cuts=tuple(sorted(forbidden)))
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 
 from swarmllm.data_structures import BlockTraits, StackTraits
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import Stack, blocks_class, sees, stacks, text_config
+from swarmllm.models.architecture import Stack, blocks_class, has_vision, stacks, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import on_meta, prune_to_span, pruned, with_random_weights
 from swarmllm.models.quantization import FULL_PRECISION
@@ -137,12 +137,12 @@ def _probed_copy(checkpoint: Checkpoint, stack: Stack, dtype: torch.dtype) -> Bl
         try:
             blocks = _random_blocks(config, stack, dtype)
             probe(blocks)
-        except Exception as error:  # model code, for sizes that nobody has thought of: try others
+        except Exception as error:  # model code with unforeseen sizes: try others
             logger.debug("a copy of %s doesn't run", checkpoint.name, exc_info=error)
             failure = failure or error
             continue
         return blocks
-    raise UnsupportedModelError(f"what its blocks need can't be seen on a small copy of it: {failure!r}") from failure
+    raise UnsupportedModelError(f"the needs of its blocks can't be seen on a small copy: {failure!r}") from failure
 
 
 def _random_blocks(config: PreTrainedConfig, stack: Stack, dtype: torch.dtype) -> BlockSpan:
@@ -164,7 +164,7 @@ def _copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Smaller configs, each in another way; the last is the config itself, which may be a tiny model's."""
     text = text_config(config)
     name = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    alone = name is not None and sees(config)  # its tower isn't needed, and has numbers of its own
+    alone = name is not None and has_vision(config)  # its tower isn't needed, and has numbers of its own
     for shrink in _ways(text.to_dict()):
         with suppress(Exception):  # the config's own checks of its numbers
             if not alone:

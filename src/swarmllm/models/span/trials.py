@@ -63,7 +63,7 @@ def in_float32(span: BlockSpan, part: Span) -> Iterator[None]:
         tensor
         for block in blocks
         for tensor in (*block.parameters(), *block.buffers())
-        if tensor.is_floating_point() and tensor.itemsize > 1  # codes and scales of 8 bits are what they are
+        if tensor.is_floating_point() and tensor.itemsize > 1  # not codes and scales of 8 bits
     ]
     originals = [tensor.data for tensor in tensors]
     packed = [module for block in blocks for module in block.modules() if isinstance(module, QuantizedWeight)]
@@ -72,7 +72,7 @@ def in_float32(span: BlockSpan, part: Span) -> Iterator[None]:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         for weight in packed:
-            weight.stand_for(torch.float32)  # or experts would round what they are given
+            weight.stand_for(torch.float32)  # or experts would round their inputs
         yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):

@@ -84,9 +84,7 @@ def check_tcp_maddr(maddr: str, *, announced: bool = False) -> None:
     if not is_tcp:  # libp2p would prefer QUIC if both are offered; it measured slower
         raise ConfigurationError(f"the address {maddr!r} must be one of TCP, like /ip4/0.0.0.0/tcp/31337")
     if announced and parsed["tcp"] == "0":
-        raise ConfigurationError(
-            f"the address {maddr!r} is to be announced, so it needs a port other than 0: port 0 is none"
-        )
+        raise ConfigurationError(f"the address {maddr!r} is to be announced, so its port can't be 0")
 
 
 def check_port_is_free(maddr: str) -> None:

@@ -132,7 +132,7 @@ class Daemon:
                 break
             last_words = line
         else:
-            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it said nothing'}")
+            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it printed nothing'}")
         self._logging = asyncio.create_task(self._log(), name="log of p2pd")
         try:
             self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._socket}"))
@@ -263,7 +263,7 @@ class Daemon:
         for task in ending:
             task.cancel()
         if not await self._ends_by(self._process.terminate) and not await self._ends_by(self._process.kill):
-            logger.warning("p2pd (process %d) does not end, although it was killed", self.pid)
+            logger.warning("p2pd (process %d) was killed, but still runs", self.pid)
         if ending:
             await asyncio.wait(ending, timeout=EXIT_TIMEOUT_S)
         # Not both: the loop closes the pipe in a later turn, by its number, which may be another file's by then.

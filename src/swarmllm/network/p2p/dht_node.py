@@ -200,7 +200,7 @@ class Dht:
             clock_differences_s, _ = await self._meet(await asyncio.to_thread(self._book.peers))
             if clock_differences_s:
                 logger.warning(
-                    "none of the initial peers answers: %s; joined instead by %s, met there earlier and kept in %s",
+                    "none of the initial peers answers: %s; joined through %s, saved in %s",
                     _list_failures(failures),
                     ", ".join(f"{addr}/p2p/{peer_id}" for peer_id, addr in clock_differences_s),
                     self._book.path,
@@ -383,7 +383,7 @@ class AddressBook:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self.path, json.dumps({swarm: kept[swarm] for swarm in swarms}), durable=False)
             except OSError as error:
-                logger.warning("peers that were met can't be kept: %s", error)
+                logger.warning("can't save the known peers: %s", error)
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
         """The file's entries, without those that make no sense."""

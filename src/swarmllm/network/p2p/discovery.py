@@ -218,7 +218,7 @@ async def find_swarm(
         )
         if not left_s:
             raise missing
-        logger.warning("%s; looking on for %g s, as one may just be starting", missing, left_s)
+        logger.warning("%s; looking for %g s more, because one may be starting", missing, left_s)
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
     return initial_peers_of(ours)
 

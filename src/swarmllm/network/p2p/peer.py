@@ -215,7 +215,7 @@ class Peer:
         """
         self._running_daemon()
         if not is_peer_id(peer_id):
-            raise PeerUnreachableError(f"{peer_id!r} is no peer id", peer_id)
+            raise PeerUnreachableError(f"{peer_id!r} is not a peer id", peer_id)
         if peer_id == self.peer_id or self._dialler is None:
             ends = Caller(peer_id, "", through_relay=False), *await self._dial_self()
         else:
@@ -356,7 +356,7 @@ class Peer:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._end_traffic()
         except TimeoutError:
-            logger.warning("what still ran on p2pd did not end within %g s; it is ended all the same", END_TIMEOUT_S)
+            logger.warning("the tasks on p2pd did not end within %g s; stopping p2pd anyway", END_TIMEOUT_S)
         finally:
             if self._daemon is not None:
                 await self._daemon.end()

@@ -132,7 +132,7 @@ class Reachability:
                 "--announce_maddrs, or have a peer with a public address join, like `swarmllm dht`"
             )
         self._keeping = asyncio.get_running_loop().create_task(
-            self._guest.keep_reservations(), name="keep places at relays"
+            self._guest.keep_reservations(), name="keep reservations at relays"
         )
         self._tasks.append(self._keeping)
         self._keeping.add_done_callback(self._forget)
@@ -140,7 +140,7 @@ class Reachability:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.remove(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("no more places at relays are asked for, restart this server", exc_info=error)
+            logger.error("this server asks for no more reservations at relays; restart it", exc_info=error)
 
     def _relay_peers(self) -> list[RelayPeer]:
         found: dict[str, list[str]] = {}
@@ -271,7 +271,7 @@ class RelayGuest:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await self._open_hop(relay)
         except (SwarmError, TimeoutError) as error:
-            logger.debug("%s is no relay now: %r", relay.peer_id, error)
+            logger.debug("%s doesn't work as a relay now: %r", relay.peer_id, error)
             return
         try:
             await _renew(reader, writer)
@@ -279,7 +279,7 @@ class RelayGuest:
             writer.transport.abort()
             if not isinstance(error, (OSError, EOFError, TimeoutError, ValueError)):
                 raise
-            logger.debug("%s keeps no place for this peer: %r", relay.peer_id, error)
+            logger.debug("%s gave this peer no reservation: %r", relay.peer_id, error)
             return
         self._kept[relay] = asyncio.get_running_loop().create_task(self._keep(relay, reader, writer))
         logger.info("reached by others through %s", relay.peer_id)
@@ -291,7 +291,7 @@ class RelayGuest:
                     async with asyncio.timeout(RENEWAL_S):
                         if not await reader.read(1):
                             raise EOFError("it hung up")
-                        raise ValueError("it says something unasked")
+                        raise ValueError("it sent an unexpected message")
                 except TimeoutError:
                     await _renew(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
@@ -335,4 +335,4 @@ async def _renew(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     if number(answer, 1) != HopKind.STATUS or number(answer, 5) != Status.OK:
         raise ValueError(f"it answers {number(answer, 5)}")
     if 4 in answer:
-        raise ValueError("it limits what passes")
+        raise ValueError("it limits the traffic")

@@ -1,0 +1,293 @@
+"""Round weights into the blocks of GGUF files: scales and minima are found by search.
+
+`quantize` makes the bytes that `decoded.GgufBlocks` multiplies by. `loading.pack` calls it. It knows no models and no
+files.
+
+The error of a group is the sum of `(weight - decoded)²`. If the codes are fixed, least squares gives the best scale and
+minimum. If the scale and minimum are fixed, the nearest codes are best. So some first scales are tried: each rounds the
+group, is solved for anew, and the one with the least error stays. Kinds with blocks of 256 round their scales, too:
+then the neighbours of each rounded scale are tried as well, and the unit of the scales is solved for in the same way.
+
+All weights count alike. Measured (SmolLM2 135M, q8_0, KL in nats per token): 0.00080, against 0.00101 where each counts
+by its own square, and 0.00115 with llama.cpp's quantizer.
+
+Groups are columns here, `[weights of a group, groups]`: PyTorch adds up along the first dimension much faster.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from swarmllm.models.quantization.decoded import KINDS
+from swarmllm.models.quantization.packed import row_slices
+
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of the codes of each group `[groups]`: the codes, their squares, and their products with the weights."""
+
+TRIED = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
+"""Codes that the range of a group spans with a first scale, beyond those that there are."""
+TRIED_8 = (-4.0, 0.0, 4.0)
+"""The same with 8 bits, which gain less."""
+ROUNDS = 2
+"""Of neighbours, and of the unit. Measured (normal weights, Q4_K): a second one takes 0.3 % of the error."""
+LARGEST_HALF = 65504.0
+SMALLEST_STEP = 1e-37
+"""Below, its inverse would be infinite in float32."""
+SOLVABLE = 1e-6
+"""Least squares whose determinant is below this share has no single solution: all codes are alike."""
+
+
+def quantize(weight: Tensor, kind: int) -> Tensor:
+    """`[…, out, in]` → the bytes of whole blocks `[…, out, bytes of a row]`, uint8; `in` must consist of blocks."""
+    _, size, num_bytes = KINDS[kind]
+    per_row = weight.shape[-1] // size * num_bytes
+    codes = torch.empty(*weight.shape[:-1], per_row, dtype=torch.uint8, device=weight.device)
+    for start, end, rows in row_slices(weight):
+        codes.view(-1, per_row)[start:end] = MAKERS[kind](rows.reshape(-1, size)).view(end - start, -1)
+    return codes
+
+
+def _inverse(step: Tensor) -> Tensor:
+    """1 / step; 0 where there is no step."""
+    return torch.where(step.abs() < SMALLEST_STEP, 0.0, 1.0 / step)
+
+
+def _half(numbers: Tensor) -> Tensor:
+    """Rounded to float16, in float32."""
+    return numbers.clamp(-LARGEST_HALF, LARGEST_HALF).half().float()
+
+
+def _bytes_of_half(numbers: Tensor) -> Tensor:
+    """`[blocks]` → `[blocks, 2]`."""
+    return numbers.half()[:, None].view(torch.uint8)
+
+
+def _columns(blocks: Tensor, size: int) -> Tensor:
+    """`[blocks, weights of a block]` → groups of this size `[size, groups]`."""
+    return blocks.reshape(-1, size).T.contiguous()
+
+
+def _each(of_blocks: Tensor, like: Tensor) -> Tensor:
+    """`[blocks]` → `[groups]`: the number of the block that each group belongs to."""
+    return of_blocks[:, None].expand(-1, len(like) // len(of_blocks)).reshape(-1)
+
+
+def _farthest(numbers: Tensor, dim: int) -> Tensor:
+    """Along a dimension, the number that is the farthest from 0, with its sign."""
+    low, high = numbers.amin(dim), numbers.amax(dim)
+    return torch.where(high > -low, high, low)
+
+
+def _nearest(weights: Tensor, step: Tensor, minimum: Tensor | None, least: int, most: int) -> Tensor:
+    """Codes whose `code * step - minimum` is the closest to the weights."""
+    shifted = weights if minimum is None else weights + minimum
+    return (shifted * _inverse(step)).round_().clamp_(least, most)
+
+
+def _sums(weights: Tensor, codes: Tensor) -> Sums:
+    return codes.sum(0), codes.square().sum(0), (codes * weights).sum(0)
+
+
+def _steps(weights: Tensor, least: int, most: int, tried: Sequence[float]) -> Tensor:
+    """The best `step` `[groups]` of `code * step`.
+
+    The weight that is the farthest from 0 gets about the code `least`, which has the most room: steps may be negative.
+    """
+    farthest = _farthest(weights, 0)
+    found, gained = torch.zeros_like(farthest), torch.full_like(farthest, -1.0)
+    for beyond in tried:
+        _, squares, products = _sums(weights, _nearest(weights, farthest / (least - beyond), None, least, most))
+        step = products * _inverse(squares)
+        gain = products * step  # what is taken off the error of all codes 0
+        better = gain > gained
+        found, gained = torch.where(better, step, found), torch.where(better, gain, gained)
+    return found
+
+
+def _lines(weights: Tensor, most: int, *, below_zero: bool) -> tuple[Tensor, Tensor]:
+    """The best `step` and `minimum` `[groups]` of `code * step - minimum`, with codes from 0 to `most`.
+
+    `below_zero`: neither may be negative, as in blocks of 256.
+    """
+    low, high, count, total = weights.amin(0), weights.amax(0), len(weights), weights.sum(0)
+    if below_zero:
+        low, high = low.clamp_max(0.0), high.clamp_min(0.0)
+    found, minimum, least_error = torch.zeros_like(low), -low, torch.full_like(low, torch.inf)
+    for beyond in TRIED:
+        of_codes = sums, squares, products = _sums(
+            weights, _nearest(weights, (high - low) / (most + beyond), -low, 0, most)
+        )
+        determinant = count * squares - sums.square()
+        solvable = determinant > SOLVABLE * count * squares
+        step = torch.where(solvable, count * products - sums * total, 0.0) / torch.where(solvable, determinant, 1.0)
+        below = (step * sums - total) / count
+        if below_zero:
+            step = torch.where(below < 0, products * _inverse(squares), step).clamp_min_(0.0)
+            below = below.clamp_min_(0.0)
+        error = _error(step, below, count, total, of_codes)
+        better = error < least_error
+        found, minimum = torch.where(better, step, found), torch.where(better, below, minimum)
+        least_error = torch.where(better, error, least_error)
+    return found, minimum
+
+
+def _error(step: Tensor, minimum: Tensor, count: int, total: Tensor, of_codes: Sums) -> Tensor:
+    """The error of each group, less the sum of the weights' squares. `count` weights have the sum `total`."""
+    sums, squares, products = of_codes
+    by_minimum = minimum * (minimum * count - 2 * step * sums + 2 * total)
+    return step * (step * squares - 2 * products) + by_minimum
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    weights = _columns(blocks, 32)
+    step = _half(_steps(weights, -127, 127, TRIED_8))
+    codes = _nearest(weights, step, None, -127, 127).to(torch.int8).T.contiguous()
+    return torch.cat([_bytes_of_half(step), codes.view(torch.uint8)], 1)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    weights = _columns(blocks, 32)
+    step = _half(_steps(weights, -16, 15, TRIED))
+    return torch.cat([_bytes_of_half(step), _five_bits(_nearest(weights, step, None, -16, 15) + 16)], 1)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    weights = _columns(blocks, 32)
+    step, minimum = map(_half, _lines(weights, 31, below_zero=False))
+    codes = _nearest(weights, step, minimum, 0, 31)
+    return torch.cat([_bytes_of_half(step), _bytes_of_half(-minimum), _five_bits(codes)], 1)
+
+
+def _five_bits(codes: Tensor) -> Tensor:
+    """Codes of groups of 32, as columns → `[groups, 20]`: the fifth bits in 4 bytes, then the others."""
+    whole = codes.to(torch.uint8).T
+    low, high = (whole & 15).chunk(2, 1)
+    return torch.cat([_bits(whole >> 4), low | high << 4], 1)
+
+
+def _bits(ones: Tensor) -> Tensor:
+    """Numbers 0 and 1 `[…, 8n]` → bytes `[…, n]`, the first one lowest."""
+    places = torch.arange(8, dtype=torch.uint8, device=ones.device)
+    return (ones.view(*ones.shape[:-1], -1, 8) << places).sum(-1, dtype=torch.uint8)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    weights = _columns(blocks, 16)
+    steps = _steps(weights, -32, 31, TRIED)
+    unit = _half(_farthest(steps.view(-1, 16), 1) / -128)
+    scales = (steps * _inverse(_each(unit, steps))).round_().clamp_(-128, 127)
+    best, gained = scales, torch.full_like(scales, -torch.inf)
+    squares, products = torch.zeros_like(scales), torch.zeros_like(scales)
+    for by in (0, -1, 1):
+        scale = (scales + by).clamp_(-128, 127)
+        step = scale * _each(unit, scales)
+        _, of_squares, of_products = _sums(weights, _nearest(weights, step, None, -32, 31))
+        gain = step * (2 * of_products - step * of_squares)
+        better = gain > gained
+        best, gained = torch.where(better, scale, best), torch.where(better, gain, gained)
+        squares, products = torch.where(better, of_squares, squares), torch.where(better, of_products, products)
+    over, under = ((best * one).view(-1, 16).sum(1) for one in (products, best * squares))
+    unit = _half(over * _inverse(under))
+    codes = _nearest(weights, best * _each(unit, best), None, -32, 31).add_(32).to(torch.uint8)
+    # In each half of a block: two times 32 codes below, two above.
+    quarters = codes.T.reshape(-1, 2, 4, 32)
+    low, high = quarters & 15, quarters >> 4
+    return torch.cat(
+        [
+            (low[:, :, :2] | low[:, :, 2:] << 4).flatten(1),
+            (high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6).flatten(1),
+            best.view(-1, 16).to(torch.int8).view(torch.uint8),
+            _bytes_of_half(unit),
+        ],
+        1,
+    )
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    start, codes = _scales_and_codes(blocks, 15)
+    return torch.cat([start, _nibbles(codes)], 1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    start, codes = _scales_and_codes(blocks, 31)
+    fifth = _bits((codes >> 4).transpose(1, 2)).flatten(1)
+    return torch.cat([start, fifth, _nibbles(codes & 15)], 1)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Codes of 4 bits `[blocks, groups, 32]` → bytes: of two groups, the first below."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).flatten(1)
+
+
+def _scales_and_codes(blocks: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Of Q4_K and Q5_K: the first 16 bytes of each block, and the codes `[blocks, 8, 32]`."""
+    weights = _columns(blocks, 32)
+    steps, minima = _lines(weights, most, below_zero=True)
+    unit, low_unit = (_half(one.view(-1, 8).amax(1) / 63) for one in (steps, minima))
+    scales, lows = _six_bits(steps, _each(unit, steps)), _six_bits(minima, _each(low_unit, minima))
+    for _ in range(ROUNDS):
+        scales, lows = _better_neighbours(weights, scales, lows, (unit, low_unit), most)
+        unit, low_unit = _better_units(weights, scales, lows, (unit, low_unit), most)
+    codes = _nearest(weights, scales * _each(unit, scales), lows * _each(low_unit, lows), 0, most)
+    start = torch.cat([_bytes_of_half(unit), _bytes_of_half(low_unit), _twelve_bytes(scales, lows)], 1)
+    return start, codes.T.reshape(-1, 8, 32).to(torch.uint8)
+
+
+def _six_bits(numbers: Tensor, unit: Tensor) -> Tensor:
+    return (numbers * _inverse(unit)).round_().clamp_(0, 63)
+
+
+def _better_neighbours(
+    weights: Tensor, scales: Tensor, lows: Tensor, units: tuple[Tensor, Tensor], most: int
+) -> tuple[Tensor, Tensor]:
+    """Each rounded scale, or one next to it, with the rounded minimum that goes best with it."""
+    unit, low_unit = (_each(one, scales) for one in units)
+    count, total = len(weights), weights.sum(0)
+    best, with_best, least_error = scales, lows, torch.full_like(scales, torch.inf)
+    for by in (0, -1, 1):
+        scale = (scales + by).clamp_(0, 63)
+        step = scale * unit
+        of_codes = _sums(weights, _nearest(weights, step, lows * low_unit, 0, most))
+        low = _six_bits((step * of_codes[0] - total) / count, low_unit)
+        error = _error(step, low * low_unit, count, total, of_codes)
+        better = error < least_error
+        best, with_best = torch.where(better, scale, best), torch.where(better, low, with_best)
+        least_error = torch.where(better, error, least_error)
+    return best, with_best
+
+
+def _better_units(
+    weights: Tensor, scales: Tensor, lows: Tensor, units: tuple[Tensor, Tensor], most: int
+) -> tuple[Tensor, Tensor]:
+    """The units of the rounded scales and minima `[blocks]`, by least squares; the given ones where they are better."""
+    count, total = len(weights), weights.sum(0)
+
+    def tried(unit: Tensor, low_unit: Tensor) -> tuple[Tensor, Sums]:
+        step, minimum = scales * _each(unit, scales), lows * _each(low_unit, lows)
+        of_codes = _sums(weights, _nearest(weights, step, minimum, 0, most))
+        return _error(step, minimum, count, total, of_codes).view(-1, 8).sum(1), of_codes
+
+    error, (sums, squares, products) = tried(*units)
+    terms = (scales.square() * squares, -scales * lows * sums, lows.square() * count, scales * products, -lows * total)
+    a, b, c, x, y = (term.view(-1, 8).sum(1) for term in terms)
+    determinant = a * c - b.square()
+    solvable = determinant > SOLVABLE * a * c
+    even = torch.where(solvable, determinant, 1.0)
+    unit = torch.where(solvable, (x * c - y * b) / even, x * _inverse(a))
+    low_unit = torch.where(solvable, (a * y - b * x) / even, 0.0)
+    solved = _half(unit.clamp_min(0.0)), _half(low_unit.clamp_min(0.0))
+    better = tried(*solved)[0] < error
+    return torch.where(better, solved[0], units[0]), torch.where(better, solved[1], units[1])
+
+
+def _twelve_bytes(scales: Tensor, lows: Tensor) -> Tensor:
+    """8 scales and 8 minima of 6 bits: the first 4 of each in bytes, whose upper 2 bits belong to the others."""
+    (scale, last_scale), (low, last_low) = (one.view(-1, 2, 4).to(torch.uint8).unbind(1) for one in (scales, lows))
+    return torch.cat(
+        [scale | last_scale >> 4 << 6, low | last_low >> 4 << 6, last_scale & 15 | (last_low & 15) << 4], 1
+    )
+
+
+MAKERS: dict[int, Callable[[Tensor], Tensor]] = {6: _q5_0, 7: _q5_1, 8: _q8_0, 12: _q4_k, 13: _q5_k, 14: _q6_k}
+"""Kind of `decoded.KINDS` → blocks `[blocks, weights]` to their bytes `[blocks, bytes]`."""
