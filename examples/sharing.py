@@ -17,7 +17,7 @@ from runs import default_model, tokenizer_of
 from transformers import AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
-from swarmllm.commands import merge_adapter
+from swarmllm.commands import adapters
 
 QUESTION = "What is your name?"
 OPTIONS = {"num_servers": 2, "num_threads": 1, "quant_type": "none", "dtype": "float32"}
@@ -50,7 +50,7 @@ def main() -> None:
 
         # `swarmllm adapters merge --adapter PATH --base M --output DIR`: an ordinary checkpoint.
         merged = Path(directory) / "merged"
-        merge_adapter.merge(merge_adapter.Merge(adapter=str(adapter), base=path, output=str(merged)))
+        adapters.merge(adapters.Merge(adapter=str(adapter), base=path, output=str(merged)))
         local = AutoModelForCausalLM.from_pretrained(merged, dtype="float32")
         print(f"merged: {answer(local, tokenizer, QUESTION)}", flush=True)
 
