@@ -23,14 +23,15 @@ from swarmllm.models.quantization.decoded import KINDS
 from swarmllm.models.quantization.packed import row_slices
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Of the codes of each group `[groups]`: the codes, their squares, and their products with the weights."""
+"""Sums over the weights of each group `[groups]`: of codes, of their squares, of codes times weights."""
 
 TRIED = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
 """Codes that the range of a group spans with a first scale, beyond those that there are."""
 TRIED_8 = (-4.0, 0.0, 4.0)
 """The same with 8 bits, which gain less."""
 ROUNDS = 2
-"""Of neighbours, and of the unit. Measured (normal weights, Q4_K): a second one takes 0.3 % of the error."""
+"""Rounds of trying neighbours and solving for the unit. Measured (normal weights, Q4_K): the second removes 0.3 % of
+the error."""
 LARGEST_HALF = 65504.0
 SMALLEST_STEP = 1e-37
 """Below, its inverse would be infinite in float32."""
@@ -221,7 +222,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _scales_and_codes(blocks: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: the first 16 bytes of each block, and the codes `[blocks, 8, 32]`."""
+    """The first 16 bytes of each block of Q4_K or Q5_K, and the codes `[blocks, 8, 32]`."""
     weights = _columns(blocks, 32)
     steps, minima = _lines(weights, most, below_zero=True)
     unit, low_unit = (_half(one.view(-1, 8).amax(1) / 63) for one in (steps, minima))
